@@ -17,15 +17,16 @@ from phalanx.cli.parsers import train_parser, tune_parser
 from phalanx.config import DistributedConfig
 from phalanx.config.option import kinds
 from phalanx.config.settings import parse_hosts
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import make_private
 from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.plan.presets import of_recipe
 from phalanx.recipes import Recipe
+from phalanx.submit import uv
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord, job_name, jobs_folder, new_record, records, write_record
 from phalanx.submit.ship import archive
-from phalanx.submit.target import TARGETS, CommonOptions, Target, read_options, target_class
+from phalanx.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
 _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
@@ -66,7 +67,7 @@ def _joined(words: list[str]) -> Iterator[str]:
     """Join flags with values that argparse would take for flags: --sbatch --reservation=x."""
     rest = iter(words)
     for word in rest:
-        value = next(rest, None) if word in ("--sbatch", "--ssh") else None
+        value = next(rest, None) if word in ("--sbatch", "--ssh", "--uv-sync") else None
         yield word if value is None else f"{word}={value}"
 
 
@@ -237,6 +238,7 @@ def hand_over(
     name: str, target: Target[Any], job: ClusterJob, namespace: argparse.Namespace, *, resumes: str = ""
 ) -> int:
     """Render, check, submit and record a job; `resumes`: the job that it continues."""
+    uv.check(target)
     files = target.render(job)
     if namespace.render:
         print("\n".join(_with_names(files)))
@@ -248,6 +250,21 @@ def hand_over(
             "\n".join([*_with_names(files), "", *(f"# checked: {line}" for line in checked), "# nothing was submitted"])
         )
         return 0
+    record = _submit(name, target, job, files, resumes)
+    if namespace.json:
+        print_json(dataclasses.asdict(record))
+    else:
+        print(f"submitted {job.name} as {name} job {record.id}")
+        print(f"  phalanx status {job.name}    phalanx logs {job.name} -f    phalanx cancel {job.name}")
+        print(f"  shipped: {_shipped(target, job)}")
+    if namespace.follow:
+        for line in target.logs(record, follow=True, rank=None):
+            print(line, flush=True, file=sys.stderr if namespace.json else sys.stdout)
+    return 0
+
+
+def _submit(name: str, target: Target[Any], job: ClusterJob, files: dict[str, str], resumes: str) -> JobRecord:
+    """Write the files, submit them and record the job; where a step fails, what came before it is taken back."""
     folder = jobs_folder() / job.name
     before = folder.with_name(f".{job.name}.before")  # of an ended job with this name
     make_private(jobs_folder())
@@ -255,32 +272,40 @@ def hand_over(
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
     make_private(folder)
+    record = None
     try:
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
         if target.options.ship == "archive":
             archived, content = archive(Path.cwd())
             (folder / archived).write_bytes(content)
-        scheduler_id = target.submit(job, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        if before.exists():
-            before.rename(folder)
+        record = new_record(job, name, target.submit(job, folder), dataclasses.asdict(target.options), folder)
+        record = dataclasses.replace(record, resumes=resumes)
+        write_record(record)
+    except BaseException as error:
+        try:
+            if record is not None:
+                _cancel_unrecorded(target, record, error)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if before.exists():
+                before.rename(folder)
         raise
     shutil.rmtree(before, ignore_errors=True)
-    record = new_record(job, name, scheduler_id, dataclasses.asdict(target.options), folder)
-    record = dataclasses.replace(record, resumes=resumes)
-    write_record(record)
-    if namespace.json:
-        print_json(dataclasses.asdict(record))
-    else:
-        print(f"submitted {job.name} as {name} job {scheduler_id}")
-        print(f"  phalanx status {job.name}    phalanx logs {job.name} -f    phalanx cancel {job.name}")
-        print(f"  shipped: {_shipped(target, job)}")
-    if namespace.follow:
-        for line in target.logs(record, follow=True, rank=None):
-            print(line, flush=True, file=sys.stderr if namespace.json else sys.stdout)
-    return 0
+    return record
+
+
+def _cancel_unrecorded(target: Target[Any], record: JobRecord, error: BaseException) -> None:
+    """Cancel a job whose record was not written: no later command could find it."""
+    known = f"{record.target} job {record.id}"
+    why = f"{known} was submitted, but its record was not written to {jobs_folder()}: {error}"
+    try:
+        target.cancel(record)
+    except (PhalanxError, OSError) as failed:
+        by_hand = CANCEL[record.target].format(id=record.id, name=record.name)
+        raise UsageError(f"{why}. It runs, because it was not cancelled: {failed}", hint=f"End it: {by_hand}") from None
+    if isinstance(error, OSError):
+        raise UsageError(f"{why}. It was cancelled.", hint="Another folder: XDG_STATE_HOME=/path.") from None
 
 
 def _refuse_twice(name: str) -> None:
@@ -302,7 +327,10 @@ def target_of(record: JobRecord) -> Target[Any]:
 def _shipped(target: Target[Any], job: ClusterJob) -> str:
     where = f"{target.options.directory or '/workspace'} in the container" if target.is_contained else job.directory
     code = "a copy of this folder" if target.options.ship == "archive" else f"nothing: the nodes read {where}"
-    return f"{code}; data and environment are those of the nodes"
+    others = "data and environment are those of the nodes"
+    if target.options.uv:
+        others = "the nodes make the environment from uv.lock; data is not shipped"
+    return f"{code}; {others}"
 
 
 def _with_names(files: dict[str, str]) -> list[str]:

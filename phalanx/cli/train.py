@@ -51,7 +51,8 @@ def run(arguments: Sequence[str]) -> int:
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
-    if resolved.config.hosts is not None and resolved.config.launcher == "local":
+    config = resolved.config
+    if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
     if namespace.dry_run:
         return _show_plan(recipe, resolved, target, as_json=namespace.json)

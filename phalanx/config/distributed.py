@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import deepspeed, rules
@@ -83,6 +83,10 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
     """Return the values of all settings, and (field, message) for every mistake in what was given."""
     values = translate(given)
     mistakes = [(name, unknown_field(name)) for name in values if name not in FIELDS]
+    for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
+        other = f"min_workers = {values['min_workers']}"
+        mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
+        values[name] = most
     complete = {name: _plain(values.get(name, field.default)) for name, field in FIELDS.items()}
     if complete["deepspeed_config"] is not None:
         changes, contradictions = deepspeed.reconcile(complete)
@@ -103,12 +107,9 @@ _RANGE = re.compile(r"\d+:\d+")
 def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with pairs of workers (least, most), torch's names of sharding and lists translated."""
     values = dict(values)
-    for name in ("num_workers", "num_gpus"):
-        pair = values.get(name)
-        if isinstance(pair, str) and _RANGE.fullmatch(pair):
-            pair = [int(part) for part in pair.split(":")]
-        if isinstance(pair, (tuple, list)) and len(pair) == 2:  # another length stays, and is refused
-            values |= {"min_workers": pair[0], name: pair[1]}
+    for name, (least, most) in ranges(values).items():
+        if values.get("min_workers") in (None, least):  # another value stays, and is refused
+            values |= {"min_workers": least, name: most}
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
     given = values.get("sharding")
@@ -116,6 +117,15 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     if name == "NO_SHARD" and values.get("strategy", "auto") in ("auto", "fsdp", "ddp"):
         return {**values, "strategy": "ddp", "sharding": "auto"}
     return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
+
+
+def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the pairs (least, most) of workers that were given; a sequence of another length is not one."""
+    found = {name: values[name] for name in ("num_workers", "num_gpus") if name in values}
+    for name, text in found.items():
+        if isinstance(text, str) and _RANGE.fullmatch(text):
+            found[name] = [int(part) for part in text.split(":")]
+    return {name: pair for name, pair in found.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}
 
 
 def unknown_field(name: str) -> str:

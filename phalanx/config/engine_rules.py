@@ -177,13 +177,18 @@ def host_slots(settings: Settings) -> Mistakes:
 
 
 def _ssh_hosts(settings: Settings, hosts: tuple[Host, ...]) -> Mistakes:
-    """Check what one launcher per machine requires: equal machines, which the list alone numbers."""
-    if len({host.slots for host in hosts}) > 1:
-        yield settings.mistake("hosts", ": give every machine the same number of slots.")
-    elif (settings.total_ranks or len(hosts)) % len(hosts):
-        total = settings.total_ranks
+    """Check what one launcher per machine requires: ranks for each, and a list that alone numbers the machines."""
+    total, are_equal = settings.total_ranks, len({host.slots for host in hosts}) == 1
+    if are_equal and (total or len(hosts)) % len(hosts):
         yield settings.mistake("hosts", f": {total} ranks cannot be spread evenly over {len(hosts)} machines.")
-    for name, says in (("num_nodes", 1), ("gpus_per_node", None), ("node_rank", None)):
+    if not are_equal and total != sum(host.slots for host in hosts):
+        text = f": {total} ranks do not fill machines with different slots: change the slots, or leave the number out."
+        yield settings.mistake("hosts", text)
+    if not are_equal and settings.resolved_sharding.startswith("hybrid") and settings.shard_size is None:
+        yield settings.mistake("hosts", " has machines with different slots, so hybrid sharding needs shard_size.")
+    # A launcher that was started for one of the machines knows its number and where the others are.
+    own = () if settings.rdzv_endpoint else (("node_rank", None),)
+    for name, says in (("num_nodes", 1), ("gpus_per_node", None), *own):
         if getattr(settings, name) not in (says, len(hosts) if name == "num_nodes" else says):
             yield settings.mistake(name, f" with hosts = {settings.hosts!r}, which says it: leave {name} out.")
 

@@ -335,7 +335,7 @@ def rank_counts(settings: Settings) -> Mistakes:
     name = "num_workers" if workers is not None else "num_gpus"
     if total is not None and per_node is not None and total != nodes * per_node:
         yield name, f"{name} = {total} is not num_nodes x gpus_per_node = {nodes} x {per_node} = {nodes * per_node}."
-    elif total is not None and total % nodes:
+    elif total is not None and total % nodes and settings.hosts is None:  # else each machine has its slots
         yield name, f"{name} = {total} cannot be spread evenly over num_nodes = {nodes}."
     if settings.node_rank is not None and settings.node_rank >= nodes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")

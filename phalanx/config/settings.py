@@ -106,6 +106,13 @@ class Settings(
         return None if self.gpus_per_node is None else self.gpus_per_node * self.num_nodes
 
     @property
+    def host_ranks(self) -> dict[str, int]:
+        """Ranks of each machine of `hosts`: its slots, or an equal share of a smaller number that was given."""
+        hosts, total = parse_hosts(self.hosts or ""), self.total_ranks
+        fits = total == sum(host.slots for host in hosts)
+        return {host.name: host.slots if fits else (total or 0) // len(hosts) for host in hosts}
+
+    @property
     def launcher(self) -> str:
         """What starts the ranks; an engine of another package is its own launcher."""
         return BACKENDS[self.backend][0] if self.backend in BACKENDS else self.backend

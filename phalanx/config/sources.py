@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import deepspeed
-from phalanx.config.distributed import DistributedConfig, check, translate, unknown_field
+from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
 from phalanx.config.settings import FIELDS
@@ -69,7 +69,8 @@ def resolve(
     for origin, layer in layers:
         # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
         if layer.keys() & RANK_COUNTS or layer.get("hosts"):
-            values = {name: value for name, value in values.items() if name not in RANK_COUNTS}
+            replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
+            values = {name: value for name, value in values.items() if name not in replaced}
         for name, value in layer.items():
             if name not in FIELDS:
                 mistakes.append(f"{unknown_field(name)} ({origin})")

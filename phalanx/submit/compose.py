@@ -96,7 +96,7 @@ class Compose(Target[ComposeOptions]):
         services = {f"node{index}": self._node(job, index) for index in range(job.nodes)}
         services |= {"parameter-server": self._servers(job), **self._monitoring(job)}
         found = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)
-        return {FILE: dump(found, _COMMENTS, job.origin(self.name))}
+        return {FILE: dump(found, _COMMENTS, job.origin(self.name, self.options))}
 
     def _node(self, job: ClusterJob, index: int) -> dict[str, Any]:
         """Return the service of one machine."""

@@ -19,8 +19,8 @@ _POLL_SECONDS = 0.5
 
 
 def program_of(options: CommonOptions) -> str:
-    """Return how `phalanx` is called on the nodes: of the image, of a given environment, or of this one."""
-    if options.image is not None:
+    """Return how `phalanx` is called on the nodes: of the image, of uv, of a given environment, or of this one."""
+    if options.image is not None or options.uv:
         return "phalanx"
     folder = Path(options.venv) / "bin" if options.venv is not None else Path(sys.executable).parent
     return str(folder / "phalanx")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ _LINGER_SECONDS = 10.0
 """How long other launchers may take to end by themselves, and report why, after the first has failed."""
 _SIGN_OF_LIFE_SECONDS = 20.0
 _SSH_FAILED = 255
+_RESTARTS = 10
+"""How often a job whose ranks were ended after they had saved is started again."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class HostPlan:
     ssh: list[str]
     """The command `ssh` with its options; a host and a command follow."""
     python: str
-    """On the hosts."""
+    """On the hosts, as their shells read it."""
     script: str
     endpoint: str
     environment: dict[str, str]
@@ -49,10 +52,28 @@ class HostPlan:
     """Seconds between the order to end and the end."""
     output: str = ""
     """The file for the output of all."""
+    work: str = ""
+    """The folder of shipped code below the home folders of the hosts; empty where none was shipped."""
 
     def remote(self, host: str, *words: str) -> list[str]:
         """Return the command that runs `phalanx.submit.node` on a host."""
-        return [*self.ssh, host, shlex.join([self.python, "-P", "-m", "phalanx.submit.node", *words])]
+        return [*self.ssh, host, f"{self.python} -P -m phalanx.submit.node {shlex.join(words)}"]
+
+    def on_all(self, command: str, content: bytes = b"") -> dict[str, str]:
+        """Run a command on all hosts at once, with some input; return the error output of those where it failed."""
+
+        def run(host: str) -> subprocess.CompletedProcess[bytes]:
+            return subprocess.run([*self.ssh, host, command], input=content, capture_output=True)
+
+        with ThreadPoolExecutor(len(self.hosts)) as pool:
+            ran = dict(zip(self.hosts, pool.map(run, self.hosts), strict=True))
+        return {host: each.stderr.decode(errors="replace") for host, each in ran.items() if each.returncode}
+
+    def remove_code(self, show: Callable[[str], None]) -> None:
+        """Remove shipped code, and the environment in it, from all hosts."""
+        if self.work:
+            for host in self.on_all(f'rm -rf "$HOME"/{shlex.quote(self.work)}'):
+                show(f"[{host}] the copy of the code was not removed: ~/{self.work}")
 
 
 class HostGroup:
@@ -85,7 +106,7 @@ class HostGroup:
         self._running[host] = process
         order = {
             "script": self._plan.script,
-            "arguments": [str(number), self._plan.endpoint],
+            "arguments": [str(number), self._plan.endpoint, self._plan.work],
             "environment": self._plan.environment,
             "grace": self._plan.grace,
         }
@@ -155,18 +176,29 @@ def supervise(folder: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _cancelled)
     with Path(plan.output).open("a", encoding="utf-8", buffering=1) as output:
-        group = HostGroup(plan, lambda line: print(line, file=output))
+
+        def show(line: str) -> None:
+            print(line, file=output)
+
+        group = HostGroup(plan, show)
         state: dict[str, Any] = {"state": "running", "pid": os.getpid(), "hosts": plan.hosts}
         replace_file(folder / STATE, json.dumps(state))
         state |= {"state": "failed", "detail": "the process that held the connections failed; see supervisor.log"}
         try:
             code = group.run()
+            for again in range(_RESTARTS):
+                if code != EXIT_PREEMPTED:
+                    break
+                show(f"the ranks have saved and ended; they start again ({again + 1} of at most {_RESTARTS} times)")
+                group = HostGroup(plan, show)
+                code = group.run()
             ended = {0: "finished", EXIT_PREEMPTED: "preempted"}.get(code, "failed")
             state |= {"state": ended, "detail": _describe(group.codes)}
         except SystemExit as error:
             state |= {"state": "cancelled", "detail": _describe(group.codes)}
             code = int(str(error.code))
         finally:
+            plan.remove_code(show)
             replace_file(folder / STATE, json.dumps(state))
     return code
 

@@ -53,14 +53,29 @@ class ClusterJob:
             before, after = before[:at], before[at:]
         return [program, self.verb, *_without(before, more), *more, *after]
 
-    def origin(self, target: str) -> str:
+    def origin(self, target: str, options: Any) -> str:
         """Return the command in one line, for a comment: a line break in an argument must not end the comment."""
-        return " ".join(f"Written by: phalanx submit {target} {shlex.join(self.arguments)}".splitlines())
+        tune = ["--tune"] if self.verb == "tune" else []
+        words = self.train_command(f"phalanx submit {target}", *_flags(self.name, options))
+        return " ".join(f"Written by: {words[0]} {shlex.join([*tune, *words[2:]])}".splitlines())
 
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
         return self.nodes * self.ranks_per_node
+
+
+def _flags(name: str, options: Any) -> Iterator[str]:
+    """Return the flags that give a job its name and options; those with their default values are left out."""
+    yield from ("--job-name", name)
+    for each in dataclasses.fields(options):
+        value, flag = getattr(options, each.name), each.name.replace("_", "-")
+        if value == each.default or each.name == "name":
+            continue
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield from (f"--{flag}={value}",) if str(value).startswith("-") else (f"--{flag}", str(value))
 
 
 def _without(words: tuple[str, ...], replaced: tuple[str, ...]) -> Iterator[str]:

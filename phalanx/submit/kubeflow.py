@@ -41,6 +41,8 @@ class Kubeflow(OnKubernetes):
     def __init__(self, options: KubeflowOptions) -> None:
         super().__init__(options)
         self.selector = _LABELS[options.kind]
+        if options.kind == "mpijob":
+            self.lacks_uv = "kind mpijob: mpirun starts the ranks in the environment of the image"
 
     def objects(self, job: ClusterJob) -> list[Object]:
         """Return the object of the kind; v1's MPIJob needs a Service for its first worker."""

@@ -14,6 +14,8 @@ from phalanx.submit.kubernetes import OnKubernetes
 from phalanx.submit.pods import PodOptions
 from phalanx.submit.target import Status
 
+IN_CLUSTER = ("--backend", "ray", "--address", "auto")
+"""How train runs inside a cluster of Ray."""
 _PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 _STATES = {"Complete": "finished", "Failed": "failed", "Suspended": "queued", "Running": "running"}
 
@@ -34,7 +36,7 @@ class KubeRay(OnKubernetes):
         if self.kind == "raycluster":
             return [{"apiVersion": "ray.io/v1", "kind": "RayCluster", **about, "spec": self._ray_cluster(job)}]
         spec = {
-            "entrypoint": shlex.join(job.train_command("phalanx", "--backend", "ray")),
+            "entrypoint": shlex.join(job.train_command("phalanx", *IN_CLUSTER)),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 86400,
             **self.limit(job),

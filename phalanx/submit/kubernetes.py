@@ -47,7 +47,7 @@ class OnKubernetes(Target[PodOptions]):
                 hint="Build one with deploy/Dockerfile, then: --image registry/phalanx:1",
             )
         found = override(self.objects(job), self.options.overrides)
-        return {self.file: dump(found, pods.COMMENTS, job.origin(self.name))}
+        return {self.file: dump(found, pods.COMMENTS, job.origin(self.name, self.options))}
 
     def limit(self, job: ClusterJob) -> dict[str, int]:
         """Return the time limit as a field of a spec."""

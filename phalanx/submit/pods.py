@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
+from phalanx.submit import uv
 from phalanx.submit.files import shell_join
 from phalanx.submit.job import ClusterJob
 from phalanx.submit.target import CommonOptions
@@ -92,6 +93,8 @@ def script(
         kept = PurePosixPath(work, job.run_dir)
         more += ["--run-dir", str(kept)]
         more += [] if job.config.checkpoint_dir else ["--checkpoint-dir", str(kept / "checkpoints")]
+    if options.uv:
+        lines += uv.lines(options, _CODE if options.ship == "archive" else work)
     if job.nodes > 1:
         lines.append(f"until getent hosts {host} >/dev/null; do sleep 1; done")
         more += ["--node-rank", _NODE, "--rdzv-endpoint", f"{host}:{PORT}"]

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.submit.files import follow_files, own_limit, program_of, rank_log
 from phalanx.submit.job import ClusterJob, JobRecord
-from phalanx.submit.kuberay import KubeRay
+from phalanx.submit.kuberay import IN_CLUSTER, KubeRay
 from phalanx.submit.pods import PodOptions
 from phalanx.submit.target import Status, Target
 
@@ -46,17 +46,17 @@ class RayJobs(Target[RayOptions]):
 
     name = "ray"
     options_class = RayOptions
+    lacks_uv = "ray: its machines run ranks in the environment that Ray runs in"
 
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the command that the cluster runs, or KubeRay's objects."""
-        job = _of_ray(job)
         if self._kuberay is not None:
             return self._kuberay.render(job)
         lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
         if self.options.ship == "folder":
             lines.append(f"cd {shlex.quote(job.directory)}")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-        words = job.train_command(program_of(self.options), *own_limit(job, self.options))
+        words = job.train_command(program_of(self.options), *IN_CLUSTER, *own_limit(job, self.options))
         return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"}
 
     @property
@@ -154,12 +154,6 @@ class RayJobs(Target[RayOptions]):
             raise UsageError(
                 f"{address}: {said[0]}", hint="Is the head's dashboard there? ray start --head --dashboard-host 0.0.0.0"
             ) from None
-
-
-def _of_ray(job: ClusterJob) -> ClusterJob:
-    """Return the job as train runs it inside the cluster."""
-    words = job.train_command("phalanx", "--backend", "ray", "--address", "auto")[2:]
-    return replace(job, arguments=tuple(words))
 
 
 def _unpacked(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_PREEMPTED, UsageError
+from phalanx.submit import uv
 from phalanx.submit.files import (
     follow_files,
     limit_seconds,
@@ -34,6 +35,7 @@ WAIT_SECONDS = 60
 _TASK, _COUNT, _AGAIN = "\0task", "\0count", "\0again"
 """Marks of the number of an array's task, of the number of tasks, and of a flag for a task that starts again."""
 _SHELL = {_TASK: '"$SLURM_ARRAY_TASK_ID"', _COUNT: '"$SLURM_ARRAY_TASK_COUNT"'}
+_EACH_NODE = 'srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
 _PLAIN = ("partition", "account", "qos", "constraint", "mem", "nodelist", "array")
 """Options that sbatch has under the same name."""
 _STATES = {
@@ -108,12 +110,14 @@ class Slurm(Target[SlurmOptions]):
                 f"--image {options.image} needs a program that runs it on the nodes",
                 hint="Add --container pyxis or --container apptainer; without containers: --venv FOLDER.",
             )
+        if options.uv and options.image:
+            raise UsageError(f"--uv with --image {options.image}, which has an environment", hint="Leave one out.")
         limit_seconds(job, options, SIGNAL_SECONDS)
 
     def _head(self, job: ClusterJob) -> Iterator[str]:
         options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
         yield "#!/bin/bash"
-        yield f"# {job.origin(self.name)}"
+        yield f"# {job.origin(self.name, self.options)}"
         lines = [
             (f"--job-name={job.name}", "name in squeue"),
             (f"--nodes={job.nodes}", "machines"),
@@ -155,13 +159,19 @@ class Slurm(Target[SlurmOptions]):
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield ("MASTER_ADDR=$(scontrol show node \"$head\" --oneliner | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')")
         yield 'export MASTER_ADDR="${MASTER_ADDR:-$head}"'
-        yield "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))"
+        yield "# A port for each job, below those that the kernel gives to connections (32768 and above)."
+        yield "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 19000))"
         yield ""
         if self.options.ship == "archive":
-            yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", "srun --ntasks-per-node=1 ")
+            yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", _EACH_NODE)
+        if self.options.uv:
+            folder = '"$work"' if self.options.ship == "archive" else job.directory
+            yield from uv.lines(self.options, folder, _EACH_NODE)
         yield "# Launchers end together and say why; killed at the first exit, the others could not report theirs."
         yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{self._command(job)}"
         yield "code=$?"
+        if self.options.ship == "archive":
+            yield f'{_EACH_NODE}rm -rf "$work"  # the copy of the code; the run is in the folder that all nodes see'
         yield ""
         if self.options.requeue:
             yield f"# {EXIT_PREEMPTED}: the ranks have saved. Back into the queue; the next start continues from there."

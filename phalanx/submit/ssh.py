@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import option
-from phalanx.config.settings import parse_hosts
 from phalanx.config.sources import ENV_PREFIX, NOT_SETTINGS
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
+from phalanx.observe.guard import say_to_user
+from phalanx.submit import uv
 from phalanx.submit.files import follow_files, own_limit, program_of, rank_log, shell_join, split_words
 from phalanx.submit.hosts import STATE, HostGroup, HostPlan, write_plan
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord
@@ -31,8 +32,8 @@ from phalanx.submit.target import CommonOptions, Status, Target
 
 _ANSWER_SECONDS = 60.0
 """How long a host that was reached may take to say what is installed."""
-_NUMBER, _MEETING = "\0number", "\0meeting"
-"""Marks of what a host gets as arguments of its script."""
+_NUMBER, _MEETING, _HOME = "\0number", "\0meeting", "\0home"
+"""Marks of what a host gets as arguments of its script, and of its home folder."""
 _HINTS = {
     "host key": "Compare its fingerprint, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     "Permission denied": "Passwords are not asked for: give a key with --identity FILE, or ssh-copy-id HOST once.",
@@ -67,8 +68,7 @@ class Ssh(Target[SshOptions]):
         """Return the script that every host runs, and the list of hosts."""
         if self.options.image:
             raise UsageError(f"--image {self.options.image}: ssh starts what is installed on the hosts; give --venv")
-        names = _hosts(job)
-        listed = "".join(f"{name} slots={job.ranks_per_node}\n" for name in names)
+        listed = "".join(f"{name} slots={ranks}\n" for name, ranks in _hosts(job).items())
         return {
             "node.sh": "\n".join(self._script(job)) + "\n",
             "hosts": f"# the first one hosts the rendezvous\n{listed}",
@@ -76,45 +76,51 @@ class Ssh(Target[SshOptions]):
 
     def _script(self, job: ClusterJob) -> Iterator[str]:
         yield "#!/bin/bash"
-        yield f"# {job.name}: runs on each of {job.nodes} hosts. $1: its number; $2: HOST:PORT of the rendezvous"
-        yield f"cd {self._folder(job)} || exit 1"
+        ships = self.options.ship == "archive"
+        copy = "; $3: the copy of the code, below the home folder" if ships else ""
+        yield f"# {job.name}: runs on each of {job.nodes} hosts. $1: its number; $2: HOST:PORT of the rendezvous{copy}"
+        folder = '"$HOME/$3"' if ships else shlex.quote(job.directory)
+        yield f"cd {folder} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
-        extra = ["--hosts", "none", "--num-nodes", str(job.nodes), "--node-rank", _NUMBER, "--rdzv-endpoint", _MEETING]
-        if job.config.num_workers is None and job.config.num_gpus is None:
-            extra += ["--num-workers", str(job.ranks)]
+        if self.options.uv:
+            yield from uv.lines(self.options, folder)
+        listed = ",".join(f"{name}:{ranks}" for name, ranks in _hosts(job).items())
+        extra = ["--hosts", listed, "--num-nodes", str(job.nodes), "--node-rank", _NUMBER, "--rdzv-endpoint", _MEETING]
+        if ships:  # the copy is removed at the end of the job, and the run stays
+            kept = job.run_dir if Path(job.run_dir).is_absolute() else f"{_HOME}/{job.run_dir}"
+            extra += ["--run-dir", kept]
+            if "--checkpoint-dir" in job.arguments and job.config.checkpoint_dir is None:
+                extra += ["--checkpoint-dir", f"{kept}/checkpoints"]
         if not any(word.startswith("--console-ranks") for word in job.arguments):
             extra += ["--console-ranks", "all"]  # lines say their rank
         words = job.train_command(program_of(self.options), *extra, *own_limit(job, self.options))
         yield "# the launcher of this host; it starts, watches and restarts the host's ranks"
-        yield "exec " + shell_join(words, {_NUMBER: '"$1"', _MEETING: '"$2"'})
-
-    def _folder(self, job: ClusterJob) -> str:
-        return f'"$HOME"/{_work(job)}' if self.options.ship == "archive" else shlex.quote(job.directory)
+        yield "exec " + shell_join(words, {_NUMBER: '"$1"', _MEETING: '"$2"', _HOME: '"$HOME"'})
 
     def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
-        """Ask every host, all at once, for its versions; refuse hosts that do not answer or differ."""
+        """Ask every host, all at once, for its versions (or for uv); refuse hosts that do not answer or differ."""
         if shutil.which("ssh") is None:
             raise UsageError("ssh is not on this machine's PATH", hint="Install it: apt install openssh-client")
-        names = _hosts(job)
-        plan = self._plan(job, "")
         folder = "~" if self.options.ship == "archive" else job.directory
-        with ThreadPoolExecutor(len(names)) as pool:
-            answers = list(pool.map(lambda host: _ask(plan.remote(host, "facts", folder)), names))
-        found = {host: answer for host, answer in zip(names, answers, strict=True) if isinstance(answer, dict)}
-        silent = {host: answer for host, answer in zip(names, answers, strict=True) if isinstance(answer, str)}
-        if silent:
-            raise _unreachable(silent, list(found))
-        _check_same(found)
+        plan = self._plan(job, "", "")
+        if self.options.uv:  # the versions are those of uv.lock
+            is_there = f"test -d {folder if folder == '~' else shlex.quote(folder)}"
+            said = f"""{is_there} && echo '{{"has_folder": true}}' || echo '{{"has_folder": false}}'"""
+            script = shlex.quote(f"{uv.FIND}\n{said}")
+            found = _ask_all(plan, lambda host: [*plan.ssh, host, f"sh -c {script}"])
+        else:
+            found = self._facts = _ask_all(plan, lambda host: plan.remote(host, "facts", folder))
+            _check_same(found)
         if lacking := [host for host, each in found.items() if not each["has_folder"]]:
             raise UsageError(
                 f"{', '.join(lacking)}: the folder {job.directory} is not there",
                 hint="Share it between the hosts, or copy the code: --ship archive",
             )
-        self._facts = found
         first = next(iter(found.values()))
-        return [f"{len(found)} hosts answer, all with phalanx {first['phalanx']} and torch {first['torch']}"]
+        have = "uv" if self.options.uv else f"phalanx {first['phalanx']} and torch {first['torch']}"
+        return [f"{len(found)} hosts answer, all with {have}"]
 
-    def _plan(self, job: ClusterJob, script: str) -> HostPlan:
+    def _plan(self, job: ClusterJob, script: str, work: str) -> HostPlan:
         options = self.options
         words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
         words += ["-o", f"ConnectTimeout={options.connect_timeout}", "-o", "ServerAliveInterval=15"]
@@ -123,43 +129,67 @@ class Ssh(Target[SshOptions]):
         words += ["-i", options.identity, "-o", "IdentitiesOnly=yes"] if options.identity else []
         facts = next(iter(self._facts.values()), None)
         meeting = job.config.rdzv_endpoint or (f"{facts['address']}:{facts['port']}" if facts else "")
+        python = shlex.quote(str(Path(program_of(options)).parent / "python"))
+        if options.uv:
+            python = f"{uv.place(options, self._folder(job, work))}/bin/python"
         return HostPlan(
-            hosts=_hosts(job),
+            hosts=list(_hosts(job)),
             ssh=[*words, *split_words("--ssh", options.ssh), "--"],
-            python=str(Path(program_of(options)).parent / "python"),
+            python=python,
             script=script,
             endpoint=meeting,
             environment=_forwarded(),
             grace=options.grace,
+            work=work,
         )
 
-    def _ship(self, job: ClusterJob, plan: HostPlan, content: bytes) -> None:
-        """Unpack the code on every host; a host that fails ends the submission."""
-        unpack = f'mkdir -p "$HOME"/{_work(job)} && tar -xzf - -C "$HOME"/{_work(job)}'
-        with ThreadPoolExecutor(len(plan.hosts)) as pool:
-            commands = [[*plan.ssh, host, unpack] for host in plan.hosts]
-            ran = list(pool.map(lambda words: subprocess.run(words, input=content, capture_output=True), commands))
-        for host, each in zip(plan.hosts, ran, strict=True):
-            if each.returncode:
-                raise UsageError(f"{host}: the code was not copied: {_first_line(each.stderr.decode())}")
+    def _folder(self, job: ClusterJob, work: str) -> str:
+        return f'"$HOME"/{work}' if work else shlex.quote(job.directory)
+
+    def _prepare(self, job: ClusterJob, script: str, packed: bytes | None) -> HostPlan:
+        """Unpack shipped code on every host and make its environment; return the plan to start the launchers."""
+        # Of one submission, so that no other job with this name runs in the folder when it is removed.
+        work = "" if packed is None else f".cache/phalanx/jobs/{job.name}-{secrets.token_hex(4)}"
+        plan, folder = self._plan(job, script, work), self._folder(job, work)
+        try:
+            if packed is not None:
+                unpack = f"mkdir -p {folder} && tar -xzf - -C {folder}"
+                _refuse_failed("the code was not copied", plan.on_all(unpack, packed))
+            if self.options.uv:
+                make = "\n".join([f"cd {folder} || exit 1", *uv.lines(self.options, folder)])
+                _refuse_failed("uv did not make the environment", plan.on_all("bash -s", make.encode()))
+                self._facts = _ask_all(plan, lambda host: plan.remote(host, "facts", "~"))
+        except BaseException:
+            plan.remove_code(say_to_user)
+            raise
+        return self._plan(job, script, work)  # with the address and the port of the first host
 
     def run(self, job: ClusterJob, show: Callable[[str], None]) -> int:
         """Run in the foreground: forward the output; end every host where one fails, or at an exception."""
         files = self.render(job)
         self.check(job, files)
-        plan = self._plan(job, files["node.sh"])
-        if self.options.ship == "archive":
-            self._ship(job, plan, archive(Path(job.directory))[1])
-        return HostGroup(plan, show).run()
+        packed = archive(Path(job.directory))[1] if self.options.ship == "archive" else None
+        plan = self._prepare(job, files["node.sh"], packed)
+        try:
+            return HostGroup(plan, show).run()
+        finally:
+            plan.remove_code(show)
 
     def submit(self, job: ClusterJob, folder: Path) -> str:
         """Start the process that holds the connections; its number is the job's id."""
         output = Path(job.directory, job.run_dir, "ssh.out")
         output.parent.mkdir(parents=True, exist_ok=True)
         output.unlink(missing_ok=True)
-        plan = replace(self._plan(job, (folder / "node.sh").read_text()), output=str(output))
-        for packed in folder.glob("code-*.tar.gz"):
-            self._ship(job, plan, packed.read_bytes())
+        packed = next((each.read_bytes() for each in folder.glob("code-*.tar.gz")), None)
+        plan = replace(self._prepare(job, (folder / "node.sh").read_text(), packed), output=str(output))
+        try:
+            return self._detach(plan, folder)
+        except BaseException:
+            plan.remove_code(say_to_user)
+            raise
+
+    def _detach(self, plan: HostPlan, folder: Path) -> str:
+        """Start the process that runs a plan, and return its number."""
         write_plan(plan, folder)
         with (folder / "supervisor.log").open("wb") as log:
             process = subprocess.Popen(
@@ -176,6 +206,7 @@ class Ssh(Target[SshOptions]):
                 time.sleep(0.05)
         except BaseException:
             process.terminate()  # the job is not recorded, so no later command could end it
+            process.wait()
             raise
         return str(process.pid)
 
@@ -206,15 +237,11 @@ class Ssh(Target[SshOptions]):
             time.sleep(0.1)
 
 
-def _hosts(job: ClusterJob) -> list[str]:
+def _hosts(job: ClusterJob) -> dict[str, int]:
+    """Return the hosts and the ranks of each."""
     if job.config.hosts is None:
         raise UsageError("ssh needs the hosts", hint="Write: --hosts node1:8,node2:8, or a file: --hosts ./hosts")
-    return [host.name for host in parse_hosts(job.config.hosts)]
-
-
-def _work(job: ClusterJob) -> str:
-    """Return where shipped code is unpacked, below the home folder."""
-    return f".cache/phalanx/jobs/{shlex.quote(job.name)}"
+    return job.config.host_ranks
 
 
 def _forwarded() -> dict[str, str]:
@@ -226,6 +253,22 @@ def _forwarded() -> dict[str, str]:
         if name.startswith(ENV_PREFIX) and name not in skipped and not name.startswith(f"{ENV_PREFIX}SUBMIT_")
     }
     return {**settings, VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32)}
+
+
+def _ask_all(plan: HostPlan, command: Callable[[str], list[str]]) -> dict[str, dict[str, Any]]:
+    """Return the facts of every host, asked all at once; refuse hosts that do not answer."""
+    with ThreadPoolExecutor(len(plan.hosts)) as pool:
+        answers = dict(zip(plan.hosts, pool.map(lambda host: _ask(command(host)), plan.hosts), strict=True))
+    found = {host: answer for host, answer in answers.items() if isinstance(answer, dict)}
+    if silent := {host: answer for host, answer in answers.items() if isinstance(answer, str)}:
+        raise _unreachable(silent, list(found))
+    return found
+
+
+def _refuse_failed(what: str, failed: dict[str, str]) -> None:
+    for host, text in failed.items():
+        said = text[max(0, text.find("error: ")) :]  # uv reports its steps before it
+        raise UsageError(f"{host}: {what}: {_first_line(said)}", hint="\n  ".join(said.strip().splitlines()[1:6]))
 
 
 def _ask(command: list[str]) -> dict[str, Any] | str:

@@ -25,6 +25,16 @@ TARGETS = {
     "ssh": ("phalanx.submit.ssh:Ssh", "hosts that ssh reaches, without a scheduler"),
 }
 """Name to `module:Class` and summary."""
+CANCEL = {
+    "slurm": "scancel {id}",
+    "kubernetes": "kubectl delete job {name}",
+    "jobset": "kubectl delete jobset {name}",
+    "kubeflow": "kubectl delete trainjob,pytorchjob,mpijob {name}",
+    "ray": "ray job stop {id}",
+    "compose": "docker compose --project-name {name} down",
+    "ssh": "kill {id}",
+}
+"""Name to the command that ends a job without `phalanx cancel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,8 @@ class CommonOptions:
     time_limit: str | None = option(None, "longest duration: 30m, 12h, 2d; the run saves and ends before it")
     image: str | None = option(None, "container image with phalanx in it")
     venv: str | None = option(None, "virtual environment on the nodes that has phalanx (default: this one)")
+    uv: bool = option(False, "make the environment on each node by uv, from the uv.lock of this folder")
+    uv_sync: str | None = option(None, "more options for `uv sync --frozen`, as they are: '--extra cu128 --no-dev'")
     ship: str = option(
         "folder",
         "code: this folder, which the nodes see too (folder), or a copy of it named by its digest (archive)",
@@ -68,6 +80,9 @@ class Target(Generic[Options]):
     options_class: ClassVar[type[CommonOptions]] = CommonOptions
     is_contained: ClassVar[bool] = False
     """Ranks run in containers: --directory is a folder there, and not one of this machine."""
+
+    lacks_uv: str = ""
+    """Why --uv is refused; empty where environments can be made on the nodes."""
 
     has_arrays: ClassVar[bool] = False
     """One submission can be many jobs, over which --tune splits a search."""

@@ -19,8 +19,12 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.host.addresses import loopback_environment, network_environment
 
-_DERIVED_PORTS = (29500, 20000)
-"""First port and number of ports for starters that set no port; the id of the job picks one, equal on every rank."""
+_USUAL_PORT = 29500
+_DERIVED_PORTS = (10000, 19000)
+"""First port and number of ports for starters that set no port; the id of the job picks one, equal on every rank.
+
+They are below those from which the kernel takes ports for connections (32768 and above).
+"""
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _MPICH = ("PMI_RANK", "PMI_SIZE")
@@ -152,7 +156,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         knows_local_size="LOCAL_WORLD_SIZE" in env or "LOCAL_SIZE" in env,
         node_rank=_integer(env, "GROUP_RANK", rank // local_world_size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
+        master_port=_integer(env, "MASTER_PORT", _USUAL_PORT),
         started_by=started_by,
         **_attempt(env),
     )

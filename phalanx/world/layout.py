@@ -18,6 +18,7 @@ class JobLayout:
     device: str
     num_nodes: int
     ranks_per_node: int
+    """On this machine; others may have another number (`hosts`)."""
     mesh: Mesh
     names: tuple[str, ...] = ()
     """Names of ranks where these are more than positions on the mesh."""
@@ -25,7 +26,7 @@ class JobLayout:
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return self.num_nodes * self.ranks_per_node
+        return self.mesh.world_size
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -45,7 +46,7 @@ class JobLayout:
 
 def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
-    if config.hosts is not None and config.launcher == "local":
+    if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         raise UsageError(
             f"hosts = {config.hosts!r}: several machines are started from the command line only",
             hint=f"Write: phalanx train --script train.py --hosts {config.hosts}",
@@ -61,10 +62,12 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
         return own
     nodes = engine.num_nodes(config)
     per_node = max(1, gpus_here if device == "cuda" else 1) if asked is None else asked // nodes
+    if config.hosts is not None and config.node_rank is not None:
+        per_node = list(config.host_ranks.values())[config.node_rank]
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
-    return JobLayout(device, nodes, per_node, plan_mesh(config, nodes * per_node, per_node))
+    return JobLayout(device, nodes, per_node, plan_mesh(config, asked or nodes * per_node, per_node))
 
 
 def check_device(config: Settings, device: str) -> None:

@@ -177,6 +177,39 @@ def test_a_refused_job_leaves_the_files_of_an_ended_one_with_its_name(tmp_path, 
     assert sorted(path.name for path in jobs_folder().iterdir()) == ["job", "job.json"]
 
 
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_job_that_cannot_be_recorded_is_cancelled(tmp_path, monkeypatch, cancels):
+    # The disk fails between the files of the job and its record: sbatch puts a folder where the record belongs.
+    record = tmp_path / "state/phalanx/jobs/job.json"
+    programs = {
+        "sbatch": f'[ "$1" = --test-only ] || {{ mkdir {record}; echo 17; }}',
+        "scancel": f"echo $1 >> {tmp_path}/cancelled" if cancels else "echo 'scancel: error: away' >&2; exit 1",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    said = refused("slurm", "digits", "--job-name", "job")
+    assert "slurm job 17 was submitted, but its record was not written" in said
+    if cancels:
+        assert "It was cancelled." in said
+        assert (tmp_path / "cancelled").read_text() == "17\n"
+    else:
+        assert "scancel: away" in said
+        assert "End it: scancel 17" in said
+    assert not (tmp_path / "state/phalanx/jobs/job").exists(), "nothing is left of it"
+
+
+def test_a_folder_of_records_that_cannot_be_written_ends_the_submission(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\n[ "$1" = --test-only ] || touch {tmp_path}/submitted\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/self")
+    assert "/proc/self" in refused("slurm", "digits", "--job-name", "job")
+    assert not (tmp_path / "submitted").exists()
+
+
 def test_records_are_found_by_name_beginning_and_id():
     for index, name in enumerate(("alpha-1", "alpha-2", "beta")):
         write_record(JobRecord(name, "slurm", str(100 + index), float(index), "/", "runs/x", ["digits"], {}))

@@ -17,9 +17,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
-from phalanx.cli.submit import describe_job
-from phalanx.submit.kuberay import KubeRay
-from phalanx.submit.pods import PodOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -30,26 +27,22 @@ FILES = {
     "kubeflow.yaml": f"kubeflow {IN_PODS}",
     "docker-compose.yaml": "compose digits --num-nodes 2 --num-workers 4 --job-name train --image phalanx:cpu",
     "slurm/train.sbatch": f"slurm {TRAIN} --time-limit 12h --venv /opt/phalanx --directory /workspace",
+    "raycluster.yaml": f"ray {TRAIN} --kind raycluster --image registry.example.com/phalanx-ray:cuda "
+    "--pvc phalanx:/workspace",
 }
 """File to the words after `phalanx submit`."""
 
 
 def rendered(words: str) -> str:
+    target, *given = shlex.split(words)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert main(["submit", *shlex.split(words), "--render"]) == 0
+        assert main(["submit", target, "--render", *given]) == 0
     return said.getvalue()
 
 
-def ray_cluster() -> str:
-    words = shlex.split(TRAIN.replace(" --job-name train", ""))
-    options = PodOptions(image="registry.example.com/phalanx-ray:cuda", pvc="phalanx:/workspace")
-    (text,) = KubeRay(options, "raycluster").render(describe_job(words, "train")[0]).values()
-    return text
-
-
 def all_files() -> dict[str, str]:
-    return {**{file: rendered(words) for file, words in FILES.items()}, "raycluster.yaml": ray_cluster()}
+    return {file: rendered(words) for file, words in FILES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +51,29 @@ def plain_user(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("file", [*FILES, "raycluster.yaml"])
+@pytest.mark.parametrize("file", FILES)
 def test_deploy_files_are_what_is_rendered(file):
-    text = ray_cluster() if file == "raycluster.yaml" else rendered(FILES[file])
+    text = rendered(FILES[file])
     assert (DEPLOY / file).read_text() == text, "write them again: python tests/cli/test_submit_files.py"
     assert str(ROOT) not in text
     assert sys.prefix not in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *FILES.values(),
+        "slurm --script examples/01-ddp-basics/ddp_mnist.py --num-workers 2 --job-name job --no-requeue --exclusive "
+        "--sbatch '--comment=two words' --env 'A=1,B=x y' -- --epochs 2",
+        "kubeflow digits --num-nodes 2 --num-workers 4 --image x --kind pytorchjob --job-name job",
+        "ray digits --num-workers 4 --image x --kind rayjob --job-name job",
+    ],
+)
+def test_the_command_in_a_file_writes_it_again(words):
+    text = rendered(words)
+    command = next(line for line in text.splitlines() if "Written by: " in line).partition("Written by: ")[2]
+    assert command.startswith("phalanx submit ")
+    assert rendered(command.removeprefix("phalanx submit ")) == text
 
 
 def test_kubernetes_files_follow_the_schemas():

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 pytest.importorskip("aiohttp_cors", reason="Ray's dashboard is not installed: pip install 'ray[default]'")
 
+from long_proofs import long_proof
 from ray_cluster_hosts import TwoMachines, ray_environment, why_no_namespaces
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,6 +62,7 @@ def test_a_job_runs_on_the_cluster(phalanx, machines):
     assert "step 10/10" in phalanx("status", "two")
 
 
+@long_proof
 def test_shipped_code_runs_and_a_job_is_cancelled(phalanx, machines, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os, time\nprint('in', os.getcwd(), flush=True)\ntime.sleep(600)\n", encoding="utf-8"

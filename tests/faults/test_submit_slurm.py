@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 from long_proofs import long_proof
 from slurm_cluster import SlurmCluster, slurm_cluster
+from uv_project import uv_variables, write_project
+
+from phalanx.submit.job import ENDED
 
 TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "2", "--checkpoint-frequency", "20 steps"]
 
@@ -80,6 +84,23 @@ def test_a_job_runs_on_two_nodes(phalanx, tmp_path):
     assert "step 20/20" in phalanx("status", "two")
     assert "has ended already" in phalanx("cancel", "two")
     assert (tmp_path / "runs/two/run.json").exists()
+
+
+def test_shipped_code_runs_in_the_environment_of_its_lock(phalanx, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    write_project(tmp_path, home)
+    for name, value in uv_variables(home).items():  # sbatch hands them on
+        monkeypatch.setenv(name, f"{value}:{os.environ['PATH']}" if name == "PATH" else value)
+    monkeypatch.setenv("TMPDIR", str(home))  # for uv's own lock files
+    (tmp_path / "where.py").write_text("import os, sys\nprint('rank in', os.getcwd(), 'of', sys.prefix)\n")
+    words = ("--script", "where.py", "--num-nodes", "2", "--num-workers", "4", "--device", "cpu", "--start", "srun")
+    phalanx("submit", "slurm", *words, "--ship", "archive", "--uv", "--job-name", "lock")
+    output = phalanx("logs", "lock", "-f")
+    assert wait_for(phalanx, "lock", *ENDED)["state"] == "finished", output
+    (folder,) = set(re.findall(r"rank in (\S+) of \1/\.venv$", output, re.M))
+    assert output.count("rank in ") == 4, output
+    assert not Path(folder).exists(), "the copy is removed at the end"
 
 
 @long_proof

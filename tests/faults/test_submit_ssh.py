@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +16,7 @@ import pytest
 from command import clean_environment
 from long_proofs import long_proof
 from ssh_hosts import SshHosts, ssh_hosts
+from uv_project import uv_variables, write_project
 
 pytestmark = pytest.mark.timeout(300)
 TRAIN = ["digits", "--device", "cpu", "--checkpoint-frequency", "20 steps"]
@@ -132,15 +133,78 @@ def test_a_job_survives_the_command_and_is_cancelled(phalanx, hosts, tmp_path):
 
 
 def test_a_job_with_shipped_code_runs_to_its_end(phalanx, hosts, tmp_path):
-    (tmp_path / "mine.py").write_text("print('shipped')\n")
+    (tmp_path / "mine.py").write_text("import os\nprint('shipped to', os.getcwd())\n")
     words = ("--script", "mine.py", *two(hosts), "--device", "cpu", "--ship", "archive")
-    phalanx("submit", "ssh", *words, "--job-name", "test-ship")
+    phalanx("submit", "ssh", *words, "--job-name", "test-ship", "--run-dir", str(tmp_path / "run"))
     output = phalanx("logs", "last", "-f")
+    (folder,) = set(re.findall(r"shipped to (\S+)", output))
     assert len(re.findall("shipped", output)) == 2, output
     assert state_of(phalanx, "last") == "finished"
-    copy = Path.home() / ".cache/phalanx/jobs/test-ship"
-    assert (copy / "mine.py").exists()
-    shutil.rmtree(copy)
+    assert folder.startswith(f"{Path.home()}/.cache/phalanx/jobs/test-ship-")
+    assert not Path(folder).exists(), "the copy is removed at the end"
+
+
+@pytest.fixture
+def locked(hosts, tmp_path):
+    """A locked project in the folder of the command; hosts have uv, and homes without phalanx."""
+    home = tmp_path / "home"
+    home.mkdir()
+    write_project(tmp_path, home)
+
+    def configure(*, has_uv: bool) -> None:
+        variables = {**uv_variables(home), **({} if has_uv else {"PATH": "/usr/bin:/bin"})}
+        for number in range(2):
+            hosts.configure(number, "SetEnv " + " ".join(f"{name}={value}" for name, value in variables.items()))
+
+    yield configure
+    for number in range(2):
+        hosts.configure(number)
+
+
+def test_hosts_make_the_environment_of_a_lock(phalanx, hosts, tmp_path, locked):
+    locked(has_uv=True)
+    words = (*TRAIN, *two(hosts), "--max-steps", "4", "--uv")
+    phalanx("submit", "ssh", *words, "--job-name", "lock", "--ship", "archive", "--follow")
+    assert state_of(phalanx, "lock") == "finished"
+    assert (tmp_path / "home/runs/lock/run.json").exists(), "the run is in the home folder of the hosts"
+    assert not list((tmp_path / "home/.cache/phalanx/jobs").iterdir())
+    locked(has_uv=False)
+    said = phalanx("submit", "ssh", *words, "--job-name", "none", code=2)
+    assert re.search(rf"{hosts.names[1]}: uv is not on the PATH", said), said
+    assert not list((tmp_path / "state").rglob("none*"))
+
+
+def test_hosts_may_have_different_slots(phalanx, hosts, tmp_path):
+    (tmp_path / "say.py").write_text(
+        "import os\nprint('this is', *(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')))\n"
+    )
+    machines = ("--hosts", f"{hosts.names[0]}:2,{hosts.names[1]}", "--device", "cpu")
+    said = phalanx("train", "--script", "say.py", *machines)
+    for rank, size in enumerate((2, 2, 1)):
+        assert re.search(rf"\[{hosts.names[rank // 2]}\].*this is {rank} 3 {size}", said), said
+    assert "3 ranks" in phalanx("train", *TRAIN, *machines, "--max-steps", "10", "--run-dir", "run")
+
+
+@long_proof
+def test_a_job_that_was_ended_after_it_had_saved_starts_again(phalanx, hosts, tmp_path):
+    (tmp_path / "saved.py").write_text(
+        "import os, signal, time\n"
+        "if os.path.exists('saved'): raise SystemExit(print('went on'))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(75))\n"
+        "print('waits', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    phalanx("submit", "ssh", "--script", "saved.py", *two(hosts), "--device", "cpu", "--job-name", "saved")
+    until(lambda: phalanx("logs", "saved").count("waits") == 2, lambda: phalanx("logs", "saved"))
+    (tmp_path / "saved").touch()
+    listed = subprocess.run(["ip", "netns", "pids", hosts.hosts[1].namespace], capture_output=True, text=True).stdout
+    lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed.split()}
+    (launcher,) = (pid for pid, line in lines.items() if b"--node-rank" in line and b"bash" not in line)
+    os.kill(launcher, signal.SIGTERM)
+    said = phalanx("logs", "saved", "-f")
+    assert "they start again (1 of at most 10 times)" in said, said
+    assert said.count("went on") == 2
+    assert state_of(phalanx, "saved") == "finished"
 
 
 def test_a_host_that_does_not_answer_is_named(phalanx, hosts, tmp_path):
@@ -192,7 +256,8 @@ def test_rendering_needs_no_host_and_is_deterministic(phalanx):
     ("words", "said"),
     [
         ((), "ssh needs the hosts"),
-        (("--hosts", "a:8,b:4"), "the same number of slots"),
+        (("--hosts", "a:8,b:4", "--num-workers", "6"), "do not fill machines with different slots"),
+        (("--hosts", "a:8,b:4", "--strategy", "fsdp", "--sharding", "hybrid"), "hybrid sharding needs shard_size"),
         (("--hosts", "a:2,b:2", "--num-workers", "3"), "cannot be spread evenly"),
         (("--hosts", "./nothing"), "No such file"),
         (("--hosts", "a,b", "--node-rank", "0"), "leave node_rank out"),

@@ -203,3 +203,15 @@ def test_a_url_is_not_taken_for_a_folder(name, place):
     assert DistributedConfig(checkpoint_dir=place).checkpoint_dir == place
     with pytest.raises(ConfigError, match=f"checkpoint_dir = '{place}': files are written to folders"):
         DistributedConfig(checkpoint_dir=place, backend="tensorflow")
+
+
+def test_a_range_of_workers_and_another_smallest_number_contradict(monkeypatch, capsys):
+    said = "num_workers = 2:4 begins with 2, but min_workers = 3: leave one out"
+    for pair in ("2:4", (2, 4)):
+        with pytest.raises(ConfigError, match=said):
+            DistributedConfig(num_workers=pair, min_workers=3)
+    assert DistributedConfig(num_workers="2:4", min_workers=2).min_workers == 2
+    assert main(["train", "digits", "--num-workers", "2:4", "--min-workers", "3", "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+    found = resolve({"num_workers": "2:4"}, environ={"PHALANX_MIN_WORKERS": "3"})
+    assert found.config.min_workers == 2, "a range takes the place of an earlier source's number"

@@ -71,6 +71,7 @@ def test_srun():
     assert env.master_addr == "gpu07"
     assert env.started_by == "srun"
     assert env.master_port == read_rank_env(slurm(SLURM_PROCID="0")).master_port
+    assert 10000 <= env.master_port < 32768, "the kernel gives the ports above to connections"
     assert env.master_port != read_rank_env(slurm(SLURM_JOB_ID="1235")).master_port
 
 
