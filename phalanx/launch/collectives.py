@@ -1,11 +1,12 @@
 """A rank's record of its collectives, in the log folder: written when the launcher asks, and when an error ends it.
 
-The launcher asks by a signal that a thread of the rank waits for. The thread answers while the main thread waits in a
-collective or runs an endless loop, and costs nothing until then.
+The launcher asks by a signal that a thread of the rank waits for. The thread writes the stacks of all threads, then the
+record. It answers while the main thread waits in a collective or runs an endless loop, and costs nothing until then.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import signal
 import sys
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.files import replace_file
+from phalanx.launch.stacks import write_stacks
 from phalanx.observe.collectives import call_ring, pick_line
 
 ASK = signal.SIGRTMIN + 9
-"""Asks a rank for its record. The fork server ignores it, and so does a rank until it can answer."""
+"""Asks a rank for its stacks and its record. The fork server ignores it, and so does a rank until it can answer."""
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -106,18 +108,24 @@ _WRITING = threading.Lock()
 # --- in the rank ----------------------------------------------------------------------------------------------------
 
 
-def answer_launcher(log_dir: Path, slot: int) -> None:
-    """Answer the launcher from now on; called before any other thread exists, which would take the signal."""
+def answer_launcher(log_dir: Path, slot: int, stack: int) -> None:
+    """Answer the launcher from now on; called before any other thread exists, which would take the signal.
+
+    SIGQUIT is for a rank that does not answer because it holds the interpreter lock: only the main thread writes its
+    stack, from a handler in C, which can read its own frames at any time, but not those of other threads.
+    """
+    faulthandler.register(signal.SIGQUIT, stack, all_threads=False)
+    signal.signal(ASK, signal.SIG_IGN)  # a thread that does not block it must not end the rank
     signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
-    threading.Thread(target=_answer, args=(log_dir, slot), name="phalanx-records", daemon=True).start()
+    threading.Thread(target=_answer, args=(log_dir, slot, stack), name="phalanx-records", daemon=True).start()
 
 
-def _answer(log_dir: Path, slot: int) -> None:
-    # Other signals are for the main thread: a dump names the thread that took SIGQUIT as the current one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def _answer(log_dir: Path, slot: int, stack: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all other signals are for the main thread
     while True:
         signal.sigwait({ASK})
         try:
+            write_stacks(stack)
             write_calls(log_dir, slot)
         except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
             traceback.print_exc()

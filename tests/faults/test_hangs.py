@@ -66,6 +66,49 @@ def test_the_guilty_rank_and_its_line_are_named(tmp_path, monkeypatch, fork_serv
     assert re.match(words.format(**lines), report), report
 
 
+def test_a_killed_loader_is_named_wherever_torch_raises(tmp_path, monkeypatch, fork_server):
+    report = inject(tmp_path, monkeypatch, "killed loader", "gloo", 1)
+    sample, loop = (line_of(PROGRAM.read_text(), f"at: {name}") for name in ("sample", "data"))
+    words = rf"It loads Samples.__getitem__ \(hang_rank.py:{sample}\), iterated at hang_rank.py:{loop}\."
+    assert re.match(rf"rank 1 .*raised RuntimeError: DataLoader worker \(pid.* {words}\n", report), report
+
+
+BUSY = """
+import os, signal, threading, time
+from phalanx.launch.collectives import ASK
+
+def descend(depth):
+    a = b = c = d = e = depth
+    return descend(depth - 1) if depth else None
+
+def begin_threads():
+    while True:
+        thread = threading.Thread(target=descend, args=(300,))
+        thread.start()
+        thread.join()
+
+def descend_often():
+    while True:
+        for depth in range(1, 400, 7):
+            descend(depth)
+
+if not (child := os.fork()):
+    for number in range(400):
+        os.kill(os.getppid(), ASK if number % 4 == 0 else signal.SIGQUIT)
+        time.sleep(0.001)
+    os._exit(0)
+for busy in (begin_threads, descend_often):
+    threading.Thread(target=busy, daemon=True).start()
+os.waitpid(child, 0)
+"""
+
+
+def test_a_rank_survives_questions_while_its_threads_run(launch_script):
+    """Frames of threads that run are freed at any time: to read them without the interpreter lock crashes."""
+    run = launch_script(BUSY, ranks_per_node=1)
+    assert run.result.exit_code == 0, run.report
+
+
 @long_proof
 @pytest.mark.timeout(1200)
 def test_more_than_a_hundred_faults_are_all_explained():
