@@ -26,6 +26,8 @@ VARIABLE = "TORCH_FR_BUFFER_SIZE"
 """How many collectives are kept, by torch and here; 0: none."""
 KEPT = 1000
 _MAX_PLACES = 512
+_PLACES_OF_ONE = 4
+"""Places that are kept of one description: an evaluation may make the calls of training from another depth."""
 _OWN_FRAMES = 2
 """Frames of the communication between `GroupCalls.enter` and the caller, at least."""
 _MAIN = threading.main_thread()
@@ -71,7 +73,7 @@ def pick_line(frames: Iterable[tuple[str, int]]) -> str:
 
 
 class _Place(NamedTuple):
-    """Where calls with one description came from the last time: the frame at a depth, and the one that it called."""
+    """Where calls with one description came from before: the frame at a depth, and the one that it called."""
 
     depth: int
     """Of the frame inside it, counted from `GroupCalls.enter`."""
@@ -108,18 +110,16 @@ class GroupCalls:
         self.done = 0
         """The number of the last call that all ranks have entered."""
         self._append = append
-        self._places: dict[bytes, _Place] = {}
+        self._places: dict[bytes, list[_Place]] = {}
 
     def enter(self, what: bytes) -> None:
         """Note that a collective is entered: `what` is its name, operation, shape and dtype.
 
         Kept short, for what a step does in between has cleared the caches. Training repeats its calls: the frame is
-        first looked for where it was the last time, as to walk through a stack makes an object of each frame.
+        first looked for where it was before, as to walk through a stack makes an object of each frame.
         """
         self.number = number = self.number + 1
-        place = self._places.get(what)
-        if place is not None:
-            depth, code_inside, code, outermost = place
+        for depth, code_inside, code, outermost in self._places.get(what, ()):
             try:
                 inner = _getframe(depth)
                 frame = inner.f_back
@@ -141,7 +141,9 @@ class GroupCalls:
         if threading.get_ident() == _MAIN.ident:
             if len(self._places) >= _MAX_PLACES:
                 self._places.clear()
-            self._places[what] = place
+            known = [each for each in self._places.get(what, []) if each != place]
+            # The nearest first, as in a walk; a place without a frame of the user's last.
+            self._places[what] = sorted([*known[: _PLACES_OF_ONE - 1], place], key=lambda each: (each[3], each[0]))
         elif not is_users_line and (main := sys._current_frames().get(_MAIN.ident or 0)) is not None:
             # A thread that communicates in the background works for the line at which the main thread is.
             place, line, _ = _walk(main, 0)
