@@ -7,6 +7,7 @@ record. It answers while the main thread waits in a collective or runs an endles
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import signal
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 from phalanx.host.files import replace_file
 from phalanx.launch.stacks import write_stacks
-from phalanx.observe.collectives import call_ring, pick_line
+from phalanx.observe.collectives import GRADIENTS, call_ring, pick_line
 
 ASK = signal.SIGRTMIN + 9
 """Asks a rank for its stacks and its record. The fork server ignores it, and so does a rank until it can answer."""
@@ -50,6 +51,8 @@ class Call:
     """The line that called it, such as train.py:88."""
     began: float
     done: bool
+    bucket: int = 0
+    """Which bucket of gradients it averages, from 1; 0 where that is not known."""
 
     @property
     def text(self) -> str:
@@ -144,7 +147,7 @@ def _write_calls(log_dir: Path, slot: int, *, failed: bool) -> None:
         from phalanx.torch_compat import flight_records, group_ranks
 
         ring = call_ring()
-        calls = [_from_torch(record) for record in flight_records() if not record["is_p2p"]]
+        calls = _number_buckets([_from_torch(record) for record in flight_records() if not record["is_p2p"]])
         calls += ring.to_dicts() if ring is not None else []
         message["rank"] = dist.get_rank()
         message["calls"] = sorted(calls, key=lambda call: call["began"])
@@ -163,4 +166,15 @@ def _from_torch(record: dict[str, Any]) -> dict[str, Any]:
         "where": pick_line((frame["filename"], frame["line"]) for frame in record.get("frames", ())),
         "began": record["time_created_ns"] / 1e9,
         "done": bool(record["retired"]),
+        # DDP calls from C++, which the backward pass has called: no frame of Python is between them.
+        "bucket": int(any(frame["name"] == "_engine_run_backward" for frame in record.get("frames", ())[:1])),
     }
+
+
+def _number_buckets(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number DDP's calls in the last backward pass; where it began is known only in a trainer."""
+    number = itertools.count(1)
+    for call in calls:
+        is_last = 0.0 < GRADIENTS.began <= call["began"]
+        call["bucket"] = next(number) if call["bucket"] and is_last else 0
+    return calls

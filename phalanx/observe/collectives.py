@@ -40,6 +40,21 @@ _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _BELOW = tuple(os.path.join(PACKAGE, name, "") for name in ("comm", "launch", "observe", "world", "host"))
 
 
+class _Gradients:
+    """What the collectives of gradients are for: set where gradients are computed and averaged."""
+
+    __slots__ = ("began", "bucket")
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        """When the last backward pass began, in seconds since the epoch; 0 where that is not known."""
+        self.bucket = 0
+        """The number of the bucket that is being averaged, from 1; 0: none."""
+
+
+GRADIENTS = _Gradients()
+
+
 class _UsersFiles(dict[str, bool]):
     """Whether files are the user's, by name; a plain lookup where it is known."""
 
@@ -129,11 +144,11 @@ class GroupCalls:
                     and inner.f_code is code_inside
                     and (not outermost or _getframe(outermost).f_back is None)
                 ):
-                    self._append((self, number, what, code, frame.f_lineno, now()))
+                    self._append((self, number, what, code, frame.f_lineno, now(), GRADIENTS.bucket))
                     return
             except ValueError:  # the stack is not that deep
                 pass
-        self._append((self, number, what, *self._locate(what, _getframe()), now()))
+        self._append((self, number, what, *self._locate(what, _getframe()), now(), GRADIENTS.bucket))
 
     def _locate(self, what: bytes, start: FrameType) -> tuple[CodeType, int]:
         """Return the code and line of the caller, and remember the place; no frame is kept alive."""
@@ -171,10 +186,10 @@ class CallRing:
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the calls as the ranks' records have them."""
         found = []
-        for group, number, what, code, line, began in list(self._calls):
+        for group, number, what, code, line, began, bucket in list(self._calls):
             op, *detail = _BEFORE_SHAPE.split(what.decode(errors="replace"), maxsplit=1)
             where = f"{os.path.basename(code.co_filename)}:{line}"
-            call = {"group": group.name, "number": number, "op": op, "where": where}
+            call = {"group": group.name, "number": number, "op": op, "where": where, "bucket": bucket}
             detail = detail if op != "barrier" else []
             found.append({**call, "detail": "".join(detail), "began": began, "done": number <= group.done})
         return found

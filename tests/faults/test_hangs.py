@@ -12,11 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from command import ROOT, clean_environment, end, finish, start, write_script
 from long_proofs import long_proof
 from network_hosts import network
 from ranks import RecordingConsole
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from phalanx import PyTorchDDPTrainer
+from phalanx.errors import PhalanxError
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
 
 PROGRAM = ROOT / "benchmarks" / "hang_rank.py"
@@ -71,6 +77,45 @@ def test_a_killed_loader_is_named_wherever_torch_raises(tmp_path, monkeypatch, f
     sample, loop = (line_of(PROGRAM.read_text(), f"at: {name}") for name in ("sample", "data"))
     words = rf"It loads Samples.__getitem__ \(hang_rank.py:{sample}\), iterated at hang_rank.py:{loop}\."
     assert re.match(rf"rank 1 .*raised RuntimeError: DataLoader worker \(pid.* {words}\n", report), report
+
+
+class SleepInBackward(torch.autograd.Function):
+    """Rank 1 stays in its third backward pass, between two buckets."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        SleepInBackward.passes += 1
+        if SleepInBackward.passes == 3 and dist.get_rank() == 1:
+            time.sleep(60)
+        return gradient
+
+
+class ThreeBuckets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, value):
+        return self.layers[2](SleepInBackward.apply(self.layers[1](self.layers[0](value))))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring"])
+def test_the_bucket_that_ranks_wait_in_is_named(tmp_path, strategy):
+    data = TensorDataset(torch.ones(16, 256), torch.zeros(16, 256))
+    trainer = PyTorchDDPTrainer(
+        model=ThreeBuckets(), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", epochs=1, batch_size=1, timeout=2,
+        strategy=strategy, bucket_cap_mb=0.25, run_dir=str(tmp_path), progress=False, verbosity="quiet",
+    )  # fmt: skip
+    with pytest.raises(PhalanxError) as caught:
+        trainer.fit(data)
+    words = r"rank 1 .*never entered all_reduce.* #\d+ \(bucket 2\) of \(65536,\) float32 that rank 0 entered at .*; "
+    assert re.match(rf"{words}it is at test_hangs.py:\d+ in backward", str(caught.value)), caught.value
 
 
 BUSY = """
