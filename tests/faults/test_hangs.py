@@ -176,7 +176,7 @@ def test_a_notice_names_the_rank_while_the_others_still_wait(launch_script):
 def test_ranks_that_make_progress_cause_no_notice(launch_script):
     console = RecordingConsole()
     source = STUCK.replace("time.sleep(60)", "pass")
-    run = launch_script(source, console, args=("6", "40"), stall_notice=0.5)
+    run = launch_script(source, console, args=("30", "60"), stall_notice=2.0)
     assert run.result.exit_code == 0
     assert console.notices == []
 
