@@ -54,10 +54,10 @@ def time_gloo(repeat: int) -> float:
     return seconds
 
 
-def time_shared_memory(steps: int, *, in_trainer: bool) -> tuple[float, float]:
+def time_shared_memory(steps: int, *, in_trainer: bool, in_turn: bool = False) -> tuple[float, float]:
     """Return the seconds of the collectives of a step with and without records.
 
-    In a trainer no frame of the stack is the user's.
+    In a trainer no frame of the stack is the user's. With `in_turn` each step is at another depth than the last.
     """
     import torch
 
@@ -83,7 +83,7 @@ def time_shared_memory(steps: int, *, in_trainer: bool) -> tuple[float, float]:
         begin = time.perf_counter()
         while time.perf_counter() - begin < STEP:  # what a step does in between clears the caches
             weights @ weights
-        found[bool(number % 2)].append(deep(DEPTH, collectives))
+        found[bool(number % 2)].append(deep(DEPTH + 5 * in_turn * (number // 2 % 2), collectives))
     return median(found[True]), median(found[False])
 
 
@@ -112,6 +112,7 @@ def main() -> None:
     _print("gloo", on * CALLS, off * CALLS)
     _print("shared memory", *time_shared_memory(3000, in_trainer=False))
     _print("in a trainer", *time_shared_memory(3000, in_trainer=True))
+    _print("two depths", *time_shared_memory(3000, in_trainer=True, in_turn=True))
 
 
 def _print(name: str, on: float, off: float) -> None:

@@ -95,8 +95,11 @@ def is_right(report: str, mode: str, kind: str, rank: int) -> bool:
     head, _, rest = report.partition("\n")
     if not re.match(rf"rank {rank}\b", head):
         return False
-    if "loader" in kind and mode == "trainer":  # the user's code is not on the stack: the loader's is
-        return re.search(r"(it (is|raised .*) at \S+\.py:\d+|DataLoader worker)", head) is not None
+    if kind == "killed loader":  # torch raises anywhere: the message names the data set, and the user's loop if any
+        loop = f", iterated at {marked_line('data')}." if mode == "script" else "."
+        return f"It loads Samples.__getitem__ ({marked_line('sample')}){loop}" in head
+    if kind == "loader" and mode == "trainer":  # the user's code is not on the stack: the loader's is
+        return re.search(r"it is at \S+\.py:\d+", head) is not None
     name, _, line = marked_line(KINDS[kind]).partition(":")
     return f"{name}:{line}" in head or f'{name}", line {line},' in rest
 

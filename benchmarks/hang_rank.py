@@ -46,7 +46,7 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:  # at: sample
         fault = Fault.from_environment()
         self._drawn = step = self._drawn + 1
         if fault.is_due("loader", step):

@@ -56,6 +56,7 @@ PRIVATE = {
     "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
+    "torch.utils.data._utils.signal_handling:_error_if_any_worker_fails": "the loader of a worker that was killed",
     "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
     "torch.profiler:_ExperimentalConfig": "profile",
     "torch.autograd:_profiler_enabled": "the warning about a profiler around fit()",
@@ -115,7 +116,7 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-# operations on many tensors in one call
+# operations on many tensors in one call, and the worker processes of loaders
 
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
@@ -125,6 +126,8 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
+LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
 
 
 # process groups

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
 from phalanx.host.processes import holders, is_stopped
 from phalanx.launch.blame import ranks_text
+from phalanx.launch.collectives import ASK, read_calls
 from phalanx.launch.stacks import latest_dump
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
@@ -24,6 +26,7 @@ _HELP = """Print where the ranks of a run are: the stacks of those on this machi
 The ranks write their stacks themselves and go on training. --native uses py-spy, which also shows frames of C++ and
 works while a rank holds the interpreter lock. For a run that has ended, the stacks that its ranks left are shown."""
 _ANSWER_SECONDS = 2.0
+_STACK_SECONDS = 0.3
 _STACK = re.compile(r"rank-(\d+)\.stack")
 
 
@@ -94,26 +97,38 @@ def _owner(path: Path) -> str | None:
 
 
 def _ask(ranks: dict[int, tuple[int, Path]], threads: bool) -> dict[int, str]:
-    """Return each rank's stack, which it appends to its file when it gets SIGQUIT."""
-    before = {rank: path.stat().st_size for rank, (_, path) in ranks.items()}
+    """Return each rank's stack, which it writes to its file and then, to tell that it is complete, its record."""
+    asked = time.time()
     for pid, _ in ranks.values():
-        try:
-            os.kill(pid, signal.SIGQUIT)
-        except ProcessLookupError:  # it has ended meanwhile
-            continue
-    deadline, sizes = time.monotonic() + _ANSWER_SECONDS, dict(before)
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        now = {rank: path.stat().st_size for rank, (_, path) in ranks.items()}
-        if now == sizes and all(now[rank] > before[rank] or is_stopped(pid) for rank, (pid, _) in ranks.items()):
+        _send(pid, ASK)
+    silent = dict(ranks)
+    while silent and time.time() < asked + _ANSWER_SECONDS:
+        time.sleep(0.05)
+        silent = {rank: each for rank, each in silent.items() if read_calls(each[1].parent, rank, asked) is None}
+        if all(is_stopped(pid) for pid, _ in silent.values()):
             break
-        sizes = now
+    before = {rank: len(_read(path)) for rank, (_, path) in silent.items()}
+    for pid, _ in silent.values():  # it holds the interpreter lock: only its main thread can write, from C
+        _send(pid, signal.SIGQUIT)
+    time.sleep(_STACK_SECONDS if silent else 0)
     found = {}
     for rank, (pid, path) in ranks.items():
-        text = latest_dump(path.read_bytes()[before[rank] :].decode(errors="replace"), threads)
+        text = latest_dump(_read(path)[before.get(rank, 0) :].decode(errors="replace"), threads)
         silence = "stopped (SIGSTOP or a debugger)" if is_stopped(pid) else "no answer; try --native"
         found[rank] = text or f"  {silence}"
     return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:  # the run has ended meanwhile
+        return b""
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(pid, number)
 
 
 def _native_stack(rank: int, pid: int) -> str:

@@ -24,6 +24,7 @@ from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor
 from phalanx.comm.exchange import Exchange
+from phalanx.observe.collectives import GRADIENTS
 
 _ALIGNMENT = 64
 """Bytes to which buckets are aligned in their common memory: a cache line, and a multiple of every dtype."""
@@ -106,7 +107,15 @@ class GradientReducer(BackwardHooks):
 
     def _send(self, index: int) -> None:
         bucket = self._fill(index)
-        self.comm_thread.submit(functools.partial(self._compressor.reduce, bucket, self._exchange))
+        self.comm_thread.submit(functools.partial(self._reduce, bucket))
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Average a bucket, whose number is recorded with the collective."""
+        GRADIENTS.bucket = bucket.index + 1
+        try:
+            self._compressor.reduce(bucket, self._exchange)
+        finally:
+            GRADIENTS.bucket = 0
 
     def _begin(self) -> None:
         super()._begin()
@@ -151,7 +160,7 @@ class GradientReducer(BackwardHooks):
             self._send(index)
         last = self._fill(len(self._buckets) - 1)
         self.comm_thread.drain()
-        self.comm_thread.run(functools.partial(self._compressor.reduce, last, self._exchange))
+        self.comm_thread.run(functools.partial(self._reduce, last))
         if self._allow_unused:
             self._mark_unused()
         if self._arrivals is not None:

@@ -13,7 +13,8 @@ from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.blame import Blame
-from phalanx.launch.diagnosis import STACK_SECONDS, Evidence, StallWatch
+from phalanx.launch.collectives import RankCalls
+from phalanx.launch.diagnosis import Evidence, StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
 from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
@@ -94,7 +95,7 @@ class Attempt(Follower):
                 raise
         finally:
             if self._group is not None:
-                self._group.close(self._selector, failed=self._failure is not None)
+                self._group.close(self._selector, failed=self._is_stopping)
             if self._evidence is not None:
                 self._evidence.close()
             self._selector.close()
@@ -117,7 +118,8 @@ class Attempt(Follower):
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector, self._scratch)
         if self._spec.elastic is not None:
-            self._stall_watch = StallWatch(self._spec.elastic, self._group, self._evidence, self._later, self._console)
+            watched = (self._group, self._evidence, self._inquiry.ask_ranks, self._console)
+            self._stall_watch = StallWatch(self._spec.elastic, *watched)
             self._take_role(node)
 
     def _take_role(self, node: NodeInfo) -> None:
@@ -327,8 +329,8 @@ class Attempt(Follower):
         now = time.monotonic()
         if (notice := self._notices.take_notice(now)) is not None:
             self._console.notice(notice)
-        watch, group, evidence = self._watch, self._group, self._evidence
-        if watch is None or group is None or evidence is None:
+        watch, group, evidence, inquiry = self._watch, self._group, self._evidence, self._inquiry
+        if watch is None or group is None or evidence is None or inquiry is None:
             return
         if self._role is not None:
             if silent := self._role.find_silent():
@@ -343,17 +345,16 @@ class Attempt(Follower):
         hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True
-            group.signal(signal.SIGQUIT, [state for state in group.alive if state.rank in hang.missing])
-            self._later(STACK_SECONDS, lambda: self._fail(evidence.explain_hang(hang, list(group.ranks.values()))))
+            missing = [state for state in group.alive if state.rank in hang.missing]
+            inquiry.ask_ranks(lambda _: self._fail(evidence.explain_hang(hang, self._states())), missing)
         elif watch.wants_notice(now):
             first = next(iter(group.ranks.values()))
-            group.signal(signal.SIGQUIT, [first])
 
-            def notice_slow_start() -> None:
+            def notice_slow_start(_: list[RankCalls]) -> None:
                 if watch.quiet:
                     self._console.notice(evidence.describe_slow_start(first, watch.waited(time.monotonic())))
 
-            self._later(STACK_SECONDS, notice_slow_start)
+            inquiry.ask_ranks(notice_slow_start, [first])
 
     # --- the end ------------------------------------------------------------------------------------------------
 

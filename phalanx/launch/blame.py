@@ -116,7 +116,8 @@ def _difference(own: Call, right: Call, others: Sequence[int], *, skipped: bool)
 
 
 def _numbered(call: Call) -> str:
-    return f"{call.op} #{call.number}" + (f" of {call.detail}" if call.detail else "")
+    bucket = f" (bucket {call.bucket})" if call.bucket else ""
+    return f"{call.op} #{call.number}{bucket}" + (f" of {call.detail}" if call.detail else "")
 
 
 def _identity(call: Call) -> tuple[str, str, str]:

@@ -1,11 +1,13 @@
 """A rank's record of its collectives, in the log folder: written when the launcher asks, and when an error ends it.
 
-The launcher asks by a signal that a thread of the rank waits for. The thread answers while the main thread waits in a
-collective or runs an endless loop, and costs nothing until then.
+The launcher asks by a signal that a thread of the rank waits for. The thread writes the stacks of all threads, then the
+record. It answers while the main thread waits in a collective or runs an endless loop, and costs nothing until then.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
 import json
 import signal
 import sys
@@ -18,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.files import replace_file
-from phalanx.observe.collectives import call_ring, pick_line
+from phalanx.launch.stacks import write_stacks
+from phalanx.observe.collectives import GRADIENTS, call_ring, pick_line
 
 ASK = signal.SIGRTMIN + 9
-"""Asks a rank for its record. The fork server ignores it, and so does a rank until it can answer."""
+"""Asks a rank for its stacks and its record. The fork server ignores it, and so does a rank until it can answer."""
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -48,6 +51,8 @@ class Call:
     """The line that called it, such as train.py:88."""
     began: float
     done: bool
+    bucket: int = 0
+    """Which bucket of gradients it averages, from 1; 0 where that is not known."""
 
     @property
     def text(self) -> str:
@@ -106,18 +111,24 @@ _WRITING = threading.Lock()
 # --- in the rank ----------------------------------------------------------------------------------------------------
 
 
-def answer_launcher(log_dir: Path, slot: int) -> None:
-    """Answer the launcher from now on; called before any other thread exists, which would take the signal."""
+def answer_launcher(log_dir: Path, slot: int, stack: int) -> None:
+    """Answer the launcher from now on; called before any other thread exists, which would take the signal.
+
+    SIGQUIT is for a rank that does not answer because it holds the interpreter lock: only the main thread writes its
+    stack, from a handler in C, which can read its own frames at any time, but not those of other threads.
+    """
+    faulthandler.register(signal.SIGQUIT, stack, all_threads=False)
+    signal.signal(ASK, signal.SIG_IGN)  # a thread that does not block it must not end the rank
     signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
-    threading.Thread(target=_answer, args=(log_dir, slot), name="phalanx-records", daemon=True).start()
+    threading.Thread(target=_answer, args=(log_dir, slot, stack), name="phalanx-records", daemon=True).start()
 
 
-def _answer(log_dir: Path, slot: int) -> None:
-    # Other signals are for the main thread: a dump names the thread that took SIGQUIT as the current one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def _answer(log_dir: Path, slot: int, stack: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all other signals are for the main thread
     while True:
         signal.sigwait({ASK})
         try:
+            write_stacks(stack)
             write_calls(log_dir, slot)
         except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
             traceback.print_exc()
@@ -136,7 +147,7 @@ def _write_calls(log_dir: Path, slot: int, *, failed: bool) -> None:
         from phalanx.torch_compat import flight_records, group_ranks
 
         ring = call_ring()
-        calls = [_from_torch(record) for record in flight_records() if not record["is_p2p"]]
+        calls = _number_buckets([_from_torch(record) for record in flight_records() if not record["is_p2p"]])
         calls += ring.to_dicts() if ring is not None else []
         message["rank"] = dist.get_rank()
         message["calls"] = sorted(calls, key=lambda call: call["began"])
@@ -155,4 +166,15 @@ def _from_torch(record: dict[str, Any]) -> dict[str, Any]:
         "where": pick_line((frame["filename"], frame["line"]) for frame in record.get("frames", ())),
         "began": record["time_created_ns"] / 1e9,
         "done": bool(record["retired"]),
+        # DDP calls from C++, which the backward pass has called: no frame of Python is between them.
+        "bucket": int(any(frame["name"] == "_engine_run_backward" for frame in record.get("frames", ())[:1])),
     }
+
+
+def _number_buckets(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number DDP's calls in the last backward pass; where it began is known only in a trainer."""
+    number = itertools.count(1)
+    for call in calls:
+        is_last = 0.0 < GRADIENTS.began <= call["began"]
+        call["bucket"] = next(number) if call["bucket"] and is_last else 0
+    return calls

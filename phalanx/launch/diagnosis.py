@@ -27,9 +27,6 @@ from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
 
-STACK_SECONDS = 0.3
-"""How long a rank may take to write its stack."""
-
 
 class Evidence:
     """Reads what one attempt's ranks wrote into the log directory."""
@@ -102,18 +99,11 @@ class Evidence:
             found.append(dataclasses.replace(calls, aborted=aborted, position=self._whereabouts(state)))
         return found
 
-    def has_answered(self, state: RankState, since: float, stack_bytes: int | None) -> bool:
-        """Whether a rank has written its record and, after so many bytes, its stack since a time, or cannot."""
+    def has_answered(self, state: RankState, since: float) -> bool:
+        """Whether a rank has written its stack and then its record since a time, or cannot."""
         if not state.alive or (state.pid is not None and is_stopped(state.pid)):
             return True
-        if stack_bytes is not None and self.stack_bytes(state) <= stack_bytes:
-            return False
         return read_calls(self._spec.log_dir, state.slot, since) is not None
-
-    def stack_bytes(self, state: RankState) -> int:
-        """Return how much a rank has written to its file of stacks."""
-        path = stack_path(self._spec.log_dir, state.slot)
-        return path.stat().st_size if path.exists() else 0
 
     def _whereabouts(self, state: RankState) -> str:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""
@@ -284,11 +274,11 @@ class StallWatch:
         elastic: Elastic,
         group: RankGroup,
         evidence: Evidence,
-        later: Callable[[float, Callable[[], None]], None],
+        ask: Callable[[Callable[[list[RankCalls]], None]], None],
         console: RankConsole,
     ) -> None:
         self._limit = elastic.stall_seconds
-        self._group, self._evidence, self._later, self._console = group, evidence, later, console
+        self._group, self._evidence, self._ask, self._console = group, evidence, ask, console
         self._asked = False
 
     def check(self, unchanged_since: float) -> None:
@@ -296,8 +286,7 @@ class StallWatch:
         if self._asked or not self._is_stalled() or time.monotonic() - unchanged_since < (self._limit or math.inf):
             return
         self._asked = True
-        self._group.signal(signal.SIGQUIT)
-        self._later(STACK_SECONDS, self._judge)
+        self._ask(lambda _: self._judge())
 
     def _is_stalled(self) -> bool:
         last = self._evidence.last_progress(self._group.alive) if self._limit is not None else None

@@ -33,7 +33,7 @@ _ADDED = itertools.count(1)
 
 
 def stack_path(log_dir: Path, rank: int) -> Path:
-    """Return where a rank writes its threads' stacks when it gets SIGQUIT."""
+    """Return where a rank writes its threads' stacks when it is asked."""
     return log_dir / f"rank-{rank}.stack"
 
 
@@ -43,10 +43,11 @@ def open_stack(log_dir: Path, rank: int) -> int:
 
 
 def remove_empty(log_dir: Path, ranks: Iterable[int], *, logs: bool) -> None:
-    """Remove the empty stack files of ranks that have ended and, with `logs`, their empty logs and their records."""
+    """Remove the empty stack files of ranks that have ended; with `logs` empty logs too, and what they answered."""
     for rank in ranks:
         if logs:
             calls_path(log_dir, rank).unlink(missing_ok=True)
+            stack_path(log_dir, rank).unlink(missing_ok=True)
         for path in (stack_path(log_dir, rank), *([log_path(log_dir, rank)] if logs else [])):
             with contextlib.suppress(OSError):  # a full or lost disk is reported by those who write there
                 if path.stat().st_size == 0:

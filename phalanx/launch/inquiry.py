@@ -11,18 +11,18 @@ from typing import Any
 from phalanx.host.reminders import duration_text
 from phalanx.launch.blame import Blame, find_blame
 from phalanx.launch.collectives import ASK, RankCalls
-from phalanx.launch.diagnosis import STACK_SECONDS, Evidence
+from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
-from phalanx.launch.group import RankGroup
+from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import LaunchSpec
 
 _POLL_SECONDS = 0.05
-_ANSWER_SECONDS = 1.5
+_ANSWER_SECONDS = 1.0
 """How long ranks may take to answer; one that holds the interpreter lock never does."""
-_STACKS_FIRST = 0.1
-"""Seconds in which ranks write their stacks, before they are asked for their calls."""
+_STACK_SECONDS = 0.3
+"""How long such a rank may then take to write the stack of its main thread."""
 _NODES_SECONDS = 2.5
 """How long other machines may take to send what their ranks have answered."""
 _SENT_CALLS = 64
@@ -34,7 +34,7 @@ Later = Callable[[float, Callable[[], None]], None]
 
 @dataclass
 class _Question:
-    then: list[Callable[[list[RankCalls]], None]]
+    then: list[Callable[[Blame | None], None]]
     number: int = 0
     """The number that other machines know it by."""
     answers: dict[int, list[RankCalls]] = field(default_factory=dict)
@@ -53,12 +53,8 @@ class Inquiry:
 
     def find_blame(self, then: Callable[[Blame | None], None]) -> None:
         """Ask the ranks of all machines, and call `then` with the rank to blame."""
-        self.ask(lambda calls: then(find_blame(calls)), local=not self._rendezvous.has_other_nodes)
-
-    def ask(self, then: Callable[[list[RankCalls]], None], *, local: bool, stacks: bool = True) -> None:
-        """Ask for records, and stacks; with `local` only the ranks of this machine."""
-        if local:
-            self._ask_ranks(then, stacks=stacks)
+        if not self._rendezvous.has_other_nodes:
+            self.ask_ranks(lambda calls: then(find_blame(calls)))
             return
         if self._remote is not None:  # a notice and a failure may ask at the same time: both get the answers
             self._remote.then.append(then)
@@ -67,28 +63,25 @@ class Inquiry:
         self._rendezvous.ask_calls()
         self._later(_NODES_SECONDS, lambda: self._finish(question))
 
-    def _ask_ranks(self, then: Callable[[list[RankCalls]], None], *, stacks: bool) -> None:
+    def ask_ranks(
+        self, then: Callable[[list[RankCalls]], None], ranks: list[RankState] | None = None, *, insist: bool = True
+    ) -> None:
+        """Ask ranks of this machine for stacks and records; with `insist` one that holds the lock for its stack."""
         asked = time.time()
-        before = {state.key: self._evidence.stack_bytes(state) if stacks else None for state in self._group.alive}
-        if stacks:
-            # One after the other: faulthandler reads the frames of all threads without the interpreter lock, and a rank
-            # crashed while the thread that answers ran.
-            self._group.signal(signal.SIGQUIT)
-            self._later(_STACKS_FIRST, lambda: self._group.signal(ASK))
-        else:
-            self._group.signal(ASK)
+        states = list(self._group.ranks.values()) if ranks is None else ranks
+        self._group.signal(ASK, [state for state in states if state.alive])
 
-        def poll() -> None:
-            states = list(self._group.ranks.values())
-            waited = time.time() - asked
-            due = [state for state in states if not self._evidence.has_answered(state, asked, before.get(state.key))]
-            is_early = stacks and self._group.alive and waited < STACK_SECONDS
-            if (due or is_early) and waited < _ANSWER_SECONDS:
-                self._later(_POLL_SECONDS, poll)
+        def poll(deadline: float, *, insisted: bool) -> None:
+            due = [state for state in states if not self._evidence.has_answered(state, asked)]
+            if due and time.time() < deadline:
+                self._later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
+            elif due and not insisted:
+                self._group.signal(signal.SIGQUIT, due)
+                self._later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
             else:
                 then(self._evidence.collect_calls(states, asked))
 
-        poll()
+        poll(asked + _ANSWER_SECONDS, insisted=not insist)
 
     # --- several machines ---------------------------------------------------------------------------------------
 
@@ -102,7 +95,7 @@ class Inquiry:
             if own:
                 self._take(number, self._node.node_rank, calls)
 
-        self._ask_ranks(answer, stacks=True)
+        self.ask_ranks(answer)
 
     def take_answer(self, message: dict[str, Any]) -> None:
         """Take what the ranks of another machine have answered."""
@@ -117,7 +110,7 @@ class Inquiry:
     def _finish(self, question: _Question) -> None:
         if self._remote is question:
             self._remote = None
-            found = [each for calls in question.answers.values() for each in calls]
+            found = find_blame([each for calls in question.answers.values() for each in calls])
             for then in question.then:
                 then(found)
 
@@ -154,7 +147,7 @@ class StallNotice:
         limit = max(self._limit, _USUAL_STEPS * self._evidence.usual_step(self._group.alive))
         last = self._evidence.last_progress(self._group.alive)
         if last is None or time.time() - last >= limit:
-            self._inquiry.ask(lambda calls: self._judge(calls, limit), local=True, stacks=False)
+            self._inquiry.ask_ranks(lambda calls: self._judge(calls, limit), insist=False)
 
     def _judge(self, calls: list[RankCalls], limit: float) -> None:
         """Compare all ranks where one has waited too long, except in a call that has been reported."""

@@ -9,7 +9,6 @@ import fcntl
 import functools
 import multiprocessing.process
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from phalanx.host import messages
 from phalanx.launch.collectives import answer_launcher, write_calls
 from phalanx.launch.error_file import exit_code_of, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
+from phalanx.launch.loader_workers import name_loader, note_loaders
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
@@ -56,7 +56,10 @@ def run_to_end(program: Callable[[], None], record: Callable[[BaseException], No
         program()
     except BaseException as error:  # noqa: BLE001 - the program ends here, whatever ended it
         if not isinstance(error, SystemExit):
-            record(error)
+            try:
+                record(error)
+            except RuntimeError as late:  # torch reports a killed DataLoader worker at any moment, also here
+                record(late)
         elif error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         return exit_code_of(error)
@@ -65,6 +68,7 @@ def run_to_end(program: Callable[[], None], record: Callable[[BaseException], No
 
 def record_to_log(error: BaseException, request: messages.Message, log: int | None) -> None:
     """Record what ended the rank, with the traceback in the log instead of on stderr, which the launcher shows."""
+    error = name_loader(error)
     if log is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
@@ -84,8 +88,8 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
         os.environ["PHALANX_CONTROL_FD"] = str(lift(control))
     os.chdir(request["cwd"])
     buffer_lines()
-    write_stacks(log, stack)
-    answer_launcher(Path(request["log_dir"]), request["rank"])
+    faulthandler.enable(log)  # not to stderr: the launcher reports a crash once, not amid another rank's output
+    answer_launcher(Path(request["log_dir"]), request["rank"], stack)
     if request["writes_log"]:
         guard_own_output(lambda text: _warn_launcher(request["rank"], text))
     # The fork server fixed these while it imported.
@@ -98,21 +102,13 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     multiprocessing.process.current_process()._config["tempdir"] = request["scratch"]  # type: ignore[attr-defined]
     set_compute_threads(request["threads"])
     announce_joining(request["rank"])
+    note_loaders()
 
 
 def buffer_lines() -> None:
     """Let stdout and stderr pass on each line at once."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def write_stacks(log: int, stack: int) -> None:
-    """Write the stack of a crash to the log, and at SIGQUIT the stacks of all threads to `stack`.
-
-    Not to stderr: the launcher reports a crash once, and not in the middle of another rank's output.
-    """
-    faulthandler.enable(log)
-    faulthandler.register(signal.SIGQUIT, stack, all_threads=True)
 
 
 def _warn_launcher(rank: int, text: str) -> None:

@@ -1,12 +1,15 @@
-"""Read the stacks that faulthandler wrote, and say in short where a rank is."""
+"""Write the stacks of a rank's threads, read them back, and say in short where the rank is."""
 
 from __future__ import annotations
 
 import os
 import re
 import runpy
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from phalanx.launch.error_file import LAUNCHER_FILES
 from phalanx.observe.collectives import is_loops, is_users
@@ -43,6 +46,37 @@ _WAITING = (
 )
 """Where a rank waits for others: in a collective, or in a backward pass, which may contain one."""
 _INNER_FRAMES = 6
+_MOST_FRAMES = 100
+_MAIN_BEGINS = ("Current thread", "Stack (most recent")
+"""How the stack of the thread to look at begins: in `write_stacks` and a crash, and in faulthandler's of one thread."""
+
+
+def write_stacks(descriptor: int) -> None:
+    """Replace a file's content by the stacks of all threads, innermost frame first, the main thread before the others.
+
+    It has the interpreter lock, as all Python code: no frame changes meanwhile. faulthandler, which reads the frames of
+    other threads without it, can crash the process.
+    """
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident())
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = _stack_lines("Current thread", frames.pop(main)) if main in frames else []
+    for ident, frame in frames.items():
+        lines += ["", *_stack_lines(f"Thread {names.get(ident, 'of a library')}", frame)]
+    text = "\n".join(lines).encode(errors="replace") + b"\n"
+    size = os.pwrite(descriptor, text, 0)
+    os.ftruncate(descriptor, size)
+    os.lseek(descriptor, size, os.SEEK_SET)  # what faulthandler writes follows
+
+
+def _stack_lines(title: str, frame: FrameType | None) -> list[str]:
+    lines = [f"{title} (most recent call first):"]
+    while frame is not None and len(lines) <= _MOST_FRAMES:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or "???"} in {code.co_name}')
+        frame = frame.f_back
+    return lines
 
 
 def is_waiting(path: Path) -> bool:
@@ -58,14 +92,13 @@ def parse_frame(line: str) -> Frame | None:
 
 
 def main_stack(text: str) -> list[Frame]:
-    """Return the stack of the thread that took the signal, innermost first, out of the latest dump in `text`."""
+    """Return the stack of the main thread, or of the one that crashed, innermost first, of the latest in `text`."""
     frames: list[Frame] = []
     inside = False
     for line in text.splitlines():
-        if line.startswith(("Current thread", "Thread ", "Fatal Python error")):
-            if line.startswith("Current thread"):
-                frames = []
-            inside = line.startswith("Current thread")
+        if line.startswith((*_MAIN_BEGINS, "Thread ", "Fatal Python error")):
+            inside = line.startswith(_MAIN_BEGINS)
+            frames = [] if inside else frames
         elif inside and (frame := parse_frame(line)) is not None:
             frames.append(frame)
     # What is left at the outer end is how the launcher got to the user's program.
@@ -78,10 +111,8 @@ def latest_dump(text: str, threads: bool) -> str:
     """Return the stack of the main thread in the latest dump of `text`, or of all threads, for a reader."""
     if not threads:
         return "\n".join(f"  {frame.file}:{frame.line} in {frame.function}" for frame in main_stack(text))
-    begin = text.rfind("Current thread")
-    before = text.rfind("\n\n\n", 0, begin)
-    numberless = re.sub(r"(Current thread|Thread) 0x[0-9a-f]+", r"\1", text[before + 1 :])
-    return "\n".join(f"  {line}" for line in numberless.strip().splitlines())
+    latest = text[max(0, *(text.rfind(begin) for begin in _MAIN_BEGINS)) :]
+    return "\n".join(f"  {line}" for line in latest.strip().splitlines())
 
 
 def whereabouts(path: Path) -> str:

@@ -26,6 +26,8 @@ VARIABLE = "TORCH_FR_BUFFER_SIZE"
 """How many collectives are kept, by torch and here; 0: none."""
 KEPT = 1000
 _MAX_PLACES = 512
+_PLACES_OF_ONE = 4
+"""Places that are kept of one description: an evaluation may make the calls of training from another depth."""
 _OWN_FRAMES = 2
 """Frames of the communication between `GroupCalls.enter` and the caller, at least."""
 _MAIN = threading.main_thread()
@@ -36,6 +38,21 @@ _LIBRARIES = tuple(
 _BEFORE_SHAPE = re.compile(r" of (?=\()| (?=\(\d*,?)")
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _BELOW = tuple(os.path.join(PACKAGE, name, "") for name in ("comm", "launch", "observe", "world", "host"))
+
+
+class _Gradients:
+    """What the collectives of gradients are for: set where gradients are computed and averaged."""
+
+    __slots__ = ("began", "bucket")
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        """When the last backward pass began, in seconds since the epoch; 0 where that is not known."""
+        self.bucket = 0
+        """The number of the bucket that is being averaged, from 1; 0: none."""
+
+
+GRADIENTS = _Gradients()
 
 
 class _UsersFiles(dict[str, bool]):
@@ -71,7 +88,7 @@ def pick_line(frames: Iterable[tuple[str, int]]) -> str:
 
 
 class _Place(NamedTuple):
-    """Where calls with one description came from the last time: the frame at a depth, and the one that it called."""
+    """Where calls with one description came from before: the frame at a depth, and the one that it called."""
 
     depth: int
     """Of the frame inside it, counted from `GroupCalls.enter`."""
@@ -108,18 +125,16 @@ class GroupCalls:
         self.done = 0
         """The number of the last call that all ranks have entered."""
         self._append = append
-        self._places: dict[bytes, _Place] = {}
+        self._places: dict[bytes, list[_Place]] = {}
 
     def enter(self, what: bytes) -> None:
         """Note that a collective is entered: `what` is its name, operation, shape and dtype.
 
         Kept short, for what a step does in between has cleared the caches. Training repeats its calls: the frame is
-        first looked for where it was the last time, as to walk through a stack makes an object of each frame.
+        first looked for where it was before, as to walk through a stack makes an object of each frame.
         """
         self.number = number = self.number + 1
-        place = self._places.get(what)
-        if place is not None:
-            depth, code_inside, code, outermost = place
+        for depth, code_inside, code, outermost in self._places.get(what, ()):
             try:
                 inner = _getframe(depth)
                 frame = inner.f_back
@@ -129,11 +144,11 @@ class GroupCalls:
                     and inner.f_code is code_inside
                     and (not outermost or _getframe(outermost).f_back is None)
                 ):
-                    self._append((self, number, what, code, frame.f_lineno, now()))
+                    self._append((self, number, what, code, frame.f_lineno, now(), GRADIENTS.bucket))
                     return
             except ValueError:  # the stack is not that deep
                 pass
-        self._append((self, number, what, *self._locate(what, _getframe()), now()))
+        self._append((self, number, what, *self._locate(what, _getframe()), now(), GRADIENTS.bucket))
 
     def _locate(self, what: bytes, start: FrameType) -> tuple[CodeType, int]:
         """Return the code and line of the caller, and remember the place; no frame is kept alive."""
@@ -141,7 +156,9 @@ class GroupCalls:
         if threading.get_ident() == _MAIN.ident:
             if len(self._places) >= _MAX_PLACES:
                 self._places.clear()
-            self._places[what] = place
+            known = [each for each in self._places.get(what, []) if each != place]
+            # The nearest first, as in a walk; a place without a frame of the user's last.
+            self._places[what] = sorted([*known[: _PLACES_OF_ONE - 1], place], key=lambda each: (each[3], each[0]))
         elif not is_users_line and (main := sys._current_frames().get(_MAIN.ident or 0)) is not None:
             # A thread that communicates in the background works for the line at which the main thread is.
             place, line, _ = _walk(main, 0)
@@ -169,10 +186,10 @@ class CallRing:
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the calls as the ranks' records have them."""
         found = []
-        for group, number, what, code, line, began in list(self._calls):
+        for group, number, what, code, line, began, bucket in list(self._calls):
             op, *detail = _BEFORE_SHAPE.split(what.decode(errors="replace"), maxsplit=1)
             where = f"{os.path.basename(code.co_filename)}:{line}"
-            call = {"group": group.name, "number": number, "op": op, "where": where}
+            call = {"group": group.name, "number": number, "op": op, "where": where, "bucket": bucket}
             detail = detail if op != "barrier" else []
             found.append({**call, "detail": "".join(detail), "began": began, "done": number <= group.done})
         return found

@@ -5,6 +5,7 @@ A strategy decides how ranks share one training run. Subclasses override what th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.observe.collectives import GRADIENTS
 from phalanx.observe.events import Event
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
 from phalanx.world.env import read_rank_env
@@ -220,6 +222,7 @@ class Strategy:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss that is scaled already; at a step boundary, leave it averaged over the ranks."""
+        GRADIENTS.began = time.time()
         torch.autograd.backward(loss)
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:

@@ -46,6 +46,20 @@ def test_stacks_are_shown_while_the_run_goes_on_and_after_it_was_stopped(tmp_pat
     assert first in after.out
 
 
+def test_a_rank_that_holds_the_interpreter_lock_shows_its_main_thread(tmp_path):
+    lines = ["import ctypes", "hold = ctypes.PyDLL(None).sleep", "print('ready', flush=True)", "while True: hold(60)"]
+    script = write_script(tmp_path / "lock.py", "\n".join(lines))
+    run = start("train", "--script", script, "--num-workers", 1, "--device", "cpu", cwd=tmp_path, TMPDIR=str(tmp_path))
+    try:
+        while "ready" not in run.stdout.readline():
+            assert run.poll() is None
+        shown = phalanx("stacks", "last", cwd=tmp_path)
+    finally:
+        end(run)
+        run.communicate()
+    assert re.fullmatch(r"rank 0:\n  .*lock.py:4 in <module>", shown.out.strip()), shown.text
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("nowhere", "there is no run 'nowhere'"), (".", "is not the folder of a run")]
 )

@@ -12,11 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from command import ROOT, clean_environment, end, finish, start, write_script
 from long_proofs import long_proof
 from network_hosts import network
 from ranks import RecordingConsole
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from phalanx import PyTorchDDPTrainer
+from phalanx.errors import PhalanxError
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
 
 PROGRAM = ROOT / "benchmarks" / "hang_rank.py"
@@ -66,6 +72,88 @@ def test_the_guilty_rank_and_its_line_are_named(tmp_path, monkeypatch, fork_serv
     assert re.match(words.format(**lines), report), report
 
 
+def test_a_killed_loader_is_named_wherever_torch_raises(tmp_path, monkeypatch, fork_server):
+    report = inject(tmp_path, monkeypatch, "killed loader", "gloo", 1)
+    sample, loop = (line_of(PROGRAM.read_text(), f"at: {name}") for name in ("sample", "data"))
+    words = rf"It loads Samples.__getitem__ \(hang_rank.py:{sample}\), iterated at hang_rank.py:{loop}\."
+    assert re.match(rf"rank 1 .*raised RuntimeError: DataLoader worker \(pid.* {words}\n", report), report
+
+
+class SleepInBackward(torch.autograd.Function):
+    """Rank 1 stays in its third backward pass, between two buckets."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        SleepInBackward.passes += 1
+        if SleepInBackward.passes == 3 and dist.get_rank() == 1:
+            time.sleep(60)
+        return gradient
+
+
+class ThreeBuckets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, value):
+        return self.layers[2](SleepInBackward.apply(self.layers[1](self.layers[0](value))))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring"])
+def test_the_bucket_that_ranks_wait_in_is_named(tmp_path, strategy):
+    data = TensorDataset(torch.ones(16, 256), torch.zeros(16, 256))
+    trainer = PyTorchDDPTrainer(
+        model=ThreeBuckets(), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", epochs=1, batch_size=1, timeout=2,
+        strategy=strategy, bucket_cap_mb=0.25, run_dir=str(tmp_path), progress=False, verbosity="quiet",
+    )  # fmt: skip
+    with pytest.raises(PhalanxError) as caught:
+        trainer.fit(data)
+    words = r"rank 1 .*never entered all_reduce.* #\d+ \(bucket 2\) of \(65536,\) float32 that rank 0 entered at .*; "
+    assert re.match(rf"{words}it is at test_hangs.py:\d+ in backward", str(caught.value)), caught.value
+
+
+BUSY = """
+import os, signal, threading, time
+from phalanx.launch.collectives import ASK
+
+def descend(depth):
+    a = b = c = d = e = depth
+    return descend(depth - 1) if depth else None
+
+def begin_threads():
+    while True:
+        thread = threading.Thread(target=descend, args=(300,))
+        thread.start()
+        thread.join()
+
+def descend_often():
+    while True:
+        for depth in range(1, 400, 7):
+            descend(depth)
+
+if not (child := os.fork()):
+    for number in range(400):
+        os.kill(os.getppid(), ASK if number % 4 == 0 else signal.SIGQUIT)
+        time.sleep(0.001)
+    os._exit(0)
+for busy in (begin_threads, descend_often):
+    threading.Thread(target=busy, daemon=True).start()
+os.waitpid(child, 0)
+"""
+
+
+def test_a_rank_survives_questions_while_its_threads_run(launch_script):
+    """Frames of threads that run are freed at any time: to read them without the interpreter lock crashes."""
+    run = launch_script(BUSY, ranks_per_node=1)
+    assert run.result.exit_code == 0, run.report
+
+
 @long_proof
 @pytest.mark.timeout(1200)
 def test_more_than_a_hundred_faults_are_all_explained():
@@ -88,7 +176,7 @@ def test_a_notice_names_the_rank_while_the_others_still_wait(launch_script):
 def test_ranks_that_make_progress_cause_no_notice(launch_script):
     console = RecordingConsole()
     source = STUCK.replace("time.sleep(60)", "pass")
-    run = launch_script(source, console, args=("6", "40"), stall_notice=0.5)
+    run = launch_script(source, console, args=("30", "60"), stall_notice=2.0)
     assert run.result.exit_code == 0
     assert console.notices == []
 

@@ -59,6 +59,14 @@ def test_the_line_is_that_of_this_call_and_not_of_the_last_one_like_it(monkeypat
     assert group.lines == expected
 
 
+def test_calls_from_several_depths_in_turn_walk_through_the_stack_once_each(monkeypatch):
+    monkeypatch.setitem(collectives._USERS, __file__, False)
+    group, walks, walk = Group(), [], collectives._walk
+    monkeypatch.setattr(collectives, "_walk", lambda *args: walks.append(1) or walk(*args))
+    lines = [through(lambda: (group.reduce(), here())[1], depth) for depth in (1, 4) * 4]
+    assert (group.lines, len(walks)) == (lines, 2)
+
+
 def test_the_users_callback_is_named_where_the_loop_makes_the_same_call(monkeypatch):
     """The frame of the loop is where it was the last time; only the stack around it is another one."""
     monkeypatch.setattr(collectives, "_USERS", collectives._UsersFiles({__file__: False}))

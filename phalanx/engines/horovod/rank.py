@@ -7,6 +7,7 @@ themselves when it closes, and mpirun then ends those of other machines.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -21,9 +22,10 @@ from phalanx.engines.horovod.driver import bind_to_loopback
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.files import make_private
 from phalanx.host.messages import Message
+from phalanx.launch.collectives import answer_launcher
 from phalanx.launch.group import open_stack
 from phalanx.launch.output import open_log
-from phalanx.launch.rank import buffer_lines, leave, lift, record_to_log, run_to_end, write_stacks
+from phalanx.launch.rank import buffer_lines, leave, lift, record_to_log, run_to_end
 from phalanx.launch.target import from_message, run_target
 
 STARTED = "horovod_rank_started"
@@ -41,7 +43,9 @@ def main() -> NoReturn:
     launcher = _connect(request["events"], request["network"])
     if launcher is not None:
         log = open_log(log_dir, rank)
-        write_stacks(log, open_stack(log_dir, rank))
+        faulthandler.enable(log)
+        answer_launcher(log_dir, rank, open_stack(log_dir, rank))
+        threading.Thread(target=_end_with, args=(launcher,), name="phalanx-launcher", daemon=True).start()
         os.environ["PHALANX_EVENTS_FD"] = str(lift(os.dup(launcher.fileno())))
     buffer_lines()
     _report(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})
@@ -71,14 +75,13 @@ def _connect(name: str, launchers_network: str) -> socket.socket | None:
         launcher.connect("\0" + name)
     except ConnectionRefusedError:
         sys.exit("phalanx: the launcher had ended before this rank began")
-
-    def end_with_launcher() -> None:
-        with suppress(ConnectionResetError):
-            launcher.recv(1)  # returns only when the launcher has ended: it never sends anything
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=end_with_launcher, name="phalanx-launcher", daemon=True).start()
     return launcher
+
+
+def _end_with(launcher: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        launcher.recv(1)  # returns only when the launcher has ended: it never sends anything
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _report(launcher: socket.socket | None, message: dict[str, Any]) -> None:
