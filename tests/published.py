@@ -22,19 +22,6 @@ MPT = {
     "70b": (80, 8192, 64),
 }
 GPUS = {"a100_40gb": "a100-40", "a100_80gb": "a100-80", "h100_80gb": "h100"}
-LLAMA_8B = ModelShape(
-    name="llama3.1-8b",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    ffn_hidden=14336,
-    vocab=128256,
-    gated_mlp=True,
-    tied_embeddings=False,
-    biases=False,
-    rms_norm=True,
-)
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,54 @@ def table(name: str) -> list[dict[str, str]]:
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, seq_len: int = 2048) -> ModelShape:
     return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, positions=seq_len)
+
+
+def llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_hidden=ffn,
+        vocab=vocab,
+        gated_mlp=True,
+        tied_embeddings=False,
+        biases=False,
+        rms_norm=True,
+    )
+
+
+def nemotron(name: str, layers: int, hidden: int, heads: int, kv_heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=256000,
+        tied_embeddings=False,
+        biases=False,
+    )
+
+
+NEMO = {
+    shape.name: shape
+    for shape in (
+        gpt("gpt3-5b", 24, 4096, 32),
+        gpt("gpt3-20b", 44, 6144, 48),
+        gpt("gpt3-175b", 96, 12288, 96),
+        llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
+        llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
+        llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
+        llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
+        llama("llama3.1-8b", 32, 4096, 32, 8, 14336, 128256),
+        llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
+        nemotron("nemotron-8b", 32, 4096, 32, 32),
+        nemotron("nemotron-22b", 40, 6144, 48, 48),
+        nemotron("nemotron-340b", 96, 18432, 96, 8),
+    )
+}
 
 
 def _shape(row: dict[str, str]) -> ModelShape:
@@ -120,26 +155,39 @@ def mpt() -> Iterator[Row]:
         yield Row(f"mpt {gpu} {precision}", name, seconds, model, cluster, layout, goal, *rates)
 
 
+def _nemo_row(source: str, row: dict[str, str], precision: str, seconds: float, mfu: float) -> Row:
+    """A run of Megatron Core: distributed optimizer, fused kernels."""
+    tp, pp, cp, gpus = (int(row[key]) for key in ("tp", "pp", "cp", "gpus"))
+    shards = gpus // (tp * pp * cp)
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp_shard=shards,
+        zero_stage=1,
+        virtual_stages=int(row["vp"]),
+        micro_batch=int(row["mbs"]),
+        sequence_parallel=tp > 1,
+    )
+    cluster = Cluster(gpu="h100", gpus=gpus, inter_node_gbps=3200)
+    goal = Goal(global_batch=int(row["gbs"]), seq_len=int(row["seq"]), precision=precision)
+    name = f"{row['model']} seq {row['seq']} on {gpus}"
+    return Row(source, name, seconds, NEMO[row["model"]], cluster, layout, goal, mfu)
+
+
 def nemo() -> Iterator[Row]:
-    """NeMo on H100: distributed optimizer, fused kernels."""
+    """NeMo on H100 in bf16."""
     for row in table("nvidia_dgxc_h100_sample.csv"):
-        tp, pp, cp, gpus = (int(row[key]) for key in ("tp", "pp", "cp", "gpus"))
-        layout = Layout(
-            tp=tp,
-            pp=pp,
-            cp=cp,
-            dp_shard=gpus // (tp * pp * cp),
-            zero_stage=1,
-            virtual_stages=int(row["vp"]),
-            micro_batch=int(row["mbs"]),
-            sequence_parallel=tp > 1,
-        )
-        model = LLAMA_8B if "8b" in row["model"] else gpt(row["model"], 96, 12288, 96)
-        cluster = Cluster(gpu="h100", gpus=gpus, inter_node_gbps=3200)
-        goal = Goal(global_batch=int(row["gbs"]), seq_len=int(row["seq"]))
-        mfu = float(row["mfu_pct_recomputed"]) / 100
-        yield Row("nemo", f"{row['model']} on {gpus}", float(row["step_s"]), model, cluster, layout, goal, mfu)
+        yield _nemo_row("nemo", row, "bf16", float(row["step_s"]), float(row["mfu_pct_recomputed"]) / 100)
+
+
+def nemo_fp8() -> Iterator[Row]:
+    """NeMo on H100 in fp8."""
+    for row in table("nemo_h100_fp8.csv"):
+        seconds = int(row["gbs"]) * int(row["seq"]) / float(row["tokens_s_gpu"]) / int(row["gpus"])
+        yield _nemo_row("nemo fp8", row, "fp8", seconds, float(row["model_tflops"]) / 1978.9)
 
 
 def published() -> list[Row]:
-    return [*megatron(), *recomputation(), *mpt(), *nemo()]
+    """The rows that constants were fitted to."""
+    return [*megatron(), *recomputation(), *mpt(), *nemo(), *nemo_fp8()]

@@ -42,6 +42,12 @@ def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
     return Dispatched(tokens[order // experts.shape[1]], counts, order)
 
 
+def part_sizes(counts: Tensor, total: int) -> list[int]:
+    """Return the values of a tensor of counts that add up to about `total`: a dry run, without values, divides that."""
+    sizes: list[int] = counts.tolist()
+    return sizes
+
+
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return the experts' rows in the tokens' order and add each token's [tokens, top_k] weighted rows."""
     tokens, top_k = weights.shape
@@ -152,7 +158,7 @@ class Experts(nn.Module):
 
         Under expert parallelism the rows of all ranks for this rank's experts come here.
         """
-        parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
+        parts = rows.split(part_sizes(counts, rows.shape[0]))  # type: ignore[no-untyped-call]
         outputs = [
             (F.silu(part @ gate) * (part @ up)) @ down
             for part, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)

@@ -147,6 +147,21 @@ def in_flight(schedule: str, ranks: int, virtual_stages: int, index: int, micro_
     return float(min(micro_batches, ranks - index))
 
 
+def held_passes(
+    schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int
+) -> tuple[tuple[float, float], ...]:
+    """Return the moments at which a rank can hold the most: micro-batches in flight, and how many of them are pending.
+
+    Pending: their gradient of the input is computed and that of the weights is not yet, which zero-bubble leaves for
+    the end of the step. Rank i of p then holds p + i of its half micro-batches, of which 2i + 1 are pending.
+    """
+    kept = in_flight(schedule, ranks, virtual_stages, index, micro_batches)
+    if schedule != "zero-bubble" or ranks == 1:
+        return ((kept, 0.0),)
+    halves = 2 * micro_batches
+    return (kept, 0.5), (min(halves, ranks + index) / 2, min(halves, 2 * index + 1) / 2)
+
+
 class PerToken(NamedTuple):
     """Bytes per token on one rank, of a layer that is divided by tp."""
 
@@ -158,6 +173,8 @@ class PerToken(NamedTuple):
     """The inputs of the last norm and of the output layer."""
     logits: tuple[float, ...]
     """At the end of forward, at the start of backward, and kept between."""
+    pending: float = 0.0
+    """Per layer whose gradients of weights are computed later: what was recomputed, and gradients of all outputs."""
 
 
 @lru_cache(maxsize=4096)
@@ -182,7 +199,15 @@ def per_token(
     last = (SINGLE / tp + (HALF if half else SINGLE)) * model.hidden
     split = 1 if whole_logits else tp
     loss = LOGITS["compiled" if compiled else "split" if split > 1 else "half" if half else "fp32"]
-    return PerToken(kept, again + working_bytes(model, tp, half=half), last, _logits(model, seq_len, split, loss))
+    working, logits = working_bytes(model, tp, half=half), _logits(model, seq_len, split, loss)
+    return PerToken(kept, again + working, last, logits, again + _output_gradients(model, tp, half=half))
+
+
+def _output_gradients(model: ModelShape, tp: int, *, half: bool) -> float:
+    """Return the gradients of the outputs of a layer's products, and in fp32 of its norms."""
+    ffn = (2 if model.gated_mlp else 1) * model.ffn
+    split = model.attention_width + 2 * model.kv_width + ffn
+    return (HALF if half else SINGLE) * (split / tp + 2 * model.hidden) + 2 * SINGLE * model.hidden / tp
 
 
 @lru_cache(maxsize=4096)

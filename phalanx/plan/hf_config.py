@@ -1,18 +1,17 @@
 """A Hugging Face `config.json` as the shape of a model, without transformers and without torch.
 
-Each family is a function from its fields to those of `ModelShape`; a family that is not known here is read by the usual
-names (hidden_size, num_hidden_layers, ...), with a warning.
+Each family is a function from its fields to those of `ModelShape`; a family that is not known here is refused: guessed
+dimensions would give a wrong plan without a sign of it.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, nearest
+from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.plan.model import ModelShape
 
 _LLAMA = {"gated_mlp": True, "biases": False, "rms_norm": True, "tied_embeddings": False}
@@ -52,7 +51,7 @@ class Fields:
     @property
     def kind(self) -> str:
         """The family: model_type."""
-        return str(self.values.get("model_type", "not given"))
+        return str(self.values.get("model_type") or "not given")
 
 
 def read_config(path: Path) -> ModelShape:
@@ -73,18 +72,15 @@ def read_config(path: Path) -> ModelShape:
 def from_config(values: dict[str, Any], path: Path = Path("config.json"), name: str = "model") -> ModelShape:
     """Return the shape of the model that the fields of a config.json describe."""
     if isinstance(values.get("text_config"), dict):  # a model of text and images: the text part is the large one
-        values = {**values["text_config"], "model_type": values["text_config"].get("model_type", values["model_type"])}
+        values = {"model_type": values.get("model_type"), **values["text_config"]}
     fields = Fields(values, path)
     family = FAMILIES.get(fields.kind)
     if family is None:
-        close = nearest(fields.kind, FAMILIES)
-        guess = f" The nearest is '{close}'." if close else ""
-        warnings.warn(
-            f"{path}: model_type '{fields.kind}' is not known to the planner.{guess} It is read by the usual names of "
-            "fields, as a decoder with a gated feed-forward layer.",
-            stacklevel=2,
+        raise UsageError(
+            f"{path}: {unknown_name('model_type', fields.kind, FAMILIES)}",
+            hint='Write "model_type": "llama" where its layers are like those of Llama (RMSNorm, rotary positions, '
+            "gated feed-forward layers), or plan its class: `phalanx plan my_package.nets:Net --input tokens:2048`.",
         )
-        family = _llama
     shape = {key: value for key, value in family(fields).items() if value is not None}
     made = ModelShape(name=name, **shape)
     if made.hidden % made.heads and "head_dim" not in shape:

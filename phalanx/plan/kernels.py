@@ -23,7 +23,7 @@ FLASH_BACKWARD = (2.5, 0.56)
 """Flash attention computes 2.5 times as much in backward, at this share of forward's speed."""
 CROSS_ENTROPY = (19.0, 13.5)
 """Bytes per logit in forward and backward: a copy in fp32, the softmax, its gradient."""
-FP8 = 0.8
+FP8 = 0.75
 """Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
 UNALIGNED = 0.3
 """Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257); torch.compile pads them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from phalanx.plan.activations import HALF, SINGLE, PerToken, in_flight, per_token, published_per_token
+from phalanx.plan.activations import HALF, SINGLE, PerToken, held_passes, per_token, published_per_token
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
@@ -32,24 +32,27 @@ class _Rank:
     """What one kind of rank holds."""
 
     layers: float
-    flights: float
-    """Micro-batches whose activations it keeps."""
+    moments: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
+    """Micro-batches whose activations it keeps, and how many of them are pending; see `held_passes`."""
     embeds: bool = True
     computes_loss: bool = True
+    receives: int = 0
+    """Buffers per micro-batch: each stage but the first receives inputs, each but the last gradients."""
 
 
 @lru_cache(maxsize=4096)
 def _ranks(cut: StageLayers, pp: int, virtual: int, schedule: str, micro_batches: int) -> dict[str, _Rank]:
     """Return the kinds of rank; each holds `virtual` stages."""
     if pp == 1:
-        return {"all": _Rank(cut.first, 1.0)}
+        return {"all": _Rank(cut.first)}
     held, folded = rank_layers(cut, virtual, schedule)
     return {
         name: _Rank(
             layers,
-            in_flight(schedule, pp, virtual, index, micro_batches),
+            held_passes(schedule, pp, virtual, index, micro_batches),
             embeds=index == 0,
             computes_loss=index == (0 if folded else pp - 1),
+            receives=2 * virtual - (index == 0) - (index == (0 if folded else pp - 1)),
         )
         for name, index, layers in zip(("first stage", "middle stage", "last stage"), (0, 1, pp - 1), held, strict=True)
         if pp > 2 or name != "middle stage"
@@ -107,6 +110,9 @@ class _Case:
         self.shards, self.stage = layout.dp_shard * layout.cp, layout.stage
         self.sharded = self.stage > 0 and self.shards > 1 and not published
         """Whether `fully_shard` gathers weights in half precision and reduces gradients in fp32, block by block."""
+        self.residual = HALF if self.half and (self.sharded or published) else SINGLE
+        """Bytes per value of the hidden states between layers."""
+        self.micro_batches = micro_batches
         self.lora = layout.lora_rank is not None
         self.casts = self.half and goal.master_weights and not published and not self.sharded
         """Whether autocast copies fp32 weights to half precision."""
@@ -124,7 +130,6 @@ class _Case:
         if self.published:
             split = self.layout.sequence_parallel
             return published_per_token(model, seq_len, tp, recompute, sequence_parallel=split, width=self.width)
-        residual = HALF if self.half and self.sharded else SINGLE
         compiled = self.goal.compile
         return per_token(
             model,
@@ -133,7 +138,7 @@ class _Case:
             recompute,
             half=self.half,
             compiled=compiled,
-            residual=residual,
+            residual=self.residual,
             lora=self.lora,
             whole_logits=self.layout.pp > 1,
         )
@@ -229,18 +234,19 @@ def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> 
     plain, experts = rank.layers * here.layer + root, rank.layers * here.experts
     adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
+    flights, pending = max(rank.moments, key=lambda held: held[0] * each.kept + held[1] * each.pending)
     loss = tokens * rank.computes_loss
     forward, backward, waiting = (loss * size for size in each.logits)
-    waiting *= rank.flights - 1 if layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
+    waiting *= flights - 1 if layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return _Held(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
         _embedding_gradient(case, rank, here.table, tied=tied),
-        tokens * rank.flights * rank.layers * each.kept + loss * each.last,
-        _casts(case, rank, whole - root, rank.computes_loss * here.table),
+        tokens * rank.layers * (flights * each.kept + pending * each.pending) + loss * each.last,
+        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table),
         (forward + waiting, backward + waiting),
         tokens * each.working,
-        _buffers(case, whole, here.layer, root, tokens * _moved(model, layout, case.width)),
+        _buffers(case, whole, here.layer, root, tokens * _moved(model, case, rank)),
     )
 
 
@@ -258,24 +264,31 @@ def _embedding_gradient(case: _Case, rank: _Rank, table: float, *, tied: bool) -
     return width * table * (1 if case.half else 2) if tied and not case.sharded else 0.0
 
 
-def _moved(model: ModelShape, layout: Layout, width: int) -> float:
-    """Return the bytes of activations per token that are sent and received."""
-    hidden = 2 * model.hidden / layout.tp if layout.pp > 1 else 0.0
+def _moved(model: ModelShape, case: _Case, rank: _Rank) -> float:
+    """Return the bytes per token of buffers for activations that are sent and received.
+
+    torch's pipeline has a buffer for each micro-batch of a step and keeps them all; Megatron-LM frees them.
+    """
+    layout = case.layout
+    received = 2 if case.published else rank.receives * case.micro_batches
+    hidden = case.residual * received * model.hidden / layout.tp if layout.pp > 1 else 0.0
     keys_and_values = 4 * model.kv_width / layout.tp if layout.cp > 1 else 0.0
     rows = 2 * model.active_experts * model.hidden if layout.ep > 1 else 0
-    return width * (hidden + keys_and_values + rows)
+    return hidden + case.width * (keys_and_values + rows)
 
 
-def _casts(case: _Case, rank: _Rank, layers: float, table: float) -> tuple[float, float]:
+def _casts(case: _Case, flights: float, pending: float, layers: float, table: float) -> tuple[float, float]:
     """Return the half-precision copies of weights: each forward pass has its own, and keeps them for backward.
 
-    Of recomputed layers they are freed when forward ends, of frozen and compiled ones earlier.
+    Of recomputed layers they are freed when forward ends, of frozen and compiled ones earlier; those of passes that are
+    recomputed and pending stay.
     """
     if not case.casts:
         return 0.0, 0.0
-    if case.layout.recompute == "none":
-        return HALF * (rank.flights * layers + table), HALF * (rank.flights * layers + table)
-    return HALF * (table + (0.0 if case.lora or case.goal.compile else layers)), HALF * table
+    kept = HALF * (table + layers * (flights if case.layout.recompute == "none" else pending))
+    if case.layout.recompute == "none" or case.lora or case.goal.compile:
+        return kept, kept
+    return max(kept, HALF * (table + layers)), kept
 
 
 def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float) -> tuple[float, float, float]:
@@ -319,8 +332,8 @@ def _traced(model: TracedShape, rank: _Rank, case: _Case) -> _Held:
         held,
         *_over_the_step(case, held, trained, parameters),
         0.0,
-        samples * kept * share * rank.flights,
-        _casts(case, rank, parameters, 0.0),
+        samples * kept * share * rank.moments[0][0],
+        _casts(case, *rank.moments[0], parameters, 0.0),
         (0.0, 0.0),
         samples * working,
         _buffers(case, parameters, block_parameters, block_parameters, 0.0),

@@ -52,8 +52,8 @@ def page(plan: Plan, subject: str, answers: Sequence[Answer] = ()) -> str:
 
 
 def _parts(plan: Plan, subject: str) -> Iterator[str]:
-    yield f"<p class=soft>{count(plan.model.parameters)} parameters, {plan.cluster.nodes} machines of "
-    yield f"{plan.cluster.gpus_per_node} GPUs, {plan.searched:,} layouts examined</p>"
+    machines = f"{plan.cluster.nodes} machine{'s' * (plan.cluster.nodes > 1)} of {plan.cluster.gpus_per_node} GPUs"
+    yield f"<p class=soft>{count(plan.model.parameters)} parameters, {machines}, {plan.searched:,} layouts examined</p>"
     if plan.best is None:
         yield "<p class='big wrong'>No layout fits.</p><h2>The smallest changes with which one does</h2>"
         yield "<ul>" + "".join(f"<li>{escape(change)}</li>" for change in plan.smallest_change) + "</ul>"
@@ -83,6 +83,7 @@ def _parts(plan: Plan, subject: str) -> Iterator[str]:
 def _tables(plan: Plan) -> Iterator[str]:
     rows = [(layout_name(each.layout), seconds(each.estimate.step_seconds), each.reason) for each in plan.runners_up]
     yield _section("Runners-up, and why each lost", rows)
+    yield _section("Refused, as phalanx train would", [(f"{number:,}", reason) for reason, number in plan.refused])
     yield _section("Refused, as phalanx train would", [(f"{number:,}", reason) for reason, number in plan.refused])
     yield _section("Assumed, and where it comes from", plan.assumptions)
     yield _section("Sensitivity", [(change, f"step {relative:+.1%}") for change, relative in plan.sensitivity])

@@ -197,13 +197,8 @@ def smallest_change(
     open_limits = replace(limits, micro_batch=None, recompute=None, zero_stage=None, strategy=None)
     if open_limits != limits and search(model, cluster, goal, open_limits).fitting:
         changes.append("leave the constraints out: another layout fits")
-    for more in (2, 4, 8, 16, 32, 64, 128):
-        wider = replace(cluster, gpus=cluster.gpus * more)
-        wider = replace(wider, gpus_per_node=max(cluster.gpus_per_node, min(8, wider.gpus)))
-        bigger = replace(goal, global_batch=max(goal.global_batch, wider.gpus))
-        if search(model, wider, bigger, limits).fitting:
-            changes.append(f"{wider.gpus} GPUs instead of {cluster.gpus}")
-            break
+    if (count := _enough_gpus(model, cluster, goal, limits)) is not None:
+        changes.append(f"{count} GPUs instead of {cluster.gpus}")
     changes += _other_gpus(model, cluster, goal, limits)
     if isinstance(model, ModelShape) and limits.lora_rank is None:
         if search(model, cluster, goal, replace(limits, lora_rank=16)).fitting:
@@ -214,8 +209,22 @@ def smallest_change(
         if shorter >= 128 and not model.patches:
             changes.append(f"sequences of {shorter} tokens instead of {goal.seq_len}")
     if len(changes) == bool(found.too_large):
-        changes.append("more GPUs, a larger GPU, LoRA or shorter sequences alone are not enough")
+        largest = replace(cluster, gpu="b200", intra_node=None, inter_node=None)
+        count = _enough_gpus(model, largest, goal, limits)
+        both = "" if count is None else f"; {count} x b200 are"
+        changes.append(f"more GPUs, a larger GPU, LoRA or shorter sequences alone are not enough{both}")
     return tuple(changes)
+
+
+def _enough_gpus(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> int | None:
+    """Return the fewest GPUs, by doubling those of a cluster, on which a layout fits."""
+    for more in (2, 4, 8, 16, 32, 64, 128):
+        wider = replace(cluster, gpus=cluster.gpus * more)
+        wider = replace(wider, gpus_per_node=max(cluster.gpus_per_node, min(8, wider.gpus)))
+        bigger = replace(goal, global_batch=max(goal.global_batch, wider.gpus))
+        if search(model, wider, bigger, limits).fitting:
+            return wider.gpus
+    return None
 
 
 def _other_gpus(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> list[str]:

@@ -214,7 +214,8 @@ def _data_axes(
             yield replace(layout, ep=ep, dp_replicate=data // ep, dp_shard=ep, zero_stage=3)
     if layout.cp == 1:
         yield replace(layout, dp_replicate=data, zero_stage=0)
-    stages = (1, 2, 3) if limits.zero_stage is None else (limits.zero_stage,)
+    usual = (1, 3) if layout.pp > 1 else (1, 2, 3)  # a pipeline reduces gradients after its last micro-batch only
+    stages = usual if limits.zero_stage is None else (limits.zero_stage,)
     if data * layout.cp == 1:
         return
     inside = max(1, cluster.gpus_per_node // layout.replica)

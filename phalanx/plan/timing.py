@@ -15,7 +15,7 @@ from phalanx.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_pass
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import TIME_PARTS
-from phalanx.plan.states import rank_layers, train_cut
+from phalanx.plan.states import counts, rank_layers, train_cut
 from phalanx.world.schedules import SCHEDULES
 
 HIDDEN = 0.19
@@ -89,6 +89,11 @@ def kernel_kind(layout: Layout, gpu: Gpu) -> str:
     if layout.kernels != "auto":
         return layout.kernels
     return "fused" if layout.stage < 3 and gpu.name.startswith(("h100", "h200", "b200")) else "eager"
+
+
+def _is_megatron_core(layout: Layout, gpu: Gpu) -> bool:
+    """Whether `auto` kernels stand for a published run of Megatron Core."""
+    return layout.kernels == "auto" and kernel_kind(layout, gpu) == "fused"
 
 
 def step_time(model: ModelShape | TracedShape, machine: Machine, layout: Layout, goal: Goal) -> StepTime:
@@ -202,7 +207,9 @@ def _tensor_seconds(model: ModelShape, machine: Machine, layout: Layout, goal: G
     if layout.tp == 1:
         return 0.0
     size = layout.micro_batch * goal.seq_len / layout.cp * model.hidden * WIDTH[goal.precision]
-    return 2 * machine.time("all_reduce", size, machine.group(layout.tp, 1))
+    # Megatron Core on Hopper sends tp pieces, all but the first while another is multiplied.
+    exposed = 1 / layout.tp if layout.sequence_parallel and _is_megatron_core(layout, machine.gpu) else 1.0
+    return exposed * 2 * machine.time("all_reduce", size, machine.group(layout.tp, 1))
 
 
 def _context_seconds(model: ModelShape, machine: Machine, layout: Layout, goal: Goal, passes: Passes) -> float:
@@ -253,13 +260,7 @@ def parameters_per_rank(model: ModelShape | TracedShape, layout: Layout) -> tupl
     held = (model.parameters - experts) / split + experts / (split * layout.ep)
     if layout.lora_rank is None:
         return held, held
-    return held, lora_parameters(model, layout.lora_rank) / split
-
-
-def lora_parameters(model: ModelShape, rank: int) -> int:
-    """Return the parameters of adapters of the attention's four linear layers."""
-    widths = 2 * (model.hidden + model.attention_width) + 2 * (model.hidden + model.kv_width)
-    return rank * widths * model.layers
+    return held, layout.lora_rank * model.layers * counts(model).adapters / split
 
 
 def _add_data_axis(
@@ -282,7 +283,7 @@ def _add_data_axis(
         layers = stage.layers
         gather = layers * machine.time("all_gather", held * width / layers, shards)
         scatter = layers * machine.time("reduce_scatter", trained * reduced / layers, shards)
-        spent, hidden = _sharded(layout.stage, gather, scatter, stage, count)
+        spent, hidden = _sharded(layout, gather, scatter, stage, count)
     if copies.size > 1:
         gradients = trained / shards.size * reduced
         more, covered = _beside(stage.backward, machine.time("all_reduce", gradients, copies))
@@ -291,16 +292,19 @@ def _add_data_axis(
     step.hidden["data_comm"] = hidden
 
 
-def _sharded(zero: int, gather: float, scatter: float, stage: _Stage, count: int) -> tuple[float, float]:
+def _sharded(layout: Layout, gather: float, scatter: float, stage: _Stage, count: int) -> tuple[float, float]:
     """Return the exposed and hidden time of a sharded data axis.
 
     Stage 3 gathers parameters twice per micro-batch, stages 1 and 2 once per step. Stages 2 and 3 scatter gradients
-    with every micro-batch, stage 1 once.
+    with every micro-batch, stage 1 once. In a pipeline stage 3 gathers once per micro-batch, and all stages scatter
+    once, after the last one.
     """
-    if zero == 3:
-        spent, hidden = _beside(stage.seconds + stage.head, 2 * gather + scatter)
-        return count * spent, count * hidden
-    times = count if zero == 2 else 1
+    pipeline = layout.pp > 1
+    if layout.stage == 3:
+        each = gather if pipeline else 2 * gather + scatter
+        spent, hidden = _beside(stage.seconds + stage.head, each)
+        return count * spent + (scatter if pipeline else 0.0), count * hidden
+    times = count if layout.stage == 2 and not pipeline else 1
     spent, hidden = _beside(stage.backward, scatter)
     first, covered = _beside(stage.forward, gather)
     return times * spent + first, times * hidden + covered

@@ -31,6 +31,7 @@ from phalanx.errors import ModelError, PhalanxError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.losses import LossFn
 from phalanx.loop.optim import build_optimizer
+from phalanx.models import moe
 from phalanx.models.contract import InitialisesWeights, implements
 from phalanx.strategies.fsdp import find_blocks
 from phalanx.trainers.fake_report import DryRun, FakeRank, Sent
@@ -84,16 +85,16 @@ def _as_tried(config: DistributedConfig, mesh: Mesh) -> tuple[DistributedConfig,
     if changes["strategy"] not in ("ddp", "fsdp"):
         raise UsageError(
             f"a dry run of strategy = {changes['strategy']!r} is not possible",
-            hint="It runs ddp and fsdp, with tensor_parallel, pipeline_parallel and context_parallel.",
+            hint="It runs ddp and fsdp, with tensor_parallel, pipeline_parallel, context_parallel and expert_parallel.",
         )
-    if config.expert_parallel > 1:
-        raise UsageError("a dry run cannot spread experts: which rank gets how many tokens depends on their values")
     if config.mixed_precision in (True, "fp16"):
         changes["mixed_precision"] = "bf16"
         notes.append("mixed precision is tried in bf16, which has the sizes of fp16; the loss scale is left out")
     if config.compile:
         changes["compile"] = False
         notes.append("compile: the operations are those of the model as written; a compiled one needs less")
+    if config.expert_parallel > 1:
+        notes.append("expert_parallel: every expert is given as many tokens")
     if config.offload == "cpu":
         notes.append("offload = 'cpu': parameters, gradients and optimizer states are in host memory")
     return config.with_trusted(**changes), tuple(notes)
@@ -208,8 +209,14 @@ def _join(rank: int, world_size: int, per_node: int) -> None:
     node = rank // per_node
     export_rank_env(RankEnv(rank, rank % per_node, world_size, per_node, node, "127.0.0.1", 0, started_by="torchrun"))
     torch_fakes.use_real_meshes()
+    moe.part_sizes = _equal_parts  # of tokens to experts: no value says which of them get how many
     if world_size > 1:
         torch_fakes.join_fake_group(rank, world_size)
+
+
+def _equal_parts(counts: torch.Tensor, total: int) -> list[int]:
+    each, more = divmod(total, counts.numel())
+    return [each + (index < more) for index in range(counts.numel())]
 
 
 class _CudaPrecision(torch.overrides.TorchFunctionMode):

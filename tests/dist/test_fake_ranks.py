@@ -1,6 +1,7 @@
 """A dry run runs the code of training: its collectives and memory are those of arithmetic, and of a real step."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
+from phalanx.models.moe import moe
 from phalanx.models.resnet import resnet
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.estimator import Estimator
 from phalanx.plan.layout import Goal, Layout
+from phalanx.plan.memory import WORKSPACE
 from phalanx.plan.model import ModelShape
 from phalanx.plan.rules import refusal
 from phalanx.plan.trace import trace_module
@@ -91,6 +95,20 @@ def test_tensor_and_context_parallel_ranks_hold_less_and_talk_on_their_axes():
     assert any(axis == "dp_shard x cp" for axis in axes)  # parameters are sharded over both
     parts = rank.by_kind()["parameters"]
     assert WHOLE // 8 <= parts <= WHOLE // 8 + 4 * 9 * 64  # norms are on both tensor-parallel ranks
+
+
+def test_experts_are_spread_and_tokens_are_sent_to_them_and_back():
+    def batch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(count, 32, dtype=torch.long), torch.zeros(count, 32, dtype=torch.long)
+
+    config = DistributedConfig(strategy="fsdp", expert_parallel=2, batch_size=2)
+    result = dry_run(lambda: moe("debug"), batch, config, 4, 4)
+    assert result.mesh["dp_shard"] == result.mesh["dp_replicate"] == 2
+    found, rows = calls(result.ranks[0]), 2 * 32 * 2  # samples x tokens x experts of each token
+    expert = 4 * 2 * 64 * 48  # a matrix of this rank's two experts
+    assert found["all-to-all", "dp_shard", 4 * rows * 48] == 2 * 4  # layers; there and back, also gradients
+    assert found["all-reduce", "dp_replicate", expert] == 2 * 3
+    assert "every expert is given as many tokens" in result.text()
 
 
 def test_kinds_of_pipeline_stages_differ():
@@ -202,6 +220,37 @@ def test_what_the_planner_calls_possible_starts():
         except PhalanxError as error:
             raise AssertionError(f"{layout} {goal}") from error
         assert result.world_size == layout.gpus
+
+
+PREDICTED = ModelShape(
+    layers=4,
+    hidden=512,
+    heads=8,
+    vocab=2048,
+    ffn_hidden=1408,
+    gated_mlp=True,
+    rms_norm=True,
+    tied_embeddings=False,
+    biases=False,
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(pp=2, micro_batch=2), marks=long_proof),
+        pytest.param(Layout(pp=2, virtual_stages=2, schedule="zero-bubble", micro_batch=2), marks=long_proof),
+        Layout(dp_shard=2, ep=2, zero_stage=3, micro_batch=4),
+    ],
+    ids=["1f1b", "zero-bubble", "experts"],
+)
+def test_the_planner_predicts_the_peak_of_a_dry_run(layout):
+    shape = replace(PREDICTED, experts=4) if layout.ep > 1 else PREDICTED
+    layout = replace(layout, attention="flash", kernels="autocast", balanced=True)
+    goal, cluster = Goal(global_batch=32 * layout.dp, seq_len=256), Cluster(gpu="h100", gpus=layout.gpus)
+    parts = Estimator(shape, cluster, goal).memory(layout).values()
+    predicted = max(sum(rank.values()) - rank["reserve"] for rank in parts) * 2**30 - WORKSPACE
+    assert predicted == pytest.approx(dry_run_layout(shape, layout, goal, cluster).peak_bytes, rel=0.12)
 
 
 def test_a_traced_module_is_tried_with_the_samples_of_its_trace():

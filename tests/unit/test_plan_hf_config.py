@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 
 from phalanx.errors import UsageError
 from phalanx.plan import presets
-from phalanx.plan.hf_config import from_config, read_config
+from phalanx.plan.hf_config import read_config
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 _GATED = {**_SMALL, "intermediate_size": 176, "num_key_value_heads": 2}
@@ -108,10 +109,21 @@ def test_a_missing_or_wrong_field_is_named_with_its_file(tmp_path, change, messa
     assert str(path) in str(caught.value)
 
 
-def test_an_unknown_family_is_read_by_the_usual_names_with_a_warning():
-    with pytest.warns(UserWarning, match="'lama' is not known to the planner. The nearest is 'llama'"):
-        shape = from_config({"model_type": "lama", **_GATED})
-    assert shape.parameters == from_config({"model_type": "llama", **_GATED}).parameters
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model_type": "lama"}, "unknown model_type 'lama'. Did you mean 'llama'? Allowed: bert, bloom, "),
+        ({}, "unknown model_type 'not given'. Allowed: bert"),
+        ({"text_config": _GATED}, "unknown model_type 'not given'"),
+    ],
+)
+def test_an_unknown_family_is_one_error_that_says_what_to_write(tmp_path, given, message, recwarn):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**_GATED, **given}))
+    with pytest.raises(UsageError, match=re.escape(f"{path}: {message}")) as caught:
+        read_config(path)
+    assert 'Write "model_type": "llama"' in str(caught.value.hint)
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.models.registry import build
-from phalanx.plan.activations import in_flight, published_layer_bytes
+from phalanx.plan.activations import held_passes, in_flight, published_layer_bytes
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.plan.memory import GIB, rank_memory
@@ -193,6 +193,37 @@ def test_micro_batches_in_flight_follow_the_schedule() -> None:
     assert in_flight("gpipe", 4, 1, 3, 16) == 16
     assert [in_flight("zero-bubble", 4, 2, rank, 16) for rank in range(4)] == [4, 4, 4, 4]
     assert in_flight("1f1b", 1, 1, 0, 16) == 1
+
+
+def test_a_zero_bubble_rank_keeps_passes_whose_weight_gradients_are_pending() -> None:
+    """As the passes in torch's schedule ZBVZeroBubble are ordered."""
+    assert held_passes("1f1b", 4, 1, 0, 16) == ((4.0, 0.0),)
+    assert held_passes("zero-bubble", 4, 2, 1, 16) == ((4.0, 0.5), (2.5, 1.5))
+    assert held_passes("zero-bubble", 4, 2, 3, 16) == ((4.0, 0.5), (3.5, 3.5))
+    assert held_passes("zero-bubble", 4, 2, 3, 2)[1] == (2.0, 2.0)  # there are no more
+
+
+def test_recomputation_saves_little_of_a_zero_bubble_pipeline() -> None:
+    def saved(kind: str, layout: Layout) -> float:
+        none, full = (
+            rank_memory(LLAMA_70B, GPU, replace(layout, recompute=name), Goal(global_batch=64))[kind]["activations"]
+            for name in ("none", "full")
+        )
+        return 1 - full / none
+
+    assert saved("first stage", Layout(pp=8)) > 0.6
+    assert saved("last stage", Layout(pp=8, virtual_stages=2, schedule="zero-bubble")) < 0.3
+
+
+def test_a_pipeline_has_a_buffer_for_each_micro_batch() -> None:
+    few, many = (
+        rank_memory(LLAMA_70B, GPU, Layout(pp=4, tp=8, sequence_parallel=True), Goal(global_batch=count, seq_len=4096))
+        for count in (16, 32)
+    )
+    buffer = 4 * 4096 * 8192 / 8 / GIB
+    for kind, buffers in (("first stage", 1), ("middle stage", 2), ("last stage", 1)):
+        more = many[kind]["communication"] - few[kind]["communication"]
+        assert more == pytest.approx(16 * buffers * buffer)
 
 
 def test_stages_of_a_pipeline_differ() -> None:

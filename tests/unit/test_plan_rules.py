@@ -15,7 +15,23 @@ from phalanx.world.mesh import plan_mesh
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
 MODEL = ModelShape(layers=8, hidden=64, heads=8, kv_heads=4, vocab=128, ffn_hidden=128, name="toy")
+MIXTURE = ModelShape(layers=4, hidden=64, heads=8, vocab=128, ffn_hidden=128, experts=8, name="mixture")
 SIZES = (1, 2, 3, 4, 8)
+
+
+def features(layout: Layout) -> set[str]:
+    """The axes, schedules and kinds of sharding of a layout."""
+    axes = {axis for axis in ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard") if getattr(layout, axis) > 1}
+    schedule = {layout.schedule} if layout.pp > 1 else set()
+    adapters = {"lora"} if layout.lora_rank else set()
+    return axes | schedule | adapters | {f"stage {layout.stage}", layout.offload, layout.recompute}
+
+
+EVERYTHING = {
+    *("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "lora", "cpu", "none", "selective", "full"),
+    *(f"stage {stage}" for stage in range(4)),
+    *SCHEDULES,
+}
 
 
 def random_layout(draw: random.Random) -> Layout:
@@ -51,13 +67,14 @@ def random_goal(draw: random.Random) -> Goal:
 
 def test_what_the_planner_calls_possible_train_accepts():
     draw = random.Random(0)
-    possible = 0
+    possible, seen = 0, set()
     for _ in range(20_000):
         layout, goal = random_layout(draw), random_goal(draw)
         cluster = Cluster(gpu="h100", gpus=layout.gpus, gpus_per_node=8)
-        if refusal(MODEL, layout, goal, cluster) is not None:
+        if refusal(MIXTURE if layout.ep > 1 else MODEL, layout, goal, cluster) is not None:
             continue
         possible += 1
+        seen |= features(layout)
         config = accepted(layout, goal, cluster)
         assert plan_mesh(config, cluster.gpus, cluster.gpus // cluster.nodes) == layout.mesh
         assert config.recompute == {"none": None}.get(layout.recompute, config.recompute)
@@ -68,6 +85,7 @@ def test_what_the_planner_calls_possible_train_accepts():
             count = choose_microbatches(config.microbatches, config.batch_size, layout.pp, schedule)
             assert config.batch_size // count == layout.micro_batch
     assert possible > 500
+    assert seen == EVERYTHING
 
 
 def random_settings(draw: random.Random) -> dict[str, object]:
@@ -92,6 +110,12 @@ def random_settings(draw: random.Random) -> dict[str, object]:
         found["offload"] = "cpu"
     if draw.random() < 0.2:
         found["lora_rank"] = 4
+    if draw.random() < 0.3:
+        found["activation_checkpointing"] = draw.choice((True, "full", "selective"))
+    if "pipeline_parallel" not in found and draw.random() < 0.3:  # a layout has a pipeline's micro-batches in one batch
+        found["gradient_accumulation_steps"] = draw.choice((2, 4))
+    if draw.random() < 0.2:
+        found["shard_size"] = draw.choice((2, 4, 8))
     return found
 
 
@@ -100,8 +124,8 @@ def test_what_train_accepts_the_planner_calls_possible():
     model = ModelShape(layers=24, hidden=96, heads=12, kv_heads=12, vocab=128, ffn_hidden=192, name="divisible")
     mixture = ModelShape(layers=4, hidden=96, heads=12, vocab=128, experts=12, name="mixture")
     cluster = Cluster(gpu="h100", gpus=24, gpus_per_node=8)
-    accepts = 0
-    for _ in range(4_000):
+    accepts, seen = 0, set()
+    for _ in range(5_000):
         settings = random_settings(draw)
         try:
             config = DistributedConfig(**settings)
@@ -109,11 +133,14 @@ def test_what_train_accepts_the_planner_calls_possible():
             layout = layout_of(config, mesh, config.batch_size)
         except PhalanxError:
             continue
-        goal = Goal(global_batch=config.batch_size * mesh.dp_size, seq_len=48)
+        samples = config.batch_size * config.gradient_accumulation_steps * mesh.dp_size
+        goal = Goal(global_batch=samples, seq_len=48)
         accepts += 1
+        seen |= features(layout)
         found = refusal(mixture if layout.ep > 1 else model, layout, goal, cluster)
         assert found is None, (settings, layout, found)
     assert accepts > 500
+    assert seen == EVERYTHING
 
 
 @pytest.mark.parametrize(
