@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
@@ -53,7 +54,7 @@ class NodeGroup:
         self._rank_store: TCPStore | None = None
         self._attempt = 0
         self._node_rank = 0
-        self._names: list[str] = []
+        self._hosts: list[tuple[str, range]] = []
         self._census, self._silent = Census(), []  # type: tuple[Census, list[str]]
         self._knows_failure = self._published_end = False
         self._forget_questions()
@@ -115,19 +116,23 @@ class NodeGroup:
             raise self._host_is_lost() from error
         node_rank = self._node_rank = order.index(own)
         sizes = [nodes[index]["ranks"] for index in order]
-        ranks = [ranks_text(range(sum(sizes[:node]), sum(sizes[: node + 1]))) for node in range(len(order))]
-        self._names = [f"{node} ({nodes[index]['host']}, {ranks[node]})" for node, index in enumerate(order)]
+        ranks = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        self._hosts = [(nodes[index]["host"], own) for index, own in zip(order, ranks, strict=True)]
         self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         return {
             "node_rank": node_rank,
             "num_nodes": self._num_nodes,
-            "first_rank": sum(sizes[:node_rank]),
+            "first_rank": ranks[node_rank].start,
             "world_size": sum(sizes),
             "master_addr": self._host,
             "master_port": port,
             # Node 0, and with it rank 0, may be another machine after a restart.
             "run_id": self._sign(self._store).compare_set("phalanx/launch_id", "", self._request["launch_id"]).decode(),
         }
+
+    def _name(self, node: int) -> str:
+        host, ranks = self._hosts[node]
+        return f"{node} ({host}, {ranks_text(ranks)})"
 
     def _check_same(self) -> None:
         """Refuse to take part with another version or other settings than the machine that came first."""
@@ -281,7 +286,7 @@ class NodeGroup:
             return []
         beats = {node: self._board.add(f"{_ALIVE}/{node}", 0) for node in range(self._num_nodes)}
         living = self._census.take(beats)
-        silent = [self._names[node] for node in beats if node not in living]
+        silent = [self._name(node) for node in beats if node not in living]
         if silent == self._silent:
             return []
         self._silent = silent
