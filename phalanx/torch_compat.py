@@ -43,6 +43,7 @@ PRIVATE = {
     "torch._C._distributed_c10d:Reducer._push_all_rebuilt_params": "gradient compression under ddp",
     "torch._C._distributed_c10d:Reducer._rebuild_buckets": "gradient compression under ddp",
     "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer": "gradient compression under ddp",
+    "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": "exposed communication of ddp",
     "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
     "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
@@ -225,6 +226,15 @@ def rebuild_buckets(reducer: Any) -> None:
     reducer._rebuild_buckets()
 
 
+def exposed_seconds(ddp: Any) -> float | None:
+    """Return the mean time in which DDP's backward waited for gradients; None before torch has timed a step."""
+    found = ddp._get_ddp_logging_data()
+    names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")  # nanoseconds
+    if any(name not in found for name in names) or not found[names[0]]:
+        return None
+    return max(0.0, float(found[names[0]] - found[names[1]])) / 1e9
+
+
 def is_own_host(host: str) -> bool:
     """Whether a host name or address means this machine, by torchrun's rule."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
@@ -387,13 +397,3 @@ def allocations() -> dict[str, Any]:
     """Return what `record_allocations` has recorded: the segments of memory, and the history of each device."""
     found: dict[str, Any] = torch.cuda.memory._snapshot()
     return found
-
-
-# tensors without values
-
-
-def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has no values: one of a fake rank."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)

@@ -22,6 +22,13 @@ def preload() -> None:
     import torch.distributed.pipelining  # noqa: F401
 
 
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no values: one of a fake rank."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def fake_mode() -> Any:
     """Return a mode in which tensors have shapes, dtypes and devices, but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -293,6 +293,11 @@ class Strategy:
         """Return what was sent since the models were wrapped; None where nothing is counted."""
         return None
 
+    def exposed_seconds(self, steps: int) -> float | None:
+        """Return how long the rank has waited for communication in so many steps; None where that is not known."""
+        sent = self.comm_stats()
+        return sent.waited_s if sent else None
+
     def closing_event(self) -> Event | None:
         """Return an event for the end of a run that succeeded; the main rank calls this."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import time
 import weakref
 
 import pytest
@@ -302,6 +303,22 @@ def left_with_a_live_model() -> bool:
 
 def test_ddp_is_gone_before_the_group_is_destroyed(ranks):
     assert ranks(left_with_a_live_model, world_size=2) == [False, False]
+
+
+def waited_for_rank_1() -> float:
+    with make_formation(strategy="ddp", communication_backend="gloo") as formation:
+        model = formation.prepare(make_model())
+        assert formation.strategy.exposed_seconds(0) is None
+        for _ in range(3):
+            output = model(torch.ones(2, 5, dtype=torch.float64)).sum()
+            time.sleep(0.2 * formation.rank)
+            output.backward()
+        return formation.strategy.exposed_seconds(3)
+
+
+def test_ddp_knows_how_long_it_waited_for_gradients(ranks):
+    first, second = ranks(waited_for_rank_1, world_size=2)
+    assert first > 0.4 > second
 
 
 def test_leaving_restores_what_was_prepared():

@@ -141,6 +141,14 @@ def test_buckets_of_ddp_are_rebuilt(group):
     assert model.module.weight.grad.tolist() == [[1, 1]]
 
 
+def test_ddp_times_what_its_backward_waits_for(group):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    assert torch_compat.exposed_seconds(model) is None
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+    assert 0 <= torch_compat.exposed_seconds(model) < 10
+
+
 def test_hosts():
     assert torch_compat.is_own_host("localhost")
     assert not torch_compat.is_own_host("192.0.2.1")
@@ -246,5 +254,5 @@ def test_the_profiler():
 
 def test_fake_tensors_are_known():
     with torch_fakes.fake_mode():
-        assert torch_compat.is_fake(torch.zeros(2))
-    assert not torch_compat.is_fake(torch.zeros(2))
+        assert torch_fakes.is_fake(torch.zeros(2))
+    assert not torch_fakes.is_fake(torch.zeros(2))
