@@ -32,7 +32,8 @@ class PhalanxError(Exception):
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (rebuild, (type(self), str(self.message), self.hint))
+        notes = {"__notes__": self.__notes__} if hasattr(self, "__notes__") else None
+        return (rebuild, (type(self), str(self.message), self.hint), notes)
 
 
 def rebuild(kind: type[PhalanxError], message: str, hint: str) -> PhalanxError:

@@ -201,7 +201,7 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     if namespace.html is not None:
         from phalanx.plan.page import page
 
-        Path(namespace.html).write_text(page(plan, subject, answers), encoding="utf-8")
+        Path(namespace.html).write_text(page(plan, subject, answers, rows.rows if rows else ()), encoding="utf-8")
     if namespace.json:
         more: dict[str, Any] = {"what_if": [each.data() for each in answers], "engines": rows and rows.data()}
         more["dry_run"] = tried and tried.to_dict()

@@ -109,10 +109,16 @@ def pipeline_cuts(settings: Settings) -> Mistakes:
         )
 
 
-@rule("pipeline_parallel")
+@rule("pipeline_parallel", "pipeline_schedule", "activation_checkpointing")
 def pipeline(settings: Settings) -> Mistakes:
-    """Report settings of a pipeline without one."""
+    """Report settings of a pipeline without one, and what its schedule cannot run."""
     if settings.pipeline_parallel > 1:
+        if settings.pipeline_schedule == "zero-bubble" and settings.activation_checkpointing is not False:
+            yield settings.mistake(
+                "activation_checkpointing",
+                " with pipeline_schedule = 'zero-bubble', which computes the gradient of every weight apart and would "
+                "recompute the block for each: write pipeline_schedule = 'interleaved', or leave one of them out.",
+            )
         return
     for name in settings.changed("pipeline_schedule", "microbatches", "pipeline_cuts", "pipeline_balance"):
         yield settings.mistake(

@@ -43,7 +43,7 @@ def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
 
 
 def part_sizes(counts: Tensor, total: int) -> list[int]:
-    """Return the values of a tensor of counts that add up to about `total`: a dry run, without values, divides that."""
+    """Return the counts as numbers; `total` is their sum. A dry run, which has no values, divides `total` instead."""
     sizes: list[int] = counts.tolist()
     return sizes
 

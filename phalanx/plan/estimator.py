@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from phalanx.config.fields import OPTIMIZERS
 from phalanx.errors import UsageError, unknown_name
@@ -37,10 +38,11 @@ POSITIVE = {
 """The least value of the fields of models, clusters, layouts and goals."""
 
 
-def estimate(model: str | ModelShape | TracedShape, cluster: str | Cluster, layout: Layout, goal: Goal) -> Estimate:
+def estimate(
+    model: str | Path | ModelShape | TracedShape, cluster: str | Cluster, layout: Layout, goal: Goal
+) -> Estimate:
     """Return what one step of this layout takes; names of presets stand for models and clusters."""
-    shape = presets.model(model) if isinstance(model, str) else model
-    machines = presets.cluster(cluster) if isinstance(cluster, str) else cluster
+    shape, machines = presets.resolve(model, cluster)
     check(shape, machines, layout, goal)
     return Estimator(shape, machines, goal)(layout)
 

@@ -183,4 +183,4 @@ def _instead(case: PlanCase, plan: Plan, kind: str) -> str:
         return f"{layout_name(layout)} would take {seconds / plan.best.estimate.step_seconds - 1:+.0%}"
     if found.too_large:
         return f"{kind} needs {found.too_large[0][0]:.0f} GiB per GPU on {gpu_name(plan)}"
-    return f"{kind} cannot run this batch"
+    return f"no layout of {kind} is possible with these GPUs and this batch"

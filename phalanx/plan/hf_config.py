@@ -51,7 +51,7 @@ class Fields:
     @property
     def kind(self) -> str:
         """The family: model_type."""
-        return str(self.values.get("model_type") or "not given")
+        return str(self.values["model_type"])
 
 
 def read_config(path: Path) -> ModelShape:
@@ -74,6 +74,8 @@ def from_config(values: dict[str, Any], path: Path = Path("config.json"), name: 
     if isinstance(values.get("text_config"), dict):  # a model of text and images: the text part is the large one
         values = {"model_type": values.get("model_type"), **values["text_config"]}
     fields = Fields(values, path)
+    if not values.get("model_type"):
+        raise UsageError(f"{path} lacks 'model_type'", hint=f'Add "model_type": one of {", ".join(sorted(FAMILIES))}.')
     family = FAMILIES.get(fields.kind)
     if family is None:
         raise UsageError(

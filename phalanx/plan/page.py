@@ -40,10 +40,11 @@ figcaption i { display: inline-block; width: .8em; height: .8em; margin-right: .
 """
 
 
-def page(plan: Plan, subject: str, answers: Sequence[Answer] = ()) -> str:
-    """Return the page."""
+def page(plan: Plan, subject: str, answers: Sequence[Answer] = (), engines: Sequence[tuple[str, str, str]] = ()) -> str:
+    """Return the page; `engines`: the rows of `EngineTable`."""
     title = f"{plan.model.name} on {plan.cluster.gpus} x {gpu_name(plan)}"
     parts = "\n".join([*_parts(plan, subject), *(part for each in answers for part in _answer(each))])
+    parts += "\n" + _section("Engines for this job", engines)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
@@ -83,7 +84,6 @@ def _parts(plan: Plan, subject: str) -> Iterator[str]:
 def _tables(plan: Plan) -> Iterator[str]:
     rows = [(layout_name(each.layout), seconds(each.estimate.step_seconds), each.reason) for each in plan.runners_up]
     yield _section("Runners-up, and why each lost", rows)
-    yield _section("Refused, as phalanx train would", [(f"{number:,}", reason) for reason, number in plan.refused])
     yield _section("Refused, as phalanx train would", [(f"{number:,}", reason) for reason, number in plan.refused])
     yield _section("Assumed, and where it comes from", plan.assumptions)
     yield _section("Sensitivity", [(change, f"step {relative:+.1%}") for change, relative in plan.sensitivity])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
@@ -39,14 +40,13 @@ USUAL_BATCH = ((5e8, 500_000), (2e9, 1_000_000), (2e10, 2_000_000), (math.inf, 4
 
 
 def make_plan(
-    model: str | ModelShape | TracedShape,
+    model: str | Path | ModelShape | TracedShape,
     cluster: str | Cluster,
     goal: Goal | None = None,
     limits: Constraints | None = None,
 ) -> Plan:
     """Return the fastest layout that fits, with the runners-up and reasons; `best` is None where nothing fits."""
-    shape = presets.model(model) if isinstance(model, str) else model
-    machines = presets.cluster(cluster) if isinstance(cluster, str) else cluster
+    shape, machines = presets.resolve(model, cluster)
     limits = limits or Constraints()
     _check_cluster(machines)
     goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32

@@ -149,6 +149,23 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
     return _make(TracedShape, found, own, where) if "parameters" in own else _make(ModelShape, found, own, where)
 
 
+def resolve(model_given: object, cluster_given: object) -> tuple[ModelShape | TracedShape, Cluster]:
+    """Return the model and the cluster that names stand for; shapes and clusters are returned as they are."""
+    shape = model(model_given) if isinstance(model_given, (str, Path)) else model_given
+    machines = cluster(cluster_given) if isinstance(cluster_given, str) else cluster_given
+    if not isinstance(shape, (ModelShape, TracedShape)):
+        raise UsageError(
+            f"a model of type {type(shape).__name__}: expected a name, a path, a ModelShape or a TracedShape",
+            hint="For a module: phalanx.plan.trace.trace_module(module, '3x224x224') returns its shape.",
+        )
+    if not isinstance(machines, Cluster):
+        raise UsageError(
+            f"a cluster of type {type(machines).__name__}: expected a text or a Cluster",
+            hint="Write '8xh100' or Cluster(gpu='h100', gpus=8).",
+        )
+    return shape, machines
+
+
 def of_recipe(recipe: str, preset: str | None) -> str | None:
     """Return the name of the model that a recipe trains under a preset; None where it is not one of ours."""
     for name, (_, entry) in _entries("models").items():

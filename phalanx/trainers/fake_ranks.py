@@ -94,7 +94,7 @@ def _as_tried(config: DistributedConfig, mesh: Mesh) -> tuple[DistributedConfig,
         changes["compile"] = False
         notes.append("compile: the operations are those of the model as written; a compiled one needs less")
     if config.expert_parallel > 1:
-        notes.append("expert_parallel: every expert is given as many tokens")
+        notes.append("expert_parallel: all experts get the same number of tokens")
     if config.offload == "cpu":
         notes.append("offload = 'cpu': parameters, gradients and optimizer states are in host memory")
     return config.with_trusted(**changes), tuple(notes)

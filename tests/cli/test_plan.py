@@ -170,9 +170,12 @@ def test_the_guide_fits_one_screen_and_is_computed():
 
 def test_the_page_is_self_contained(tmp_path):
     page = tmp_path / "plan.html"
-    answer = phalanx(*LLAMA, "--html", page, "--what-if", "gpu=h200")
+    answer = phalanx(*LLAMA, "--html", page, "--what-if", "gpu=h200", "--engines")
     assert str(page) in answer.out
     text = page.read_text()
+    titles = re.findall("<h2>(.*?)</h2>", text)
+    assert {"Refused, as phalanx train would", "Engines for this job"} < set(titles)
+    assert len(titles) == len(set(titles)), "every section is there once"
     assert text.count("<svg") >= 3
     assert "phalanx train llama" in text
     assert not re.findall(r"(?:src|href)=|https?://|<script", text)

@@ -108,7 +108,7 @@ def test_experts_are_spread_and_tokens_are_sent_to_them_and_back():
     expert = 4 * 2 * 64 * 48  # a matrix of this rank's two experts
     assert found["all-to-all", "dp_shard", 4 * rows * 48] == 2 * 4  # layers; there and back, also gradients
     assert found["all-reduce", "dp_replicate", expert] == 2 * 3
-    assert "every expert is given as many tokens" in result.text()
+    assert "all experts get the same number of tokens" in result.text()
 
 
 def test_kinds_of_pipeline_stages_differ():
@@ -177,6 +177,16 @@ def test_what_train_refuses_a_dry_run_refuses_with_the_same_words():
         tried(strategy="fsdp", wrap_class="Layer")
     with pytest.raises(UsageError, match="strategy = 'diloco' is not possible"):
         tried(strategy="diloco")
+
+
+def test_the_traceback_of_a_model_that_fails_reaches_the_caller():
+    def batch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(count, 3), torch.zeros(count, dtype=torch.long)
+
+    config = DistributedConfig(strategy="ddp", batch_size=2)
+    with pytest.raises(PhalanxError, match="failed in rank 0: RuntimeError") as caught:
+        dry_run(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), batch, config, 2, 2)
+    assert "F.linear" in caught.value.__notes__[0]
 
 
 SHAPE = ModelShape(

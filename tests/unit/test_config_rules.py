@@ -75,6 +75,13 @@ def test_whole_stages_are_not_sharded():
         DistributedConfig(offload="cpu", pipeline_parallel=2, pipeline_schedule="zero-bubble")
 
 
+@pytest.mark.parametrize("recompute", [True, "full", "selective", "every 2"])
+def test_a_split_backward_pass_does_not_recompute(recompute):
+    """Each of its parts would run the block again: nine times for a layer of Llama."""
+    with pytest.raises(ConfigError, match=r"activation_checkpointing = .*write pipeline_schedule = 'interleaved'"):
+        DistributedConfig(activation_checkpointing=recompute, pipeline_parallel=2, pipeline_schedule="zero-bubble")
+
+
 @pytest.mark.parametrize("sharding", ["auto", "full", "grad-op"])
 def test_a_group_size_needs_groups(sharding):
     with pytest.raises(ConfigError, match=f"shard_size = 2 with sharding = '{sharding}': only sharding = 'hybrid'"):

@@ -112,17 +112,17 @@ def test_a_missing_or_wrong_field_is_named_with_its_file(tmp_path, change, messa
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model_type": "lama"}, "unknown model_type 'lama'. Did you mean 'llama'? Allowed: bert, bloom, "),
-        ({}, "unknown model_type 'not given'. Allowed: bert"),
-        ({"text_config": _GATED}, "unknown model_type 'not given'"),
+        ({"model_type": "lama"}, ": unknown model_type 'lama'. Did you mean 'llama'? Allowed: bert, bloom, "),
+        ({}, " lacks 'model_type'"),
+        ({"text_config": _GATED}, " lacks 'model_type'"),
     ],
 )
 def test_an_unknown_family_is_one_error_that_says_what_to_write(tmp_path, given, message, recwarn):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**_GATED, **given}))
-    with pytest.raises(UsageError, match=re.escape(f"{path}: {message}")) as caught:
+    with pytest.raises(UsageError, match=re.escape(f"{path}{message}")) as caught:
         read_config(path)
-    assert 'Write "model_type": "llama"' in str(caught.value.hint)
+    assert re.search('(Write|Add) "model_type": ("llama"|one of bert)', caught.value.hint)
     assert not recwarn.list
 
 

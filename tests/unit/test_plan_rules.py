@@ -161,6 +161,7 @@ def test_what_train_accepts_the_planner_calls_possible():
         (Layout(dp_shard=8, ep=8), "needs a mixture of experts"),
         (Layout(tp=2, dp_shard=4, sequence_parallel=True, lora_rank=8), "adapters are not split over ranks"),
         (Layout(dp_replicate=8, offload="cpu"), "replicates: write strategy = 'fsdp'"),
+        (Layout(pp=2, dp_replicate=4, schedule="zero-bubble", virtual_stages=2, recompute="full"), "for each: write"),
         (Layout(pp=8, micro_batch=16), "cannot run microbatches = 6"),
     ],
 )

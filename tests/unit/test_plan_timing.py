@@ -195,6 +195,15 @@ def test_search_examines_thousands_of_layouts_in_two_seconds():
     assert 5000 * spent / found.searched < 2.0, f"{found.searched} layouts took {spent:.2f} s"
 
 
+def test_other_types_are_refused_with_what_to_write(tmp_path):
+    with pytest.raises(PhalanxError, match=r"a model of type int: expected a name.*\n.*trace_module"):
+        make_plan(5, "8xh100")
+    with pytest.raises(PhalanxError, match=r"a cluster of type int: expected .*\n.*'8xh100'"):
+        estimate("gpt2", 8, Layout(dp_shard=8), Goal(global_batch=8))
+    with pytest.raises(PhalanxError, match="No such file"):
+        make_plan(tmp_path, "8xh100")  # a path is a model too
+
+
 def test_zero_gpus_are_refused():
     with pytest.raises(PhalanxError, match="1 GPU or more"):
         make_plan("gpt2", Cluster(gpu="h100", gpus=0))

@@ -99,7 +99,11 @@ class Pipeline(nn.Module):
                 hint="Let every unit return one tensor, and the batches be (inputs, targets).",
             )
         with self._autocast():
-            return type(stage).forward(stage, *inputs, **self._positions)
+            output = type(stage).forward(stage, *inputs, **self._positions)
+        if not self.row.schedule.splits_backward:
+            return output
+        # Such a schedule detaches outputs in place, which views (of a reshape, of a DTensor's local part) do not allow.
+        return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the stages too: the modules around their units are copies."""
