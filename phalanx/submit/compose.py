@@ -116,7 +116,7 @@ class Compose(Target[ComposeOptions]):
             "working_dir": work,
             "user": "1000:1000",
             "read_only": True,
-            "tmpfs": ["/tmp"],
+            "tmpfs": ["/tmp:exec" if options.uv else "/tmp"],  # an environment of uv is in it
             "shm_size": options.shm_size,
             "restart": "on-failure:10",
             "stop_grace_period": "2m",
