@@ -122,6 +122,7 @@ def test_containers_make_it_with_the_uv_of_the_image(folder):
         text = rendered(target, *words)
         assert "uv sync --frozen" in text
         assert text.index("uv sync") < text.index("exec phalanx train")
+        assert text.count("uv sync") == text.count("exec phalanx train")
     assert "- /tmp:exec" in text, "docker mounts tmpfs without the right to execute"
 
 
