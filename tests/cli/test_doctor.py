@@ -184,6 +184,7 @@ def test_links_of_a_job_are_named_rightly_where_a_node_does_not_answer(tmp_path,
 def test_links_are_not_measured_where_no_host_answers():
     found = phalanx("doctor", "--hosts", "a,b", "--ssh", "false", "--measure")
     assert (found.code, found.out.count("it could not be checked")) == (3, 2), found.err
+    assert "no link was measured: that needs two hosts" in found.out
 
 
 def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
