@@ -21,7 +21,11 @@ if ! command -v uv >/dev/null; then
 fi"""
 """Shell lines that find uv, also where a login shell alone would have its folder on the PATH."""
 _MAKE = f"""{FIND}
-mkdir -p "$(dirname "$0")" && exec env UV_PROJECT_ENVIRONMENT="$0" flock "$0.lock" uv sync --frozen"""
+mkdir -p "$(dirname "$0")" && {{
+  # Left by a job that was killed: uv would fail, or take the interpreter behind it for the environment.
+  flock 9 && {{ [ -e "$0/pyvenv.cfg" ] || rm -rf "$0"; }} && UV_PROJECT_ENVIRONMENT="$0" uv sync --frozen%s
+}} 9>"$0.lock" || exit 1"""
+"""uv ends with 2 where an index is out of reach, and schedulers do not try again after 2."""
 
 
 def check(target: Target[Any]) -> None:
@@ -49,7 +53,7 @@ def place(options: CommonOptions, folder: str) -> str:
 
 def lines(options: CommonOptions, folder: str, each_node: str = "") -> Iterator[str]:
     """Return the lines of a script that make the environment and enter it; `each_node` runs a command on all nodes."""
-    make = " ".join([_MAKE, *map(shlex.quote, split_words("--uv-sync", options.uv_sync))])
+    make = _MAKE % "".join(f" {shlex.quote(word)}" for word in split_words("--uv-sync", options.uv_sync))
     yield "# The environment of uv.lock. One process of a node makes it, others wait for it; later ones find it made."
     yield f"environment={place(options, folder)}"
     yield f'{each_node}sh -c {shlex.quote(make)} "$environment" || exit $?'
