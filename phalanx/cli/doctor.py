@@ -84,7 +84,7 @@ def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:
     machines = {host: answer for host, answer in answers.items() if isinstance(answer, HostReader)}
     found = _examine_several(answers, machines)
     if namespace.measure:
-        run = over_ssh(machines, ssh, namespace.python) if hosts else by_srun(len(in_job))
+        run = over_ssh(machines, ssh, namespace.python) if hosts else by_srun(list(machines))
         found["all hosts"] += check_links(machines, run)
     return found
 

@@ -31,25 +31,25 @@ Run = Callable[[], list["subprocess.CompletedProcess[str]"]]
 
 def over_ssh(machines: Mapping[str, HostReader], ssh: Sequence[str], python: str) -> Run:
     """Return the measurement with one rank per host, each started by ssh; the first host has the store."""
-    first = next(iter(machines.values()))
-    address, port = first.fact("address"), free_port()
 
-    def command(rank: int, host: str) -> list[str]:
+    def command(rank: int, host: str, address: str, port: int) -> list[str]:
         variables = torchrun_variables(RankEnv(rank, 0, len(machines), 1, rank, address, port, started_by="ssh"))
         # `timeout` ends the rank where this side ends early: ssh without a terminal does not.
         words = ["timeout", str(_SECONDS), "env", *(f"{name}={value}" for name, value in variables.items()), python]
         return [*ssh, host, shlex.join([*words, *_BENCH])]
 
     def run() -> list[subprocess.CompletedProcess[str]]:
+        store = next(iter(machines.values())).fact("address"), free_port()
         with ThreadPoolExecutor(len(machines)) as pool:
-            return list(pool.map(_finish, (command(rank, host) for rank, host in enumerate(machines))))
+            return list(pool.map(_finish, (command(rank, host, *store) for rank, host in enumerate(machines))))
 
     return run
 
 
-def by_srun(count: int) -> Run:
-    """Return the measurement with one rank per node of this Slurm job."""
-    words = ["srun", f"--nodes={count}", "--ntasks-per-node=1", "--overlap", sys.executable, *_BENCH]
+def by_srun(hosts: Sequence[str]) -> Run:
+    """Return the measurement with one rank on each of these nodes of this Slurm job, in their order."""
+    words = ["srun", f"--nodes={len(hosts)}", f"--nodelist={','.join(hosts)}", "--ntasks-per-node=1", "--overlap"]
+    words += [sys.executable, *_BENCH]
     return lambda: [_finish(words)]
 
 
@@ -59,6 +59,7 @@ def check_links(machines: Mapping[str, HostReader], run: Run) -> Iterator[CheckR
         hint = "Give fewer with --hosts; in a job: phalanx bench comm --algo gloo,nccl, started by srun or torchrun"
         raise UsageError(f"--measure measures every pair of hosts; {len(machines)} hosts are too many", hint=hint)
     if len(machines) < 2:
+        yield CheckResult("note", "bandwidth", "no link was measured: that needs two hosts that answer")
         return
     ran = run()
     try:

@@ -36,11 +36,16 @@ _WITH_FOLDERS = ("ssh", "sftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "ftp", "
 """Protocols whose folders must be made; in the others a folder is the beginning of names."""
 
 
+def is_url(given: str) -> bool:
+    """Whether a place that a user gave is a URL, and not a path."""
+    return _URL.match(given) is not None
+
+
 def as_path(given: str | Path) -> Path:
     """Return the path that a user gave, a `RemotePath` for a URL; UsageError for an unknown protocol."""
     if isinstance(given, Path):
         return given
-    if not _URL.match(given):
+    if not is_url(given):
         return Path(given)
     scheme, _, rest = given.partition("://")
     if scheme in ("file", "local"):

@@ -159,7 +159,7 @@ def _find_missing(
     call, entered, absent = min(roots or waits, key=lambda wait: wait[0].began)
     # Where all of them wait for each other, the one that has made fewer calls is the one behind.
     idle = [rank for rank in absent if rank not in waiting] or list(absent)
-    guilty = min(idle, key=lambda rank: (rank in known and known[rank].answered, _progress(known.get(rank)), rank))
+    guilty = min(idle, key=lambda rank: (*_innocence(known.get(rank)), rank))
     if guilty in known and known[guilty].aborted:
         for rank in entered:
             if (other := _has_changed(known[rank].calls, call.group, call.number)) is not None:
@@ -195,8 +195,9 @@ def _has_changed(calls: Sequence[Call], group: str, number: int) -> Call | None:
     return last if before and last.detail not in before else None
 
 
-def _progress(rank: RankCalls | None) -> int:
-    return sum(call.number for call in rank.calls[-1:]) if rank is not None else 0
+def _innocence(rank: RankCalls | None) -> tuple[bool, bool, int]:
+    """Return what speaks for a rank: it waits itself, it answers, it has made many calls."""
+    return (rank.waits, rank.answered, sum(call.number for call in rank.calls[-1:])) if rank else (False, False, 0)
 
 
 def _absence(call: Call, entered: Sequence[int], guilty: RankCalls | None) -> str:
@@ -210,7 +211,7 @@ def _absence(call: Call, entered: Sequence[int], guilty: RankCalls | None) -> st
 
 
 def _bystanders(guilty: int, idle: Sequence[int], known: Mapping[int, RankCalls]) -> tuple[str, ...]:
-    rest = [rank for rank in idle if rank != guilty]
+    rest = [rank for rank in idle if rank != guilty and not (rank in known and known[rank].waits)]
     shown = [f"rank {rank} did not enter it either; it {known[rank].position}" for rank in rest if rank in known]
     more = [f"and {len(rest) - _LISTED} more ranks"] if len(rest) > _LISTED else []
     return (*shown[:_LISTED], *more)

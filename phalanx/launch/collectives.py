@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import os
 import signal
 import sys
 import threading
@@ -70,6 +71,8 @@ class RankCalls:
     """The ranks of each group, by its name."""
     answered: bool = True
     """Whether `calls` are known: a rank that is stopped, was killed, or holds the interpreter lock does not answer."""
+    waits: bool = False
+    """Whether the stack of a rank that did not answer ends in a collective: on a busy machine it may be late."""
     failed: bool = False
     """Whether an error in a collective ended it: then the last call of each group may be marked as done and is not."""
     aborted: bool = False
@@ -125,13 +128,23 @@ def answer_launcher(log_dir: Path, slot: int, stack: int) -> None:
 
 def _answer(log_dir: Path, slot: int, stack: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all other signals are for the main thread
+    opened = os.fstat(stack)
     while True:
         signal.sigwait({ASK})
         try:
-            write_stacks(stack)
+            if _is_open(stack, opened):
+                write_stacks(stack)
             write_calls(log_dir, slot)
         except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
             traceback.print_exc()
+
+
+def _is_open(descriptor: int, opened: os.stat_result) -> bool:
+    """Whether a descriptor is still that of a file: a program may have closed it and opened its own file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), opened)
+    except OSError:  # closed
+        return False
 
 
 def write_calls(log_dir: Path, slot: int, *, failed: bool = False) -> None:

@@ -96,7 +96,8 @@ class Evidence:
             begin = 0.0 if self._is_suspect(state) else since
             calls = read_calls(self._spec.log_dir, state.slot, begin) or RankCalls(state.rank, answered=False)
             aborted = self._is_suspect(state) and self.of(state).has_mismatch and not calls.answered
-            found.append(dataclasses.replace(calls, aborted=aborted, position=self._whereabouts(state)))
+            waits = not calls.answered and self._is_waiting(state)
+            found.append(dataclasses.replace(calls, aborted=aborted, waits=waits, position=self._whereabouts(state)))
         return found
 
     def has_answered(self, state: RankState, since: float) -> bool:
@@ -104,6 +105,10 @@ class Evidence:
         if not state.alive or (state.pid is not None and is_stopped(state.pid)):
             return True
         return read_calls(self._spec.log_dir, state.slot, since) is not None
+
+    def _is_waiting(self, state: RankState) -> bool:
+        runs = state.alive and not (state.pid is not None and is_stopped(state.pid))
+        return runs and is_waiting(stack_path(self._spec.log_dir, state.slot))
 
     def _whereabouts(self, state: RankState) -> str:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""

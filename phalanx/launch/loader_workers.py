@@ -43,7 +43,7 @@ def note_loaders() -> None:
 def name_loader(error: BaseException) -> BaseException:
     """Return the error of a killed worker with its loader, also where another error came first, else the same error."""
     for _ in range(_POLLS if _loaders else 0):
-        if (worker := _KILLED.match(str(error))) is not None:
+        if isinstance(error, RuntimeError) and (worker := _KILLED.match(str(error))) is not None:
             place = _loaders.get(int(worker[1]), "an unknown data set")
             error.args = (f"{str(error).rstrip(' .')}. It loads {place}.",)
             return error

@@ -54,8 +54,8 @@ _MAIN_BEGINS = ("Current thread", "Stack (most recent")
 def write_stacks(descriptor: int) -> None:
     """Replace a file's content by the stacks of all threads, innermost frame first, the main thread before the others.
 
-    It has the interpreter lock, as all Python code: no frame changes meanwhile. faulthandler, which reads the frames of
-    other threads without it, can crash the process.
+    It has the interpreter lock, as all Python code: no frame is freed while it is read. faulthandler, which reads the
+    frames of other threads without the lock, can crash the process.
     """
     main = threading.main_thread().ident
     frames = sys._current_frames()

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Compose(Target[ComposeOptions]):
             "working_dir": work,
             "user": "1000:1000",
             "read_only": True,
-            "tmpfs": ["/tmp"],
+            "tmpfs": ["/tmp:exec" if options.uv else "/tmp"],  # an environment of uv is in it
             "shm_size": options.shm_size,
             "restart": "on-failure:10",
             "stop_grace_period": "2m",
@@ -134,11 +134,11 @@ class Compose(Target[ComposeOptions]):
 
     def _servers(self, job: ClusterJob) -> dict[str, Any]:
         """Return the same training with parameter servers, in one service and a run folder of its own."""
-        more = ("--num-nodes", "1", "--strategy", "parameter-server", "--run-dir", f"{job.run_dir}-servers")
-        command = shlex.join(
-            job.train_command("phalanx", *more, "--checkpoint-dir", f"{job.run_dir}-servers/checkpoints")
-        )
-        return {**self._service(job, f"exec {command}\n"), "profiles": ["parameter-server"]}
+        run = f"{job.run_dir}-servers"
+        own = ("--run-dir", run, "--checkpoint-dir", f"{run}/checkpoints")
+        more = ("--num-nodes", "1", "--strategy", "parameter-server", *own)
+        text = pods.script(replace(job, nodes=1), self.options, node="0", host="node0", extra=more)
+        return {**self._service(job, text), "profiles": ["parameter-server"]}
 
     def _monitoring(self, job: ClusterJob) -> dict[str, Any]:
         work, runs = pods.folder_of(job, self.options), str(Path(job.run_dir).parent)

@@ -31,6 +31,7 @@ _LINGER_SECONDS = 10.0
 """How long other launchers may take to end by themselves, and report why, after the first has failed."""
 _SIGN_OF_LIFE_SECONDS = 20.0
 _SSH_FAILED = 255
+_CANCEL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _RESTARTS = 10
 """How often a job whose ranks were ended after they had saved is started again."""
 
@@ -173,7 +174,7 @@ class HostGroup:
 def supervise(folder: Path) -> int:
     """Run the plan in a folder; keep its state and its output in files."""
     plan = HostPlan(**json.loads((folder / PLAN).read_text(encoding="utf-8")))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _CANCEL:
         signal.signal(number, _cancelled)
     with Path(plan.output).open("a", encoding="utf-8", buffering=1) as output:
 
@@ -198,6 +199,7 @@ def supervise(folder: Path) -> int:
             state |= {"state": "cancelled", "detail": _describe(group.codes)}
             code = int(str(error.code))
         finally:
+            _ignore_signals()  # the order to end a job that ends by itself
             plan.remove_code(show)
             replace_file(folder / STATE, json.dumps(state))
     return code
@@ -207,8 +209,13 @@ def _describe(codes: dict[str, int]) -> str:
     return ", ".join(f"{host}: exit code {code}" for host, code in sorted(codes.items()))
 
 
+def _ignore_signals() -> None:
+    for number in _CANCEL:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _cancelled(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()  # another one must not interrupt the end of the launchers
     raise SystemExit(EXIT_INTERRUPTED)
 
 

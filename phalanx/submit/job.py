@@ -11,12 +11,13 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private, replace_file
+from phalanx.host.remote import is_url
 
 STATES = ("queued", "running", "finished", "failed", "cancelled", "preempted", "lost")
 """States of a job, the same for every target; `lost`: the scheduler no longer knows it."""
@@ -58,6 +59,13 @@ class ClusterJob:
         tune = ["--tune"] if self.verb == "tune" else []
         words = self.train_command(f"phalanx submit {target}", *_flags(self.name, options))
         return " ".join(f"Written by: {words[0]} {shlex.join([*tune, *words[2:]])}".splitlines())
+
+    def kept_flags(self, folder: str) -> list[str]:
+        """Return the flags that keep the run and its checkpoints below a folder: a copy of the code is removed."""
+        run = str(PurePosixPath(folder, self.run_dir))
+        given = self.config.checkpoint_dir or (f"{run}/checkpoints" if "--checkpoint-dir" in self.arguments else "")
+        kept = given if is_url(given) else str(PurePosixPath(folder, given))
+        return ["--run-dir", run, *(["--checkpoint-dir", kept] if given else [])]
 
     @property
     def ranks(self) -> int:

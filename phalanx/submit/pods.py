@@ -90,9 +90,7 @@ def script(
     work = folder_of(job, options)
     if options.ship == "archive":
         lines.append(f"mkdir -p {_CODE} && tar -xzf /phalanx-code/code.tar.gz -C {_CODE} && cd {_CODE} || exit 1")
-        kept = PurePosixPath(work, job.run_dir)
-        more += ["--run-dir", str(kept)]
-        more += [] if job.config.checkpoint_dir else ["--checkpoint-dir", str(kept / "checkpoints")]
+        more += job.kept_flags(work)
     if options.uv:
         lines += uv.lines(options, _CODE if options.ship == "archive" else work)
     if job.nodes > 1:

@@ -163,6 +163,7 @@ class Slurm(Target[SlurmOptions]):
         yield "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 19000))"
         yield ""
         if self.options.ship == "archive":
+            yield f"trap '{_EACH_NODE}rm -rf \"$work\"' EXIT  # the copy, where it or its environment is not complete"
             yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", _EACH_NODE)
         if self.options.uv:
             folder = '"$work"' if self.options.ship == "archive" else job.directory
@@ -171,6 +172,7 @@ class Slurm(Target[SlurmOptions]):
         yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{self._command(job)}"
         yield "code=$?"
         if self.options.ship == "archive":
+            yield "trap - EXIT  # not at the end: a job that goes back into the queue is killed before it"
             yield f'{_EACH_NODE}rm -rf "$work"  # the copy of the code; the run is in the folder that all nodes see'
         yield ""
         if self.options.requeue:
@@ -190,9 +192,9 @@ class Slurm(Target[SlurmOptions]):
             again = f"$(test -e {shell_join([task], _SHELL)}/study.db && echo --resume)"
             words = job.train_command(program, "--part", f"{_TASK}/{_COUNT}", "--study-dir", task, _AGAIN)
             return shell_join(words, {**_SHELL, _AGAIN: again})
-        own = ["--run-dir", task] if ships or self.options.array else []
-        if self.options.array or (ships and not job.config.checkpoint_dir):
-            own += ["--checkpoint-dir", f"{task}/checkpoints"]
+        own = job.kept_flags(job.directory) if ships else []
+        if self.options.array:
+            own = ["--run-dir", task, "--checkpoint-dir", f"{task}/checkpoints"]
         return shell_join(job.train_command(program, *own), _SHELL)
 
     def _inside(self) -> str:

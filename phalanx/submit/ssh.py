@@ -87,10 +87,7 @@ class Ssh(Target[SshOptions]):
         listed = ",".join(f"{name}:{ranks}" for name, ranks in _hosts(job).items())
         extra = ["--hosts", listed, "--num-nodes", str(job.nodes), "--node-rank", _NUMBER, "--rdzv-endpoint", _MEETING]
         if ships:  # the copy is removed at the end of the job, and the run stays
-            kept = job.run_dir if Path(job.run_dir).is_absolute() else f"{_HOME}/{job.run_dir}"
-            extra += ["--run-dir", kept]
-            if "--checkpoint-dir" in job.arguments and job.config.checkpoint_dir is None:
-                extra += ["--checkpoint-dir", f"{kept}/checkpoints"]
+            extra += job.kept_flags(_HOME)
         if not any(word.startswith("--console-ranks") for word in job.arguments):
             extra += ["--console-ranks", "all"]  # lines say their rank
         words = job.train_command(program_of(self.options), *extra, *own_limit(job, self.options))

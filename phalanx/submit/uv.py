@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import EXIT_USAGE, UsageError
+from phalanx.submit.files import split_words
 from phalanx.submit.target import CommonOptions, Target
 
 _LOCK, _PROJECT = "uv.lock", "pyproject.toml"
@@ -20,7 +21,11 @@ if ! command -v uv >/dev/null; then
 fi"""
 """Shell lines that find uv, also where a login shell alone would have its folder on the PATH."""
 _MAKE = f"""{FIND}
-mkdir -p "$(dirname "$0")" && exec env UV_PROJECT_ENVIRONMENT="$0" flock "$0.lock" uv sync --frozen"""
+mkdir -p "$(dirname "$0")" && {{
+  # Left by a job that was killed: uv would fail, or take the interpreter behind it for the environment.
+  flock 9 && {{ [ -e "$0/pyvenv.cfg" ] || rm -rf "$0"; }} && UV_PROJECT_ENVIRONMENT="$0" uv sync --frozen%s
+}} 9>"$0.lock" || exit 1"""
+"""uv ends with 2 where an index is out of reach, and schedulers do not try again after 2."""
 
 
 def check(target: Target[Any]) -> None:
@@ -38,15 +43,17 @@ def place(options: CommonOptions, folder: str) -> str:
     """Return where the environment is on a node, as its shell reads it; `folder`: where the ranks run there.
 
     Shipped code has it inside, so that both are removed together. Else its name is the digest of what decides its
-    content, to which the folder belongs: uv installs a project in place.
+    content, to which the folder belongs: uv installs a project in place. Nodes with different processors may share a
+    home folder.
     """
     digest = hashlib.sha256(b"\0".join([*_read(), (options.uv_sync or "").encode(), folder.encode()]))
-    return f"{folder}/.venv" if options.ship == "archive" else f'"$HOME"/.cache/phalanx/uv/{digest.hexdigest()[:16]}'
+    named = f'"$HOME"/.cache/phalanx/uv/{digest.hexdigest()[:16]}-"$(uname -m)"'
+    return f"{folder}/.venv" if options.ship == "archive" else named
 
 
 def lines(options: CommonOptions, folder: str, each_node: str = "") -> Iterator[str]:
     """Return the lines of a script that make the environment and enter it; `each_node` runs a command on all nodes."""
-    make = f"{_MAKE} {options.uv_sync}" if options.uv_sync else _MAKE
+    make = _MAKE % "".join(f" {shlex.quote(word)}" for word in split_words("--uv-sync", options.uv_sync))
     yield "# The environment of uv.lock. One process of a node makes it, others wait for it; later ones find it made."
     yield f"environment={place(options, folder)}"
     yield f'{each_node}sh -c {shlex.quote(make)} "$environment" || exit $?'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -153,6 +154,37 @@ def test_slow_links_are_named_against_the_card_and_the_other_links():
     assert (alone.level, alone.text) == ("error", "the links were not measured: refused")
     with pytest.raises(UsageError, match="33 hosts are too many"):
         list(check_links({str(number): machine for number in range(33)}, list))
+
+
+def test_links_of_a_job_are_named_rightly_where_a_node_does_not_answer(tmp_path, monkeypatch):
+    recorded = json.loads((DATA / "dgx-h100.json").read_text())
+    for number, name in ((0, "n1"), (2, "n3")):
+        (tmp_path / f"{number}.json").write_text(f"{number}: {json.dumps({**recorded, 'fact hostname': name})}\n")
+    rates = [[0.0, 1.5], [1.5, 0.0]]
+    (tmp_path / "rates.json").write_text(json.dumps({"bandwidth_gbs": rates}))
+    scripts = {
+        "scontrol": "echo n1; echo n2; echo n3",
+        "srun": f"""cd {tmp_path}
+            case "$*" in
+            *--record*) cat 0.json 2.json; echo "n2 is down" >&2;;
+            *--nodes=2*--nodelist=n1,n3*) cat rates.json;;
+            esac""",
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    out = phalanx("doctor", "--measure").out
+    assert "n2 is down" in out
+    assert "1.5 GB/s by TCP between 2 hosts" in out
+
+
+def test_links_are_not_measured_where_no_host_answers():
+    found = phalanx("doctor", "--hosts", "a,b", "--ssh", "false", "--measure")
+    assert (found.code, found.out.count("it could not be checked")) == (3, 2), found.err
+    assert "no link was measured: that needs two hosts" in found.out
 
 
 def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):

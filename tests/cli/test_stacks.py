@@ -60,6 +60,24 @@ def test_a_rank_that_holds_the_interpreter_lock_shows_its_main_thread(tmp_path):
     assert re.fullmatch(r"rank 0:\n  .*lock.py:4 in <module>", shown.out.strip()), shown.text
 
 
+def test_a_file_of_the_program_that_took_the_number_of_the_closed_file_of_stacks_is_not_overwritten(tmp_path):
+    source = """
+    import os, time
+    from phalanx.launch.collectives import ASK
+    paths = {int(each): os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")}
+    ((stack, path),) = [(each, path) for each, path in paths.items() if path.endswith("rank-0.stack")]
+    os.dup2(os.open("mine", os.O_WRONLY | os.O_CREAT), stack)
+    os.write(stack, b"my data")
+    os.kill(os.getpid(), ASK)
+    while not os.path.exists(path.replace(".stack", ".collectives.json")):
+        time.sleep(0.05)
+    """
+    script = write_script(tmp_path / "close.py", source)
+    answer = phalanx("train", "--script", script, "--num-workers", 1, "--device", "cpu", cwd=tmp_path)
+    assert answer.code == 0, answer.text
+    assert (tmp_path / "mine").read_bytes() == b"my data"
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("nowhere", "there is no run 'nowhere'"), (".", "is not the folder of a run")]
 )

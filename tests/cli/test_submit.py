@@ -129,6 +129,13 @@ def test_the_run_of_shipped_code_stays_in_the_shared_folder(tmp_path):
     assert f"--run-dir {tmp_path}/runs/job --checkpoint-dir {tmp_path}/runs/job/checkpoints" in script
 
 
+def test_checkpoints_of_shipped_code_are_not_in_the_copy_that_is_removed(tmp_path):
+    words = ("digits", "--ship", "archive", "--checkpoint-frequency", "10")
+    assert f"--checkpoint-dir {tmp_path}/kept\n" in rendered(*words, "--checkpoint-dir", "kept")
+    for elsewhere in ("/data/kept", "memory://kept"):
+        assert f"--checkpoint-dir {elsewhere}\n" in rendered(*words, "--checkpoint-dir", elsewhere)
+
+
 def a_record(folder: Path, **more: str) -> JobRecord:
     record = JobRecord("job", "slurm", "12", 0.0, str(folder), "runs/job", ["digits"], {"env": "KEY=secret"}, **more)
     write_record(record)

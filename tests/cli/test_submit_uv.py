@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 from pathlib import Path
@@ -52,14 +53,14 @@ def start(text: str, folder: Path, **more: str) -> subprocess.Popen[str]:
 
 def test_two_launchers_of_a_node_share_an_environment_that_is_made_once(folder):
     text = rendered("slurm", *TRAIN).replace("phalanx train", "phalanx --version #")
-    (made,) = re.findall(r"^environment=\"\$HOME\"/(\S+)$", text, re.M)
-    waiting = text.replace("exec env UV", "sleep 1; exec env UV")  # both are there before one begins
+    (made,) = re.findall(r"^environment=\"\$HOME\"/(\S+)-\"\$\(uname -m\)\"$", text, re.M)
+    waiting = text.replace("flock 9", "sleep 1; flock 9")  # both are there before one begins
     both = [start(waiting, folder) for _ in range(2)]
     said = [each.communicate(timeout=110)[0] for each in both]
     assert [each.returncode for each in both] == [0, 0], said
     assert sum(each.count("Creating virtual environment") for each in said) == 1, said
     assert all(re.search(r"^phalanx \d", each, re.M) for each in said), said
-    assert (folder.parent / "home" / made / "bin/phalanx").exists()
+    assert (folder.parent / "home" / f"{made}-{platform.machine()}/bin/phalanx").exists()
 
 
 def test_shipped_code_has_its_environment_inside_and_both_are_removed(folder):
@@ -73,6 +74,29 @@ def test_shipped_code_has_its_environment_inside_and_both_are_removed(folder):
     assert "Creating virtual environment at: .venv" in said
     assert (folder / "runs/job/run.json").exists(), "the run stays"
     assert not (folder.parent / "phalanx-7").exists()
+
+
+def test_a_copy_whose_environment_fails_is_removed(folder):
+    (folder.parent / "kept").mkdir()
+    subprocess.run(["tar", "-czf", folder.parent / "kept/code-1.tar.gz", "."], check=True)
+    text = rendered("slurm", *TRAIN, "--ship", "archive", "--uv-sync", "--extra none")
+    process = start(text, folder, PHALANX_JOB_FOLDER=str(folder.parent / "kept"), SLURM_TMPDIR=str(folder.parent))
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, "schedulers may try again"
+    assert "Extra `none` is not defined" in said
+    assert not (folder.parent / "phalanx-7").exists()
+
+
+def test_an_environment_that_a_killed_job_left_incomplete_is_made_anew(folder):
+    text = rendered("slurm", *TRAIN).replace("phalanx train", "phalanx --version #")
+    (made,) = re.findall(r"^environment=\"\$HOME\"/(\S+)-", text, re.M)
+    left = folder.parent / "home" / f"{made}-{platform.machine()}"
+    left.mkdir(parents=True)
+    (left / ".gitignore").write_text("*")  # uv refuses a folder like this
+    process = start(text, folder)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert (left / "pyvenv.cfg").exists()
 
 
 def test_a_node_without_uv_says_what_to_do(folder):
@@ -93,7 +117,7 @@ def test_uv_in_a_users_own_folder_is_found(folder):
 
 def test_the_environment_is_named_by_what_decides_its_content(folder):
     def name(*more: str) -> str:
-        return re.findall(r"/uv/([0-9a-f]{16})$", rendered("slurm", *TRAIN, *more), re.M)[0]
+        return re.findall(r"/uv/([0-9a-f]{16})-", rendered("slurm", *TRAIN, *more), re.M)[0]
 
     before = name()
     assert name() == before
@@ -110,6 +134,8 @@ def test_containers_make_it_with_the_uv_of_the_image(folder):
         text = rendered(target, *words)
         assert "uv sync --frozen" in text
         assert text.index("uv sync") < text.index("exec phalanx train")
+        assert text.count("uv sync") == text.count("exec phalanx train")
+    assert "- /tmp:exec" in text, "docker mounts tmpfs without the right to execute"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +145,7 @@ def test_containers_make_it_with_the_uv_of_the_image(folder):
         (("slurm", "--container", "pyxis", "--image", "x"), "--uv with --image x"),
         (("ray",), "--uv with ray"),
         (("kubeflow", "--kind", "mpijob", "--image", "x"), "--uv with kind mpijob"),
+        (("slurm", "--uv-sync", "--extra 'a"), "--uv-sync --extra 'a: No closing quotation"),
         (("slurm", "--no-uv", "--uv-sync=--no-dev"), "--uv-sync --no-dev without --uv"),
     ],
 )

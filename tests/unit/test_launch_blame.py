@@ -51,6 +51,18 @@ def test_a_rank_that_left_out_a_call_is_named_with_both_lines():
     )
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_rank_that_waits_too_and_is_late_to_answer_is_not_blamed(answered):
+    position = "is at train.py:31 in load"
+    guilty = RankCalls(3, answered=False, position=position)
+    if answered:
+        guilty = RankCalls(3, tuple(calls(STEP * 2, pending=False)), {"0": (0, 1, 2, 3)}, position=position)
+    found = find_blame([RankCalls(0, answered=False, waits=True), *(rank(r, STEP * 3) for r in (1, 2)), guilty])
+    assert found is not None
+    assert (found.rank, found.details) == (3, ())
+    assert "train.py:31 in load" in found.cause
+
+
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_of_two_ranks_the_one_is_blamed_that_does_what_it_never_did_before(guilty):
     usual, odd = STEP * 3, [*STEP * 2, STEP[0], ("all_gather", "(2,) float32", "train.py:40")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +68,18 @@ def test_shipped_code_is_removed_at_the_end(run, tmp_path, code):
     assert str(copy) in found[2]
     assert not copy.exists()
     assert copy.parent.exists()
+
+
+def test_an_order_to_end_does_not_interrupt_the_removal_of_the_code(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift\ncase "$1" in rm*) kill -TERM $PPID; sleep 0.3;; esac\nexec sh -c "$1"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "copy").mkdir()
+    plan = HostPlan(
+        ["a"], [str(ssh)], shlex.quote(sys.executable), "exit 0", "a:1", {}, 5.0, str(tmp_path / "out"), "copy"
+    )
+    write_plan(plan, tmp_path)
+    words = [sys.executable, "-m", "phalanx.submit.hosts", str(tmp_path)]
+    done = subprocess.run(words, env={**os.environ, "HOME": str(tmp_path)}, timeout=60)
+    assert (done.returncode, json.loads((tmp_path / STATE).read_text())["state"]) == (0, "finished")
+    assert not (tmp_path / "copy").exists()
