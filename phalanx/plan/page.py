@@ -9,6 +9,7 @@ from phalanx.plan.compare import HEAD, Answer, rows
 from phalanx.plan.explain import name as layout_name
 from phalanx.plan.report import Plan
 from phalanx.plan.text import (
+    beside_words,
     cost_words,
     count,
     gpu_name,
@@ -76,6 +77,7 @@ def _parts(plan: Plan, subject: str) -> Iterator[str]:
     yield _bar(found.breakdown, found.step_seconds, seconds(found.step_seconds), "s")
     if hidden := {name: part for name, part in found.hidden.items() if part > 0}:
         yield _bar(hidden, found.step_seconds, "hidden behind computation, to the same scale", "s")
+    yield f"<p class=soft>Beside it: {escape(beside_words(plan))}</p>" if plan.reliability else ""
     yield from _tables(plan)
     yield f"<h2>To train it</h2><pre>{escape(train_command(plan, subject))}</pre>"
     yield f"<p class=soft>The same as a file for --config:</p><pre>{escape(settings_toml(plan.settings))}</pre>"

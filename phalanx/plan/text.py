@@ -116,6 +116,8 @@ def _time(plan: Plan) -> Iterator[str]:
     if hidden := {name: part for name, part in found.hidden.items() if part > 0}:
         apart = ", ".join(f"{words(name)} {seconds(part)}" for name, part in hidden.items())
         yield f"  hidden behind computation: {apart}"
+    if plan.reliability:
+        yield f"  beside it: {beside_words(plan)}"
     if plan.binding:
         yield textwrap.indent(wrapped(f"what limits it: {plan.binding}"), "  ")
 
@@ -163,6 +165,15 @@ def _assumed(plan: Plan) -> str:
         changes = "; ".join(f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity)
         lines.append(wrapped(f"sensitivity: {changes}"))
     return "\n".join(lines)
+
+
+def beside_words(plan: Plan) -> str:
+    """Return what takes time beside the steps: checkpoints, and data where loading them is slower than a step."""
+    found = plan.reliability
+    share = found["checkpoint_seconds"] / found["checkpoint_interval_seconds"]
+    return (
+        f"checkpoints {share:.2%} of the time; data must be loaded as fast ({plan.goal.global_batch:,} samples a step)"
+    )
 
 
 def reliability_words(plan: Plan) -> str:
