@@ -226,13 +226,11 @@ def rebuild_buckets(reducer: Any) -> None:
     reducer._rebuild_buckets()
 
 
-def exposed_seconds(ddp: Any) -> float | None:
-    """Return the mean time in which DDP's backward waited for gradients; None before torch has timed a step."""
+def ddp_times(ddp: Any) -> tuple[float, float] | None:
+    """Return the mean seconds in which DDP communicated and backward waited for it; None before torch timed a step."""
     found = ddp._get_ddp_logging_data()
-    names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")  # nanoseconds
-    if any(name not in found for name in names) or not found[names[0]]:
-        return None
-    return max(0.0, float(found[names[0]] - found[names[1]])) / 1e9
+    busy, overlap = (float(found.get(f"avg_backward_{name}_time", 0)) for name in ("comm", "compute_comm_overlap"))
+    return (busy / 1e9, max(0.0, busy - overlap) / 1e9) if busy else None
 
 
 def is_own_host(host: str) -> bool:

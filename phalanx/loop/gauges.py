@@ -47,9 +47,7 @@ class RankGauges:
         self._limit = _memory_limit(world)
         self._sensor = _sensor(world.device)
         self.gpu = GpuReading()
-        self._samples = 0
-        self.steps = 0
-        """Optimizer steps of this process."""
+        self._samples = self._steps = 0
         self._last_step = time.monotonic()
         self._mark = (self._last_step, 0, 0, 0.0, 0.0, 0.0)
         self._due = self._last_step + _EVERY
@@ -58,7 +56,7 @@ class RankGauges:
     def step_done(self, samples: int) -> None:
         """Count a step and the samples that all ranks saw in it."""
         self._samples += samples
-        self.steps += 1
+        self._steps += 1
         self._last_step = time.monotonic()
         if self._last_step >= self._due:
             self._write()
@@ -77,7 +75,7 @@ class RankGauges:
     def _write(self) -> None:
         now, own = self._last_step, self._phases.own
         waited, talked = self._data_wait(), self._communication()
-        mark = (now, self._samples, self.steps, waited, talked or 0.0, own)
+        mark = (now, self._samples, self._steps, waited, talked or 0.0, own)
         seconds, samples, steps, data, talk, work = (new - old for new, old in zip(mark, self._mark, strict=True))
         self._mark, self._due = mark, now + _EVERY
         if self._sensor is not None:
@@ -118,7 +116,7 @@ class RankGauges:
 
     def end(self) -> None:
         """Report once more, where steps were taken since the last time."""
-        if self.steps > self._mark[2]:
+        if self._steps > self._mark[2]:
             self._write()
         self.report()
 

@@ -345,7 +345,8 @@ class Reporter:
         history.exchange_waited = sent.waited_s if sent else None
 
     def _communication(self) -> float | None:
-        return self._facts.strategy.exposed_seconds(self._gauges.steps)
+        sent = self._facts.strategy.comm_stats()
+        return sent.waited_s if sent else None
 
     def _report_goodput(self) -> Goodput:
         rate = self._speed.steady

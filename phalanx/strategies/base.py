@@ -107,8 +107,9 @@ def claim_layout(model: nn.Module, layout: str | None) -> None:
 class CommStats:
     """What this rank has sent, what ddp would have sent, how long that took, and how long the rank waited for it."""
 
-    sent_bytes: int
-    plain_bytes: int
+    sent_bytes: int | None
+    """None where only times are known."""
+    plain_bytes: int | None
     busy_s: float
     waited_s: float
 
@@ -292,11 +293,6 @@ class Strategy:
     def comm_stats(self) -> CommStats | None:
         """Return what was sent since the models were wrapped; None where nothing is counted."""
         return None
-
-    def exposed_seconds(self, steps: int) -> float | None:
-        """Return how long the rank has waited for communication in so many steps; None where that is not known."""
-        sent = self.comm_stats()
-        return sent.waited_s if sent else None
 
     def closing_event(self) -> Event | None:
         """Return an event for the end of a run that succeeded; the main rank calls this."""

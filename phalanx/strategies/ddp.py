@@ -14,6 +14,7 @@ from phalanx import torch_compat
 from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 from phalanx.comm.exchange import is_emulated, open_exchange
 from phalanx.config import DistributedConfig
+from phalanx.strategies.base import CommStats
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
@@ -28,7 +29,8 @@ class DDP(CompressesGradients):
         super().__init__(config, world)
         # Not held: torch can deadlock where a group is destroyed while its DDP lives.
         self._plain: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._exposed, self._counted = 0.0, 0
+        self._steps = self._counted = 0
+        self._times = (0.0, 0.0)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in torch's DDP. One rank, or nothing to train, needs no wrapper."""
@@ -56,15 +58,19 @@ class DDP(CompressesGradients):
         self.lanes.append(Lane(compressor, exchange, hook.comm_thread))
         return wrapped
 
-    def exposed_seconds(self, steps: int) -> float | None:
-        """Return the mean of the steps that torch has timed (the first ten, then every hundredth) for all steps."""
-        means = [torch_compat.exposed_seconds(model) for model in self._plain]
-        known = [mean for mean in means if mean is not None]
-        if not known:
-            return super().exposed_seconds(steps)
-        self._exposed += sum(known) * (steps - self._counted)
-        self._counted = steps
-        return self._exposed
+    def after_step(self) -> None:
+        """Count a step."""
+        self._steps += 1
+
+    def comm_stats(self) -> CommStats | None:
+        """Return the times of plain DDP: the mean of those that torch takes (ten steps, then every hundredth)."""
+        times = [found for model in self._plain if (found := torch_compat.ddp_times(model)) is not None]
+        if not times:
+            return super().comm_stats()
+        busy, waited = (sum(each) * (self._steps - self._counted) for each in zip(*times, strict=True))
+        self._times = (self._times[0] + busy, self._times[1] + waited)
+        self._counted = self._steps
+        return CommStats(None, None, *self._times)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """Return the module inside DDP."""

@@ -307,13 +307,16 @@ def test_ddp_is_gone_before_the_group_is_destroyed(ranks):
 
 def waited_for_rank_1() -> float:
     with make_formation(strategy="ddp", communication_backend="gloo") as formation:
-        model = formation.prepare(make_model())
-        assert formation.strategy.exposed_seconds(0) is None
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = formation.prepare(model, optimizer)
+        assert formation.strategy.comm_stats() is None
         for _ in range(3):
             output = model(torch.ones(2, 5, dtype=torch.float64)).sum()
             time.sleep(0.2 * formation.rank)
             output.backward()
-        return formation.strategy.exposed_seconds(3)
+            optimizer.step()
+        return formation.strategy.comm_stats().waited_s
 
 
 def test_ddp_knows_how_long_it_waited_for_gradients(ranks):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from command import clean_environment, finish, start, write_script
+from long_proofs import long_proof
 
 from phalanx.errors import ConfigError
 
@@ -69,6 +70,7 @@ def test_the_command_line_starts_ranks_with_mpi(tmp_path):
     assert_combined(tmp_path)
 
 
+@long_proof
 @with_mpi
 def test_mpirun_starts_the_command_line(tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)

@@ -52,6 +52,7 @@ def state_of(phalanx, job: str) -> str:
     return str(json.loads(phalanx("status", job, "--json"))["state"])
 
 
+@long_proof
 def test_a_job_runs_on_the_cluster(phalanx, machines):
     address = ("--address", machines.dashboard)
     words = ("submit", "ray", *TRAIN, *address, "--max-steps", "10", "--job-name", "two")

@@ -106,7 +106,7 @@ def test_a_failure_on_one_host_ends_all(phalanx, hosts, tmp_path):
     nothing_is_left(hosts)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=long_proof), signal.SIGKILL])
 def test_processes_end_with_the_command(start, hosts, tmp_path, number):
     process = start("train", *LONG, *two(hosts), "--run-dir", "run")
     until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), lambda: "no checkpoint was saved")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from layouts import assert_same, train
-from long_proofs import ALL
+from long_proofs import ALL, long_proof
 
 GLOBAL_BATCH = 16
 SAMPLES = 4 * GLOBAL_BATCH + 5  # five steps, the last of them ragged: 5 samples for up to 4 data ranks
@@ -124,7 +124,11 @@ def one_process():
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+IN_THREE_AXES = ("tensor x pipeline", "tensor x context", "pipeline x context", "fsdp x tensor", "replicas x tensor")
+"""Pairs that are parts of a layout with three axes."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=long_proof) if n in IN_THREE_AXES else n for n in LAYOUTS])
 def test_the_layout_equals_one_process(ranks, tmp_path, one_process, name):
     """Weights after five clipped steps, every step's gradient norm, and an evaluation, on every rank."""
     layout = LAYOUTS[name]
