@@ -171,9 +171,8 @@ def beside_words(plan: Plan) -> str:
     """Return what takes time beside the steps: checkpoints, and data where loading them is slower than a step."""
     found = plan.reliability
     share = found["checkpoint_seconds"] / found["checkpoint_interval_seconds"]
-    return (
-        f"checkpoints {share:.2%} of the time; data must be loaded as fast ({plan.goal.global_batch:,} samples a step)"
-    )
+    samples = f"{plan.goal.global_batch:,} samples per step"
+    return f"checkpoints {share:.2%} of the time; data must be loaded as fast ({samples})"
 
 
 def reliability_words(plan: Plan) -> str:
