@@ -11,7 +11,6 @@ from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Watched, parse_metric
 from phalanx.errors import UsageError, unknown_name
-from phalanx.host.remote import as_path
 from phalanx.observe.best import Best, mark_best, read_mark
 from phalanx.observe.history import History
 
@@ -123,19 +122,26 @@ class BestCheckpoint:
             return None
         return {**self._watch.state_dict(), "path": None if self.path is None else str(self.path)}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, resumed_from: str, step: int) -> str:
-        """Continue after a resumption; return a note where the best checkpoint does not exist any more."""
-        if self._watch is None or not self._watch.load_state_dict(state) or self._watch.step is None:
-            return ""
-        assert state is not None
-        path = as_path(state["path"] or resumed_from)
-        if group.from_rank_zero(path.is_dir) and (state["path"] or self._watch.step == step):
+    @property
+    def step(self) -> int | None:
+        """The step of the best value so far."""
+        return None if self._watch is None else self._watch.step
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue with the best value after a resumption; return whether there is one. `find` takes its checkpoint."""
+        return self._watch is not None and self._watch.load_state_dict(state) and self._watch.step is not None
+
+    def find(self, path: Path | None) -> str:
+        """Take the checkpoint of the best value; return a note where it does not exist. All ranks call this."""
+        assert self._watch is not None and self._watch.step is not None, "loaded before"
+        if path is not None and group.from_rank_zero(path.is_dir):
             if group.from_rank_zero(lambda: read_mark(path) is None):
-                self.saved(path, step)  # the run ended after it was saved, before it was marked
+                self.saved(path, self._watch.step)  # the run ended after it was saved, before it was marked
             self.path = self._marked = path  # the next best one takes the mark over
             return ""
-        self._watch.value = self._watch.step = None
-        return f"the best checkpoint, {path}, does not exist any more: the next evaluation is the best so far"
+        step, self._watch.value, self._watch.step = self._watch.step, None, None
+        name = f"of step {step}" if path is None else str(path)
+        return f"the best checkpoint, {name}, does not exist any more: the next evaluation is the best so far"
 
 
 def check_metrics(config: DistributedConfig, *, has_val: bool) -> None:

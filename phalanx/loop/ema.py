@@ -64,3 +64,10 @@ class WeightAverage:
     def restart(self) -> None:
         """Begin again at the model's weights."""
         torch_compat.foreach_copy_(self._there, self._here)
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, torch.Tensor]) -> None:
+        """Continue from a saved average; one that was read in place is here already."""
+        for name, held in self.other.items():
+            if saved[name] is not held:
+                held.copy_(saved[name])

@@ -314,6 +314,10 @@ class Formation(Prepared):
         self.strategy.close()
         self.clear()
 
+    def undo_later(self, undo: Callable[[], object]) -> None:
+        """Call a function when everything is released, before what was changed earlier is restored."""
+        self._undo.append(undo)
+
     def __enter__(self) -> Formation:
         return self
 

@@ -75,6 +75,7 @@ class Gradients:
         self._ready = False
         self._direct = False
         self._unscaled: set[int] = set()
+        self._unscaled_at = 0
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []
         self._accumulating: set[int] = set()
@@ -164,6 +165,8 @@ class Gradients:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Remove fp16's loss scale from an optimizer's gradients, once per step."""
         if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
+            if not self._unscaled:
+                self._unscaled_at = self.steps
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
             found = torch_compat.found_inf(self._scaler, id(optimizer))
@@ -187,6 +190,11 @@ class Gradients:
         if self._scaler is not None and self._unscaled:
             self._unscaled.clear()
             self._scaler.update()
+
+    def settle_scale(self) -> None:
+        """Update fp16's scale for the last complete step, before its state is saved; not for an interrupted one."""
+        if self._unscaled_at < self.steps:
+            self.update_scale()
 
     def clip(
         self,
@@ -235,13 +243,12 @@ class Gradients:
         if not self.boundary:
             return
         self._accumulating.discard(id(optimizer))
-        if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
-            self.steps += 1
         self.held.check(optimizer)
         self.finish()
         self.unscale(optimizer)
         self._apply(optimizer, inner)
-        if optimizer is self._primary:
+        if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
+            self.steps += 1  # after the last collective: a step that lost ranks interrupt was not taken
             self._strategy.after_step()
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:

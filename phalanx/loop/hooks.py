@@ -32,6 +32,13 @@ class StepInfo:
 class Callback:
     """Subclass and override what you need. `trainer` is the running loop."""
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what must survive a resume or a lost rank, as plain values that are equal on all ranks; None: nothing."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, before `on_fit_start`; a rank that replaces another calls this too."""
+
     def on_fit_start(self, trainer: Any) -> None:
         """Before the first step."""
 
@@ -97,6 +104,20 @@ class Hooks:
                 hook(info)
         for callback in self._callbacks:
             callback.on_step_end(trainer, info)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the callbacks that have one, by position and class."""
+        states = {f"{n}:{type(each).__name__}": each.state_dict() for n, each in enumerate(self._callbacks)}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def load_state_dict(self, states: dict[str, Any], say: Callable[[str, str], None]) -> None:
+        """Give each callback its state; `say`: reports states of callbacks that this run does not have."""
+        here = {f"{n}:{type(each).__name__}": each for n, each in enumerate(self._callbacks)}
+        for name, state in states.items():
+            if name in here:
+                here[name].load_state_dict(state)
+            else:
+                say(f"the checkpoint has the state of a callback, {name}, which this run does not have", "warning")
 
     def fire(self, moment: str, *arguments: Any) -> None:
         """Call one method of every callback."""

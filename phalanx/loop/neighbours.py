@@ -13,8 +13,8 @@ import torch.distributed as dist
 from phalanx.checkpoint import Snapshot
 from phalanx.checkpoint.memory import NeighbourMemory
 from phalanx.loop.hooks import Callback, StepInfo
-from phalanx.loop.state import fill_optimizers, put_back, snapshot_of, tensors_of
-from phalanx.world.seed import set_rng_state
+from phalanx.loop.run_state import kept, load_kept
+from phalanx.loop.state import fill_optimizers, state_tensors
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -44,26 +44,19 @@ class Neighbours(Callback):
     def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
         """Keep the state where it is due."""
         if info.step % self._every == 0:
-            self._keep(trainer.formation, trainer.to_keep())
-
-    def _keep(self, formation: Formation, shared: dict[str, Any]) -> None:
-        assert self._memory is not None, "joined before"
-        identity = {"run_id": formation.run_id, "lineage": formation.lineage}
-        snapshot: Snapshot = snapshot_of(formation, {**shared, "identity": identity})
-        self._memory.keep(snapshot, wait=False)
+            assert self._memory is not None, "joined before"
+            self._memory.keep(kept(trainer), wait=False)
 
     def restore(self, formation: Formation) -> dict[str, Any] | None:
-        """Load the newest step that the ranks hold completely; return what is not part of a `Prepared`."""
+        """Load the newest step that the ranks hold completely; return the loop's part of it."""
         assert self._memory is not None, "joined before"
         fill_optimizers(formation)
-        template = tensors_of(formation)
+        template = state_tensors(formation)
         loaded = self._memory.load(template)
         if loaded is None:
             return None
-        shared = dict(loaded.shared)
-        identity = shared.pop("identity")
-        formation.run_id, formation.lineage = identity["run_id"], identity["lineage"]
-        if loaded.rank_state is not None:
-            set_rng_state(loaded.rank_state)
-        rest = put_back(formation, template, loaded.step, shared)
-        return {**rest, "path": f"the memory of the ranks (step {loaded.step})"}
+        content = Snapshot(loaded.step, loaded.epoch, template, loaded.rank_state, loaded.shared)
+        state = load_kept(formation, content, "the memory of the ranks")
+        if loaded.rank_state is not None and formation.strategy.keeps_rank_state:
+            formation.strategy.load_rank_state([loaded.rank_state], 1.0)
+        return state

@@ -71,36 +71,50 @@ class LRSchedule:
     """The learning rate at each step: a factor on every parameter group's own rate.
 
     The factor is a function of the step alone. The rate is set only where the factor changes: with a constant schedule
-    a callback may steer the rate itself, so a checkpoint holds the factor that was applied last.
+    a callback may steer the rate itself, so a checkpoint holds the factor that was applied last. When the loop is left,
+    the optimizer gets its own rates back: they are what the next loop around it begins with.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
         self._optimizer = optimizer  # not its groups: loading a state replaces them
-        self._bases = [float(group["lr"]) * scale for group in optimizer.param_groups]
+        self._scale = scale
+        self._own = [float(group["lr"]) for group in optimizer.param_groups]
         self._factor = factor
         self._applied: float | None = None
 
     def apply(self, step: int) -> None:
         """Set the rate for the step about to be taken (steps count from 0)."""
-        factor = self._factor(step)
-        if factor == self._applied:
+        factor, groups, known = self._factor(step), self._optimizer.param_groups, len(self._own)
+        changed = 0 if factor != self._applied else known
+        if changed == len(groups):
             return
+        self._own += [float(group["lr"]) for group in groups[known:]]  # add_param_group, while training
         self._applied = factor
-        for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
-            group["lr"] = base * factor
+        for group, own in zip(groups[changed:], self._own[changed:], strict=True):
+            group["lr"] = own * self._scale * factor
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Follow another factor from the next step on: the length of the run has changed."""
         self._factor = factor
 
+    def put_back(self, *, only_scheduled: bool = False) -> None:
+        """Give the groups their own rates; `only_scheduled`: a rate that a callback has set stays."""
+        if self._applied is None:
+            return
+        for group, own in zip(self._optimizer.param_groups, self._own, strict=False):
+            if not only_scheduled or group["lr"] == own * self._scale * self._applied:
+                group["lr"] = own
+        self._applied = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the factor applied last, and the rates it was applied to."""
-        return {"applied": self._applied, "bases": self._bases}
+        return {"applied": self._applied, "own": self._own, "scale": self._scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the rates from the optimizer's state, unless this run was given others."""
-        if state.get("bases") == self._bases:
-            self._applied = state["applied"]
+        saved = state.get("own", [])
+        if state.get("scale") == self._scale and saved[: len(self._own)] == self._own:
+            self._own, self._applied = list(saved), state["applied"]
 
     @property
     def rate(self) -> float:

@@ -94,7 +94,8 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
 class OwnSchedule:
     """A scheduler of the user's instead of the config's, stepped per epoch or per optimizer step.
 
-    Its progress is part of its state (`last_epoch`), so a resumed run continues where the checkpoint was.
+    Its progress is part of its state (`last_epoch`), so a resumed run continues where the checkpoint was. Where it
+    began is part of the run's: the same scheduler may have been stepped before the run.
     """
 
     def __init__(self, scheduler: LRScheduler, position: Callable[[int], int]) -> None:
@@ -120,12 +121,16 @@ class OwnSchedule:
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Do nothing: the user's scheduler does not depend on the length of the run."""
 
+    def put_back(self, *, only_scheduled: bool = False) -> None:
+        """Do nothing: the user's scheduler has set the rates, and continues from them."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the scheduler is saved among the prepared ones."""
-        return {}
+        """Return where the scheduler was when the run began; the scheduler itself is saved among the prepared ones."""
+        return {"first": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing, as for `state_dict`."""
+        """Count from where the resumed run began."""
+        self._first = state.get("first", self._first)
 
     @property
     def rate(self) -> float:

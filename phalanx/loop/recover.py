@@ -12,178 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from phalanx.errors import CommunicationError
-from phalanx.loop.formation import Formation
+from phalanx.errors import CheckpointError, CommunicationError
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.neighbours import Neighbours
-from phalanx.loop.state import put_back, shared_state, tensors_of
+from phalanx.loop.run_state import Committed, RunState, capture, restore
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
-from phalanx.torch_compat import foreach_copy_, pytree
+from phalanx.strategies.base import share_weights
 from phalanx.world import membership
 from phalanx.world.abort import leave_groups
 from phalanx.world.env import read_rank_env, stop_signals
 
 _SAVE_SECONDS = 0.1
 """How long a save in flight may take when ranks were lost: only where they had written their part it is complete."""
-_AVERAGE = "average"
-"""The entry for the averaged weights (ema_decay)."""
-
-
-@dataclass(frozen=True)
-class MemoryState:
-    """What a surviving rank knows of the run."""
-
-    step: int
-    run_id: str
-    lineage: list[dict[str, Any]]
-    world_size: int
-    tensors: dict[str, Any]
-    shared: dict[str, Any]
-    rank_state: dict[str, Any]
-    """What only this rank has, such as the residuals of a compressor."""
-
-
-class Committed(Callback):
-    """Notes after each step what an interrupted step changes: how far the data were read, and the buffers."""
-
-    def __init__(self) -> None:
-        self.step = -1
-        self.loaders: list[dict[str, Any]] = []
-        self._buffers: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def on_fit_start(self, trainer: TrainLoop) -> None:
-        """Note where the run begins or resumes."""
-        self._buffers = [buffer for model in trainer.formation.models for buffer in model.buffers()]
-        self._copies = [buffer.clone() for buffer in self._buffers]
-        self._note(trainer.formation)
-
-    def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
-        """Note what this step has read."""
-        self._note(trainer.formation)
-
-    def on_epoch_end(self, trainer: TrainLoop, epoch: int, metrics: dict[str, float]) -> None:
-        """Note that the epoch is over and reported: a surviving rank begins the next one."""
-        self._note(trainer.formation)
-
-    def put_buffers_back(self) -> None:
-        """Undo what the forward passes of an interrupted step did to the buffers."""
-        if self._buffers:
-            with torch.no_grad():
-                foreach_copy_(self._buffers, self._copies)
-
-    def _note(self, formation: Formation) -> None:
-        self.step = formation.step
-        self.loaders = [loader.sharded.state_dict() for loader in formation.loaders]
-        if self._buffers:
-            with torch.no_grad():
-                foreach_copy_(self._copies, self._buffers)
-
-
-def capture(loop: TrainLoop, committed: Committed) -> MemoryState | None:
-    """Return the state after the last complete step; None before the run has begun. Without communication."""
-    formation = loop.formation
-    if committed.step < 0:
-        return None
-    shared = {**shared_state(formation), **loop.to_keep()}
-    if formation.step == committed.step:  # else the step was taken, and only its report failed
-        shared["loaders"] = committed.loaders
-        committed.put_buffers_back()
-    tensors = tensors_of(formation, alone=True)
-    if formation.average is not None:
-        tensors[_AVERAGE] = formation.average.other
-    rank_state = formation.strategy.rank_state() if formation.strategy.keeps_rank_state else {}
-    for model in formation.models:  # gradients of the interrupted step are not part of the next one
-        model.zero_grad(set_to_none=True)
-    identity = (formation.step, formation.run_id, formation.lineage, formation.world_size)
-    return MemoryState(*identity, tensors, shared, rank_state)
-
-
-def restore(formation: Formation, captured: MemoryState | None) -> dict[str, Any] | None:
-    """Give all ranks the state of the furthest one; return what is not part of a `Prepared`; None without one."""
-    steps = [-1 if captured is None else captured.step]
-    if formation.world_size > 1:
-        gathered = [torch.zeros(1, dtype=torch.int64, device=formation.device) for _ in range(formation.world_size)]
-        dist.all_gather(gathered, torch.tensor(steps, dtype=torch.int64, device=formation.device))
-        steps = [int(one) for one in gathered]
-    if max(steps) < 0:
-        return None
-    source = steps.index(max(steps))
-    identity = None if captured is None else (captured.step, captured.run_id, captured.lineage, captured.world_size)
-    step, formation.run_id, formation.lineage, before = _broadcast(formation, identity, source)
-    tensors = _share_tensors(formation, None if captured is None else captured.tensors, source)
-    shared, of_source = _broadcast(
-        formation, None if captured is None else (captured.shared, captured.rank_state), source
-    )
-    _load_average(formation, tensors.pop(_AVERAGE, None))
-    if of_source:  # a new rank has nothing of its own: it gets what all ranks know, such as the number of steps
-        own = captured.rank_state if captured is not None else None
-        factor = formation.world_size / before if own is not None else 0.0
-        formation.strategy.load_rank_state([own if own is not None else of_source], factor)
-    if before != formation.world_size:
-        formation.notes.append(f"the ranks were {before} and are {formation.world_size}: continuing after step {step}")
-    return {**put_back(formation, tensors, step, dict(shared)), "path": f"the memory of rank {source} (step {step})"}
-
-
-def _load_average(formation: Formation, saved: dict[str, torch.Tensor] | None) -> None:
-    if formation.average is not None and saved is not None:
-        with torch.no_grad():
-            for name, held in formation.average.other.items():
-                held.copy_(saved[name])
-
-
-@dataclass(frozen=True)
-class _Described:
-    """Shape and dtype of a tensor that a rank allocates before it is broadcast."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    on_host: bool
-
-
-def _share_tensors(formation: Formation, own: dict[str, Any] | None, source: int) -> dict[str, Any]:
-    """Broadcast a rank's tree of tensors and plain values; trees of new ranks may have another structure."""
-    own = own if formation.rank == source else None
-    described = _broadcast(
-        formation,
-        pytree.tree_map_only(torch.Tensor, lambda one: _Described(one.shape, one.dtype, one.device.type == "cpu"), own),
-        source,
-    )
-    leaves, structure = pytree.tree_flatten(described)
-    held = leaves if own is None else pytree.tree_leaves(own)
-    values = [_share(formation, leaf, value, source) for leaf, value in zip(leaves, held, strict=True)]
-    tree: dict[str, Any] = pytree.tree_unflatten(values, structure)
-    return tree
-
-
-def _share(formation: Formation, leaf: Any, held: Any, source: int) -> Any:
-    """Return the source's value for a leaf of the tree."""
-    if not isinstance(leaf, _Described):
-        return leaf
-    if isinstance(held, torch.Tensor):
-        value = held.detach().to(formation.device, copy=True)
-    else:
-        value = torch.empty(leaf.shape, dtype=leaf.dtype, device=formation.device)
-    if formation.world_size > 1:
-        dist.broadcast(value, src=source)
-    return value.cpu() if leaf.on_host else value
-
-
-def _broadcast(formation: Formation, what: Any, source: int) -> Any:
-    box = [what if formation.rank == source else None]
-    if formation.world_size > 1:
-        dist.broadcast_object_list(box, src=source, device=formation.device)
-    return box[0]
 
 
 class Survivor:
@@ -193,9 +41,12 @@ class Survivor:
         self.run_dir: Path | None = None
         self.stop_requested: str | None = None
         """The signal that asked this process to stop between two loops; the next loop stops for it."""
-        self._captured: MemoryState | None = None
+        self._captured: RunState | None = None
+        self._committed = Committed()
         self._run_id = ""
         self._loop: TrainLoop | None = None
+        self.is_stale = False
+        """Whether the objects of the task were trained, and their state is not in memory: they begin no run."""
 
     @property
     def step(self) -> int:
@@ -205,8 +56,9 @@ class Survivor:
     def run(self, loop: TrainLoop, run_dir: Path) -> History:
         """Run the loop from the captured state; capture it again when ranks are lost or added."""
         self.run_dir = run_dir
-        committed = Committed()
-        loop.hooks.add(committed)
+        self._committed = Committed()
+        loop.hooks.add(self._committed)
+        loop.hooks.add(_Begun(self._drop))
         self._loop = loop
         self.prepare(loop)
         if self.stop_requested is not None:
@@ -214,16 +66,36 @@ class Survivor:
         try:
             return loop.run()
         except BaseException:
-            self._run_id = loop.formation.run_id
-            loop.formation.saver.release(_SAVE_SECONDS)
-            self.stop_requested = loop.stop.from_outside or self.stop_requested
-            self._captured = self._capture(loop, committed)
-            loop.report.interrupted()
+            self._interrupted(loop)
             raise
-        finally:
+
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """Capture the final state, too: ranks may be lost after the loop, while its result is gathered."""
+        try:
+            yield
+        except BaseException:
+            if self._loop is not None:
+                self._interrupted(self._loop)
+            raise
+        if self._loop is not None:  # the group is left after this
+            self._captured = self._capture(self._loop, self._committed)
             self._loop = None
 
-    def _capture(self, loop: TrainLoop, committed: Committed) -> MemoryState | None:
+    def _interrupted(self, loop: TrainLoop) -> None:
+        self._loop = None
+        self._run_id = loop.formation.run_id
+        loop.formation.saver.release(_SAVE_SECONDS)
+        self.stop_requested = loop.stop.from_outside or self.stop_requested
+        self._captured = self._capture(loop, self._committed)
+        self.is_stale = self._captured is None and loop.step > 0
+        loop.report.interrupted()
+
+    def _drop(self) -> None:
+        """Release the captured state: the loop has it, and captures a newer one when it is interrupted."""
+        self._captured = None
+
+    def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
         """Return the state of the last complete step; None where it was lost with other ranks."""
         try:
             return capture(loop, committed) or self._captured
@@ -240,11 +112,19 @@ class Survivor:
 
     def resume(self, loop: TrainLoop) -> dict[str, Any] | None:
         """Restore the last checkpoint of this run: its name is what the ranks that were there before know."""
-        names: list[Any] = [self._run_id] * loop.formation.world_size
+        known: list[Any] = [(self._run_id, self.is_stale)] * loop.formation.world_size
         if loop.formation.world_size > 1:
-            dist.all_gather_object(names, self._run_id)
-        loop.formation.run_id = next((name for name in names if name), loop.formation.run_id)
-        return loop.saving.restore()
+            dist.all_gather_object(known, known[0])
+        loop.formation.run_id = next((name for name, _ in known if name), loop.formation.run_id)
+        state = loop.saving.restore()
+        if state is None and any(stale for _, stale in known):
+            raise CheckpointError(
+                "the state of the run was lost with its ranks, and there is no checkpoint to continue from",
+                hint="Write checkpoint_frequency='100 steps', so that less is lost.",
+            )
+        if state is None and not loop.formation.strategy.shards:  # lost before the first step: all begin alike
+            share_weights(loop.formation.unwrap(loop.model), always=True)
+        return state
 
     def ask(self, reason: str) -> None:
         """Let the running loop stop at a step's boundary; called by other threads."""
@@ -327,7 +207,7 @@ class Recovering(Survivor):
         loop.hooks.add(neighbours)
         return lambda: neighbours.restore(loop.formation) or self.resume(loop)
 
-    def _capture(self, loop: TrainLoop, committed: Committed) -> MemoryState | None:
+    def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
         """Return the state of this rank; of a sharded model its neighbours keep it."""
         if self._neighbours is None:
             return super()._capture(loop, committed)
@@ -338,6 +218,17 @@ class Recovering(Survivor):
         assert self._loop is not None, "called by the loop that runs"
         if self._regroup and self._loop.stop.reason == self._regroup:
             raise membership.Regroup(self._regroup)
+
+
+class _Begun(Callback):
+    """Calls a function when the loop has its state and begins; the last callback, so that all others have begun."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_fit_start(self, trainer: TrainLoop) -> None:
+        """Call it."""
+        self._call()
 
 
 class _ReportRecovery(Callback):

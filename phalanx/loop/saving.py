@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from phalanx import checkpoint
+from phalanx.checkpoint.group import from_rank_zero
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.loop.formation import Formation
 from phalanx.loop.interval import AutoInterval
@@ -40,6 +41,10 @@ class CheckpointPolicy:
         self.auto = AutoInterval(formation) if self.every is not None and self.every[1] == "auto" else None
         self.last_step: int | None = None
         self.last_path: str | None = None
+        self.restarted = False
+        """Whether an earlier attempt of this run is continued from its checkpoint."""
+        self.saved_paths: dict[int, str] = {}
+        """The checkpoints of this run by step, as they were after ranks had changed."""
 
     def check_directory(self) -> None:
         """Raise before training, not after hours, where checkpoints cannot be written.
@@ -109,6 +114,21 @@ class CheckpointPolicy:
             return False
         return step >= int(store.get(key))
 
+    def look_up(self) -> None:
+        """Find the checkpoints of this run, also those published while its ranks changed; all ranks call this."""
+        directory, run_id = self.directory, self._formation.run_id
+        if directory is None:
+            return
+        self.saved_paths = from_rank_zero(
+            lambda: {
+                found.step: str(found.path)
+                for found in checkpoint.list_checkpoints(directory)
+                if found.manifest.run_id == run_id
+            }
+        )
+        if self.saved_paths:
+            self.last_step, self.last_path = max(self.saved_paths.items())
+
     def finish(self) -> checkpoint.SavedCheckpoint | None:
         """Wait for the save in flight, if any, and return it."""
         saved = self._formation.finish_save()
@@ -127,6 +147,7 @@ class CheckpointPolicy:
         if restarted := env.attempt + env.generation > 0 and self.directory is not None:
             assert self.directory is not None
             state = restore_snapshot(self._formation, self.directory, required=False, this_run=True)
+            self.restarted = state is not None
         if state is None and isinstance(resume, str):
             state = self._formation.load(resume)
         elif state is None and resume:
@@ -170,7 +191,7 @@ class Saves:
             raise loop.failed(f"step {loop.step} left weights that are not finite, so they were not saved")
         loop.formation.best_path = loop.best.path
         with loop.report.phase("checkpoint"):
-            loop.saving.begin(**loop.to_keep())
+            loop.saving.begin(**loop.state.collect())
         if not loop.config.async_checkpoint:
             self.finish()
         if loop.saving.auto is not None:

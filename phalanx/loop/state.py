@@ -11,14 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import checkpoint
+from phalanx.loop.ema import WeightAverage
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
 from phalanx.strategies.base import local
 from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import rng_state, set_rng_state
 
+_AVERAGE = "average"
+"""The entry for the averaged weights (ema_decay), in memory."""
 _TRAINED = "trained"
-"""The entry for the weights that are trained where "model" is their average (ema_decay)."""
+"""The entry for the weights that are trained where "model" is their average, in a checkpoint."""
 
 
 def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, shared: dict[str, Any]) -> None:
@@ -29,7 +32,7 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
     with prepared.averaged():  # other tools that read weights get the average
         snapshot = snapshot_of(prepared, shared)
         if prepared.average is not None:
-            snapshot.tensors[_TRAINED] = prepared.average.other
+            snapshot.tensors[_TRAINED] = snapshot.tensors.pop(_AVERAGE)
         request = checkpoint.Request(
             directory=directory,
             run_id=prepared.run_id,
@@ -44,16 +47,27 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
         saver.begin(snapshot, request)
 
 
-def snapshot_of(prepared: Prepared, shared: dict[str, Any]) -> checkpoint.Snapshot:
-    """Return the state of everything that was prepared, not copied; all ranks must call this."""
-    prepared.gradients.update_scale()
-    for wrapped in prepared.models:
+def snapshot_of(prepared: Prepared, shared: dict[str, Any], *, alone: bool = False) -> checkpoint.Snapshot:
+    """Return the state of everything that was prepared, not copied; all ranks must call this.
+
+    `alone`: without communication, because other ranks may be lost; this rank then has what it needs.
+    """
+    prepared.gradients.settle_scale()
+    for wrapped in () if alone else prepared.models:
         prepared.strategy.consolidate(wrapped)
     strategy = prepared.strategy
     rank_state = {**rng_state(), **(strategy.rank_state() if strategy.keeps_rank_state else {})}
     epoch = prepared.loaders[0].epoch if prepared.loaders else 0
     state = {**shared_state(prepared), **shared}
-    return checkpoint.Snapshot(prepared.step, epoch, tensors_of(prepared), rank_state, state)
+    return checkpoint.Snapshot(prepared.step, epoch, state_tensors(prepared, alone=alone), rank_state, state)
+
+
+def state_tensors(prepared: Prepared, *, alone: bool = False) -> dict[str, Any]:
+    """Return the tensors of a state in memory: those of models and optimizers, and the averaged weights."""
+    tensors = tensors_of(prepared, alone=alone)
+    if prepared.average is not None:
+        tensors[_AVERAGE] = prepared.average.other
+    return tensors
 
 
 def expected_bytes(prepared: Prepared) -> int:
@@ -89,10 +103,7 @@ def restore_snapshot(
     if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
         prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})
     prepared.notes += loaded.notes
-    trained = template.pop(_TRAINED, None)
     shared = put_back(prepared, template, loaded.step, dict(loaded.shared))
-    if prepared.average is not None:  # the model has the average now, unless none was saved
-        prepared.average.restart() if trained is None else prepared.average.swap()
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
     if prepared.strategy.keeps_rank_state:
@@ -129,8 +140,9 @@ def shared_state(prepared: Prepared) -> dict[str, Any]:
 
 def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dict[str, Any]) -> dict[str, Any]:
     """Load a state; return the entries of `shared` that do not belong to a `Prepared`."""
+    trained, averaged = tensors.pop(_TRAINED, None), tensors.pop(_AVERAGE, None)
     with prepared.gradients.direct():
-        trained = _optimizers_of_models(prepared)
+        optimizers = _optimizers_of_models(prepared)
         for number, wrapped in enumerate(prepared.models):
             own = {
                 key.removesuffix(f"@{number}"): value
@@ -138,7 +150,9 @@ def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dic
                 if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
             }
             own["model"] = tensors[f"model{number or ''}"]
-            prepared.strategy.load_state(wrapped, trained[number], own)
+            prepared.strategy.load_state(wrapped, optimizers[number], own)
+    if prepared.average is not None:
+        _put_average_back(prepared.average, averaged, swapped=trained is not None)
     prepared.gradients.steps = step
     for loader, state in zip(prepared.loaders, shared.pop("loaders"), strict=False):
         loader.sharded.load_state_dict(state)
@@ -148,6 +162,16 @@ def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dic
     if prepared.precision.scaler is not None and scaler_state is not None:
         prepared.precision.scaler.load_state_dict(scaler_state)
     return shared
+
+
+def _put_average_back(average: WeightAverage, saved: dict[str, torch.Tensor] | None, *, swapped: bool) -> None:
+    """Load the average; `swapped`: a checkpoint has put it into the model, and the trained weights in its place."""
+    if swapped:
+        average.swap()
+    elif saved is None:
+        average.restart()
+    else:
+        average.load(saved)
 
 
 def _described(prepared: Prepared) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -20,6 +20,7 @@ from phalanx.loop.notices import StopNotices
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
+from phalanx.loop.run_state import Ending, LoopState
 from phalanx.loop.saving import CheckpointPolicy, Saves
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
@@ -45,7 +46,7 @@ class TrainLoop:
         self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
         layout = self.train_loader.sharded.layout
         self.global_batch = layout.global_batch
-        self.total_steps = self._total_steps()
+        self.total_steps = self.count_steps()
         scale = rate_scale(self.config, self.global_batch, layout.batch_size)
         self.schedule: LRSchedule | OwnSchedule
         if task.scheduler is None:
@@ -55,7 +56,8 @@ class TrainLoop:
             formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
             by_step = task.scheduler_interval == "step"
             self.schedule = OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
-        self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
+        self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
+        formation.undo_later(self.schedule.put_back)  # the next loop around this optimizer begins with its own rates
         self.hooks = Hooks(task.callbacks)
         for sink in self.hooks.sinks if formation.is_main else ():
             events.add(sink)
@@ -70,7 +72,7 @@ class TrainLoop:
         self.best = BestCheckpoint(self.config)
         self.saves = Saves(self)
         watched = self.config.stopping_metric
-        self._stopping = watched and MetricWatch("early_stopping", watched, min_delta=self.config.min_delta)
+        self.stopping = watched and MetricWatch("early_stopping", watched, min_delta=self.config.min_delta)
         if self.config.ema_decay is not None:
             formation.average = WeightAverage(formation.unwrap(self.model), self.config.ema_decay)
         facts = RunFacts(
@@ -98,10 +100,10 @@ class TrainLoop:
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._forward: Forward | None = None
-        self._stop_early = False
-        self._status, self._reason = "finished", ""
-        self._time_limit = TimeLimit(self.config.max_seconds)
-        self._spent = 0.0
+        self.ending = Ending()
+        self.state = LoopState(self)
+        self.time_limit = TimeLimit(self.config.max_seconds)
+        self.time_spent = 0.0
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
     @property
@@ -126,7 +128,7 @@ class TrainLoop:
 
     def request_stop(self, reason: str = "stopped by a callback") -> None:
         """End training after this step; every rank must call this at the same step. `reason`: for the summary."""
-        self._stop_early, self._reason = True, self._reason or reason
+        self.ending.early, self.ending.reason = True, self.ending.reason or reason
 
     def run(self) -> History:
         """Train to the end and return the history."""
@@ -137,18 +139,26 @@ class TrainLoop:
     def steps(self) -> Iterator[StepInfo]:
         """Train, yielding after every optimizer step."""
         self.saving.check_directory()
-        self._resume()
+        if (state := self.restore()) is not None:
+            self.state.restore(state)
+        if self.ending.reported:  # ranks were lost while the result was returned
+            self.history.status, self.history.reason = self.ending.status, self.ending.reason
+            self.formation.average = None
+            self.schedule.put_back(only_scheduled=True)
+            return
         count = self.formation.strategy.count_parameters
         parameters = count(self.model), count(self.model, trained=True)
         shape, notes = shape_of(self.model), self.formation.notes
         announce = not self.continues
         self.report.started(self.step, self.total_steps, parameters, notes, announce=announce, shape=shape)
-        if self._finished():
-            self._reason = "nothing was left to train"
-        self._time_limit.begin(self._spent)
+        if self._finished() and not self.continues:
+            self.ending.reason = "nothing was left to train"
+        self.time_limit.begin(self.time_spent)
         self.stop.listen(StopNotices(self.config, self.formation.world, self.stop.ask, self.report.say))
         try:
             self.hooks.fire("on_fit_start", self)
+            if self.continues:
+                self._complete_boundary()
             while not self._finished():
                 yield from self._epoch()
             self._end()
@@ -202,7 +212,7 @@ class TrainLoop:
                 yield info
                 return
             self._checkpoint_or_stop(step)
-            if self._stop_early:  # by max_time: measure and report what was trained of this epoch
+            if self.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
                 self._end_epoch(epoch)
             yield info
@@ -213,6 +223,16 @@ class TrainLoop:
             self._end_epoch(epoch)
             if (self.saving.due_after_epoch(epoch + 1) or self.best.is_unsaved(self.step)) and not self._finished():
                 self.saves.begin()
+
+    def _complete_boundary(self) -> None:
+        """Do what follows the last step, and the ranks were lost in: the run's last evaluation, or a checkpoint."""
+        closed = [record.step for record in self.history.epochs[-1:]] == [self.step]
+        if self._finished() and self.step and not closed:
+            epoch = self.epoch
+            self.train_loader.roll_over()
+            self._end_epoch(epoch)
+        elif self.step and (self.saving.due_after_step(self.step) or self.best.is_unsaved(self.step)):
+            self.saves.begin()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch how the model is called, then yield all batches."""
@@ -234,11 +254,11 @@ class TrainLoop:
 
         At the run's end `_end` saves.
         """
-        if self.formation.is_main and self._time_limit.is_over:
-            self.stop.ask(self._time_limit.reason)
+        if self.formation.is_main and self.time_limit.is_over:
+            self.stop.ask(self.time_limit.reason)
         stopping = self.stop.agreed(step)
-        if stopping and self.stop.reason == self._time_limit.reason:
-            self.request_stop(self._time_limit.reason)
+        if stopping and self.stop.reason == self.time_limit.reason:
+            self.request_stop(self.time_limit.reason)
             return
         if stopping and self.before_stop is not None:
             self.before_stop()
@@ -271,7 +291,7 @@ class TrainLoop:
             goes_on = self.control.should_continue(epoch + 1)
         if not goes_on:
             self.request_stop("stopped by the tuner")
-            self._status = "stopped"
+            self.ending.status = "stopped"
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
@@ -300,7 +320,7 @@ class TrainLoop:
         values = {f"{split}/{name}": value for name, value in metrics.items()}
         self.best.judge(values, self.step)
         self.best.record(self.history)
-        watch = self._stopping
+        watch = self.stopping
         if watch is not None and watch.judge(values, self.step) is False and watch.since >= self.config.patience:
             times = f"{watch.since} {'epoch' if split == 'train' else 'evaluation'}{'s' * (watch.since > 1)}"
             self.request_stop(f"early stopping, {watch.watched.name} has not improved for {times}")
@@ -315,40 +335,13 @@ class TrainLoop:
             self.formation.average = None
         if self.before_end is not None:
             self.before_end()
-        self._report_end(self._status, self._reason)
+        self._report_end(self.ending.status, self.ending.reason)
+        self.ending.reported = True
         self.hooks.fire("on_fit_end", self)
+        self.schedule.put_back(only_scheduled=True)
 
     def _report_end(self, status: str, reason: str) -> None:
         self.report.ended(status, self.step, self.saving.last_path, reason)
-
-    def to_keep(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the loop itself."""
-        stopping = None if self._stopping is None else self._stopping.state_dict()
-        watched = {"best": self.best.state_dict(), "stopping": stopping}
-        loop = {"schedule": self.schedule.state_dict(), "watched": watched, "time_spent": self._time_limit.spent}
-        return {**self.report.to_keep(), **loop}
-
-    def _resume(self) -> None:
-        state = self.restore()
-        if state is None:
-            return
-        self.report.resumed(state)
-        if self.continues:  # the same run, with other ranks
-            self._spent = state.get("time_spent", 0.0)
-        watched = state.get("watched", {})
-        self.report.say(self.best.load_state_dict(watched.get("best"), state["path"], self.step), "warning")
-        self.best.record(self.history)
-        if self._stopping is not None:
-            self._stopping.load_state_dict(watched.get("stopping"))
-        self.control.start_after(self.epoch)
-        if "schedule" in state:
-            self.schedule.load_state_dict(state["schedule"])
-        if self._settings is not None:
-            self._settings.put_back(self.optimizer)
-        total = self._total_steps()
-        if total != self.total_steps:  # another number of ranks: the same epochs take another number of steps
-            self.total_steps = total
-            self.schedule.reshape(rate_factor(self.config, total))
 
     def _losses(self) -> dict[int, float]:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
@@ -372,11 +365,11 @@ class TrainLoop:
         self.report.losses(self._losses())
 
     def _finished(self, *, within_epoch: bool = False) -> bool:
-        if self._stop_early or (self.total_steps is not None and self.step >= self.total_steps):
+        if self.ending.early or (self.total_steps is not None and self.step >= self.total_steps):
             return True
         return not within_epoch and self.max_epochs is not None and self.epoch >= self.max_epochs
 
-    def _total_steps(self) -> int | None:
+    def count_steps(self) -> int | None:
         """Return the number of optimizer steps of the whole run, where it is known beforehand."""
         config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
         if per_epoch is None or self.max_epochs is None:

@@ -66,13 +66,13 @@ def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def share_weights(model: nn.Module) -> None:
+def share_weights(model: nn.Module, *, always: bool = False) -> None:
     """Broadcast rank 0's weights and buffers: ranks that initialised their own would hold different models.
 
-    Not after ranks were replaced: rank 0 may be new, and the others hold the state of the run.
+    Unless `always`, not after ranks were replaced: rank 0 may be new, and the others hold the state of the run.
     """
     env = read_rank_env()
-    if env is not None and env.generation > 0:
+    if env is not None and env.generation > 0 and not always:
         return
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if tensors:

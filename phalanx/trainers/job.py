@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +79,10 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
 
     def run(survivor: Survivor | None = None) -> JobResult:
         continues = survivor is not None and survivor.run_dir is not None
-        used = job.renew() if continues and job.renew is not None and is_laid_out(job.task.model) else job
+        used = job
+        if survivor is not None and continues and job.renew is not None:
+            if survivor.is_stale or is_laid_out(job.task.model):
+                used, survivor.is_stale = job.renew(), False
         return _run_once(used, in_place, survivor)
 
     if job.action != "fit":
@@ -94,7 +98,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
     if job.action == "fit":
         config, note = settle_here(job.config, job.task.model, job.task.train)
         job = replace(job, config=config, note=job.note or note)
-    with Formation(job.config) as formation:
+    with Formation(job.config) as formation, nullcontext() if survivor is None else survivor.returning():
         if job.action == "fit":
             result = _fit(formation, job, survivor)
         else:

@@ -1,0 +1,263 @@
+"""The state of a run that must survive a change of its ranks: one object, captured and restored in one place.
+
+It is what a checkpoint holds (`state.py`): weights, optimizers, averages, loss scale, data position and order, random
+states; and what the loop adds (`LoopState`): schedules with their bases, the best checkpoint, early stopping, history,
+callbacks, the time spent, and whether the run has ended. A new rank receives this object and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint import Snapshot
+from phalanx.host.remote import as_path
+from phalanx.loop.formation import Formation
+from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.optim import rate_factor
+from phalanx.loop.state import put_back, snapshot_of
+from phalanx.torch_compat import foreach_copy_, pytree
+from phalanx.world.seed import set_rng_state
+
+if TYPE_CHECKING:
+    from phalanx.loop.trainer import TrainLoop
+
+
+@dataclass
+class Ending:
+    """Why and how a run ends."""
+
+    early: bool = False
+    """Whether it ends before its last step."""
+    status: str = "finished"
+    reason: str = ""
+    reported: bool = False
+    """Whether the end was reported: only the result is left to return."""
+
+
+class LoopState:
+    """What the loop adds to the state of what it has prepared."""
+
+    def __init__(self, loop: TrainLoop) -> None:
+        self._loop = loop
+
+    def collect(self) -> dict[str, Any]:
+        """Return it as plain values, equal on all ranks."""
+        loop = self._loop
+        stopping = None if loop.stopping is None else loop.stopping.state_dict()
+        return {
+            **loop.report.to_keep(),
+            "schedule": loop.schedule.state_dict(),
+            "watched": {"best": loop.best.state_dict(), "stopping": stopping},
+            "time_spent": loop.time_limit.spent,
+            "callbacks": loop.hooks.state_dict(),
+            "ending": dataclasses.asdict(loop.ending),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `collect` returned, and from the state's "path"; all ranks call this."""
+        loop = self._loop
+        loop.report.resumed(state)
+        loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
+        if loop.continues:  # the same run, with other ranks
+            loop.time_spent = state["time_spent"]
+            loop.ending = Ending(**state["ending"])
+            loop.saving.look_up()
+        watched = state.get("watched", {})
+        self._restore_best(watched.get("best"), state["path"])
+        if loop.stopping is not None:
+            loop.stopping.load_state_dict(watched.get("stopping"))
+        loop.control.start_after(loop.epoch)
+        if "schedule" in state:
+            loop.schedule.load_state_dict(state["schedule"])
+        if loop.optimizer_settings is not None and not loop.continues:
+            loop.optimizer_settings.put_back(loop.optimizer)
+        total = loop.count_steps()
+        if total != loop.total_steps:  # another number of ranks: the same epochs take another number of steps
+            loop.total_steps = total
+            loop.schedule.reshape(rate_factor(loop.config, total))
+
+    def _restore_best(self, state: dict[str, Any] | None, resumed_from: str) -> None:
+        """Continue with the best value so far, and the checkpoint of its step."""
+        loop = self._loop
+        if state is None or not loop.best.load_state_dict(state):
+            return
+        path = state["path"]
+        if path is None and loop.continues:  # it may have been published since
+            path = loop.saving.saved_paths.get(loop.best.step)
+        elif path is None and loop.best.step == loop.step:
+            path = resumed_from
+        pending = path is None and loop.continues and loop.best.step == loop.step  # the loop saves it now
+        if not pending:
+            loop.report.say(loop.best.find(None if path is None else as_path(path)), "warning")
+        loop.best.record(loop.history)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that a run has after its last complete step."""
+
+    world_size: int
+    """The ranks of the group that had it."""
+    content: Snapshot
+
+    @property
+    def step(self) -> int:
+        """The last complete step."""
+        return self.content.step
+
+
+class Committed(Callback):
+    """Notes after each step what an interrupted step changes: how far the data were read, and the buffers."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.loaders: list[dict[str, Any]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    def on_fit_start(self, trainer: TrainLoop) -> None:
+        """Note where the run begins or resumes."""
+        self._buffers = [buffer for model in trainer.formation.models for buffer in model.buffers()]
+        self._copies = [buffer.clone() for buffer in self._buffers]
+        self._note(trainer.formation)
+
+    def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
+        """Note what this step has read."""
+        self._note(trainer.formation)
+
+    def on_epoch_end(self, trainer: TrainLoop, epoch: int, metrics: dict[str, float]) -> None:
+        """Note that the epoch is over and reported: a surviving rank begins the next one."""
+        self._note(trainer.formation)
+
+    def put_buffers_back(self) -> None:
+        """Undo what the forward passes of an interrupted step did to the buffers."""
+        if self._buffers:
+            with torch.no_grad():
+                foreach_copy_(self._buffers, self._copies)
+
+    def _note(self, formation: Formation) -> None:
+        self.step = formation.step
+        self.loaders = [loader.sharded.state_dict() for loader in formation.loaders]
+        if self._buffers:
+            with torch.no_grad():
+                foreach_copy_(self._copies, self._buffers)
+
+
+def capture(loop: TrainLoop, committed: Committed) -> RunState | None:
+    """Return the state after the last complete step; None before the run has begun. Without communication.
+
+    Its tensors are those in use, not copies.
+    """
+    formation = loop.formation
+    if committed.step < 0:
+        return None
+    content = snapshot_of(formation, loop.state.collect() | _identity(formation), alone=True)
+    if formation.step == committed.step:  # else the step was taken, and only its report failed
+        content.shared["loaders"] = committed.loaders
+        committed.put_buffers_back()
+    for model in formation.models:  # gradients of the interrupted step are not part of the next one
+        model.zero_grad(set_to_none=True)
+    return RunState(formation.world_size, content)
+
+
+def kept(loop: TrainLoop) -> Snapshot:
+    """Return the state at the boundary of a step, for the memory of other ranks; all ranks call this."""
+    return snapshot_of(loop.formation, loop.state.collect() | _identity(loop.formation))
+
+
+def _identity(formation: Formation) -> dict[str, Any]:
+    return {"identity": {"run_id": formation.run_id, "lineage": formation.lineage}}
+
+
+def load_kept(formation: Formation, content: Snapshot, where: str) -> dict[str, Any]:
+    """Load a state that was kept in memory; return the loop's part of it, with its "path"."""
+    shared = dict(content.shared)
+    identity = shared.pop("identity")
+    formation.run_id, formation.lineage = identity["run_id"], identity["lineage"]
+    if content.rank_state is not None:
+        set_rng_state(content.rank_state)
+    return {**put_back(formation, content.tensors, content.step, shared), "path": f"{where} (step {content.step})"}
+
+
+def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None:
+    """Give all ranks the state of the furthest one; return the loop's part of it; None where no rank has a state."""
+    steps = _gathered(formation, -1 if own is None else own.step)
+    if max(steps) < 0:
+        return None
+    source = steps.index(max(steps))
+    # Ranks at the same step have equal tensors, so theirs are overwritten with what they hold, and stay complete if the
+    # broadcast breaks off. An older or another state is kept until the new one is here.
+    equal = own is not None and own.step == steps[source] and not formation.strategy.local_steps
+    into = own.content.tensors if own is not None and (equal or formation.rank == source) else None
+    plain = None if own is None else (own.world_size, own.content.shared, own.content.rank_state, own.content.epoch)
+    before, shared, of_source, epoch = _broadcast(formation, plain, source)
+    tensors = _share_tensors(formation, into, source)
+    random = None if own is None else own.content.rank_state  # a new rank begins with the numbers of its seed
+    content = Snapshot(steps[source], epoch, tensors, random, shared)
+    state = load_kept(formation, content, f"the memory of rank {source}")
+    if formation.strategy.keeps_rank_state:  # a new rank gets what all ranks know, such as the number of steps
+        factor = formation.world_size / before if random is not None else 0.0
+        formation.strategy.load_rank_state([random if random is not None else of_source], factor)
+    if before != formation.world_size:
+        now = formation.world_size
+        formation.notes.append(f"the ranks were {before} and are {now}: continuing after step {content.step}")
+    return state
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Shape and dtype of a tensor that a rank allocates before it is broadcast."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    on_host: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Described:
+        return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+
+
+def _share_tensors(formation: Formation, into: dict[str, Any] | None, source: int) -> dict[str, Any]:
+    """Broadcast a rank's tree of tensors and plain values, into the tensors of `into` where it has such ones."""
+    described = pytree.tree_map_only(torch.Tensor, _Described.of, into)
+    described = _broadcast(formation, described, source)
+    leaves, structure = pytree.tree_flatten(described)
+    held, own_structure = pytree.tree_flatten(into)
+    if own_structure != structure:
+        held = [None] * len(leaves)
+    values = [_share(formation, leaf, value, source) for leaf, value in zip(leaves, held, strict=True)]
+    tree: dict[str, Any] = pytree.tree_unflatten(values, structure)
+    return tree
+
+
+def _share(formation: Formation, leaf: Any, held: Any, source: int) -> Any:
+    """Return the source's value for a leaf of the tree."""
+    if not isinstance(leaf, _Described):
+        return leaf
+    if isinstance(held, torch.Tensor) and (formation.rank == source or _Described.of(held) == leaf):
+        value = held.detach().to(formation.device).contiguous()
+    else:
+        value = torch.empty(leaf.shape, dtype=leaf.dtype, device=formation.device)
+    if formation.world_size > 1:
+        dist.broadcast(value, src=source)
+    return value.cpu() if leaf.on_host else value
+
+
+def _broadcast(formation: Formation, what: Any, source: int) -> Any:
+    box = [what if formation.rank == source else None]
+    if formation.world_size > 1:
+        dist.broadcast_object_list(box, src=source, device=formation.device)
+    return box[0]
+
+
+def _gathered(formation: Formation, number: int) -> list[int]:
+    if formation.world_size == 1:
+        return [number]
+    places = [torch.zeros(1, dtype=torch.int64, device=formation.device) for _ in range(formation.world_size)]
+    dist.all_gather(places, torch.tensor([number], dtype=torch.int64, device=formation.device))
+    return [int(each) for each in places]
