@@ -96,6 +96,12 @@ class CorruptionError(PhalanxError):
     """Replicas whose weights must be equal are not."""
 
 
+class ReplicaError(PhalanxError):
+    """Ranks that should be equal after a change of the group differ: the error would be the same again."""
+
+    exit_code = EXIT_USAGE
+
+
 class StragglerError(PhalanxError):
     """A rank is much slower than the others, and is to be replaced."""
 

@@ -45,7 +45,7 @@ def open_source(
     if source.ready_batches:
         stream = dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True)
         return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
-    mapped = MappedBatches(source, order, layout, seed=seed, drop_last=drop_last)
+    mapped = MappedBatches(source, order, layout, seed=seed, drop_last=drop_last, group=group)
     if mapped.plan(0).length == 0:
         raise DataError(
             f"the {'training' if training else 'evaluation'} data set is empty: it has 0 samples.",
@@ -189,6 +189,8 @@ class ShardedLoader:
         state: dict[str, Any] = {"epoch": self.epoch, "samples": self._samples}
         if self._batches.shards is not None:
             state |= {"micro_steps": self._micro_steps, "shards": list(self._batches.shards)}
+        if (order := self._batches.fingerprint(self._order_epoch)) is not None:
+            state["order"] = order
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,6 +205,8 @@ class ShardedLoader:
             )
         self.epoch = int(state["epoch"])
         self._samples = int(state["samples"])
+        if self._samples:
+            self._batches.check_order(self._order_epoch, state.get("order"))
         self._micro_steps = int(state.get("micro_steps", 0))
         self._resuming, self._finished = True, False
 

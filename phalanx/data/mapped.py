@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from phalanx import torch_compat
@@ -13,6 +14,7 @@ from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
 from phalanx.data.rng import derive_seed
 from phalanx.data.source import Source
+from phalanx.errors import DataError
 
 
 class _Requests:
@@ -34,7 +36,17 @@ class MappedBatches:
 
     shards: list[int] | None = None
 
-    def __init__(self, source: Source, order: Order, layout: BatchSplit, *, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        layout: BatchSplit,
+        *,
+        seed: int,
+        drop_last: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group`: the data ranks, for comparing what the user's sampler draws on them."""
         self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed)
         self._workers = source.workers
         self.num_workers = source.workers.num_workers
@@ -45,6 +57,8 @@ class MappedBatches:
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
         self._planned: tuple[int, EpochPlan] | None = None
+        self._group = group
+        self._compared = -1
         self.cuts_batches = source.batch_sampler is None
         """Whether batches are cut here; else those of the user's batch sampler are distributed whole."""
 
@@ -57,10 +71,33 @@ class MappedBatches:
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from the epoch's sample `start` on."""
         plan = self.plan(epoch)
+        if epoch != self._compared:
+            self._compare_orders(epoch)
         self._fetcher.set_epoch(epoch)
         if self._workers.num_workers == 0:
             return self._fetch_here(plan, epoch, start)
         return self._fetch_by_workers(plan, epoch, start)
+
+    def fingerprint(self, epoch: int) -> str | None:
+        """Return a hash of what the user's sampler drew for the epoch; None for orders of Phalanx."""
+        return self._order.fingerprint(epoch)
+
+    def _compare_orders(self, epoch: int) -> None:
+        """Raise where ranks would read the epoch in different orders, and so some samples twice and others never."""
+        self._compared = epoch
+        own = self._order.fingerprint(epoch)
+        if own is None or self._layout.dp_size == 1 or not dist.is_initialized():
+            return
+        everywhere: list[Any] = [None] * self._layout.dp_size
+        dist.all_gather_object(everywhere, own, group=self._group)
+        if len(set(everywhere)) > 1:
+            raise order_changed(self._order, f"for epoch {epoch + 1} ranks draw different orders")
+
+    def check_order(self, epoch: int, saved: str | None) -> None:
+        """Raise where an epoch that was begun cannot be continued, because its order is not what it was."""
+        own = self._order.fingerprint(epoch)
+        if saved is not None and own is not None and own != saved:
+            raise order_changed(self._order, f"epoch {epoch + 1} was begun in another order than it has now")
 
     def split_by(self, layout: BatchSplit) -> None:
         """Distribute the samples in another way from the next iteration on."""
@@ -101,3 +138,12 @@ class MappedBatches:
         # and in a resumed epoch, which starts workers once more, the model's dropout would get other numbers.
         generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
         return self._workers.build(self._fetcher, generator=generator, sampler=self._requests)
+
+
+def order_changed(order: Order, what: str) -> DataError:
+    """Return the error for a sampler whose draws depend on more than the seed and the epoch."""
+    name = getattr(order, "name", "the sampler")
+    return DataError(
+        f"{name}: {what}: it draws by something that a new rank, or a resumed run, does not have.",
+        hint="Give it a method set_epoch(epoch), and let the order depend on that and on random numbers alone.",
+    )

@@ -7,19 +7,25 @@ same global batch therefore take the same optimizer steps at any number of ranks
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from phalanx import torch_compat
 from phalanx.data.rng import derive_seed, rng_scope
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_FEW = 64
+"""A longer list in a sampler holds data, not samplers or generators."""
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
@@ -195,6 +201,10 @@ class Order(Protocol):
         """Cut the epoch for one rank."""
         ...
 
+    def fingerprint(self, epoch: int) -> str | None:
+        """Return what tells the order of an epoch from another one; None where (seed, epoch) is known to decide it."""
+        ...
+
 
 class IndexOrder:
     """All of `length` samples, shuffled or not."""
@@ -212,24 +222,39 @@ class IndexOrder:
         """Cut the epoch for one rank."""
         return SamplePlan(self._order(epoch), layout, drop_last=drop_last)
 
+    def fingerprint(self, epoch: int) -> str | None:
+        """Return None: the order is a function of (seed, epoch)."""
+        return None
+
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
 
 class DrawnOrder:
-    """What the user's sampler draws with random numbers from (seed, epoch)."""
+    """What the user's sampler draws with random numbers from (seed, epoch).
+
+    A sampler may have other state that changes with every draw, such as a counter. Then ranks that were replaced, and
+    resumed runs, draw other orders: their fingerprints differ.
+    """
 
     def __init__(self, sampler: Any, *, seed: int, batches: bool = False) -> None:
         self._sampler = sampler
         self._seed = seed
         self._batches = batches
+        self._arrays: tuple[int, list[Any]] | None = None
+        self._fingerprint: tuple[int, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The sampler's class."""
+        return type(self._sampler).__name__
 
     def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
         """Cut the epoch for one rank."""
-        drawn = self.indices(epoch)
+        arrays = self._draw(epoch)
         if self._batches:
-            return BatchPlan([as_index_array(batch) for batch in drawn if len(batch)], layout, drop_last=drop_last)
-        return SamplePlan(as_index_array(drawn), layout, drop_last=drop_last)
+            return BatchPlan(arrays, layout, drop_last=drop_last)
+        return SamplePlan(arrays[0], layout, drop_last=drop_last)
 
     def indices(self, epoch: int) -> list[Any]:
         """Return what the sampler draws for the epoch."""
@@ -238,6 +263,23 @@ class DrawnOrder:
             self._sampler.set_epoch(epoch)
         with rng_scope(seed), _seeded_generators(self._sampler, seed):
             return list(self._sampler)
+
+    def fingerprint(self, epoch: int) -> str:
+        """Return a hash of what was drawn for the epoch."""
+        if self._fingerprint is None or self._fingerprint[0] != epoch:
+            found = hashlib.blake2b(digest_size=8)
+            for part in self._draw(epoch):
+                found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+            self._fingerprint = (epoch, found.hexdigest())
+        return self._fingerprint[1]
+
+    def _draw(self, epoch: int) -> list[Any]:
+        """Return the epoch's batches, or its samples as the only one; those of the last epoch are cached."""
+        if self._arrays is None or self._arrays[0] != epoch:
+            drawn = self.indices(epoch)
+            batches = [batch for batch in drawn if len(batch)] if self._batches else [drawn]
+            self._arrays = (epoch, [as_index_array(batch) for batch in batches])
+        return self._arrays[1]
 
 
 def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: list[str]) -> Order:
@@ -263,16 +305,42 @@ def as_index_array(drawn: Sequence[Any]) -> NDArray[np.int64] | list[Any]:
 
 @contextmanager
 def _seeded_generators(sampler: Any, seed: int) -> Iterator[None]:
-    """Seed the torch generators of a sampler (or of the sampler inside it), and restore them afterwards."""
-    owned = []
-    while sampler is not None:
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            owned.append((generator, generator.get_state()))
-            generator.manual_seed(seed)
-        sampler = getattr(sampler, "sampler", None)
-    try:
+    """Seed the generators that a sampler (or a sampler inside it) holds, and restore them afterwards."""
+    with ExitStack() as restored:
+        for generator in _generators(sampler):
+            restored.callback(_seeded(generator, seed))
         yield
-    finally:
-        for generator, state in owned:
-            generator.set_state(state)
+
+
+def _generators(sampler: Any) -> Iterator[Any]:
+    """Yield the random generators among a sampler's attributes, and in samplers and lists among them."""
+    waiting, seen = [sampler], set[int]()
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        held = list(holder) if isinstance(holder, (list, tuple)) else list(getattr(holder, "__dict__", {}).values())
+        yield from (each for each in held if isinstance(each, _GENERATORS))
+        short = (each for each in held if isinstance(each, (list, tuple)) and len(each) <= _FEW)
+        waiting += [*(each for each in held if isinstance(each, Sampler)), *short]
+        waiting += [getattr(holder, "sampler", None)]  # batch samplers need not be subclasses
+
+
+def _seeded(generator: Any, seed: int) -> Callable[[], object]:
+    """Seed a generator; return what restores its state."""
+    if isinstance(generator, torch.Generator):
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        return lambda: generator.set_state(before)
+    if isinstance(generator, np.random.Generator):
+        bits, state = generator.bit_generator, generator.bit_generator.state
+        bits.state = type(bits)(seed).state
+        return lambda: setattr(bits, "state", state)
+    if isinstance(generator, np.random.RandomState):
+        legacy = generator.get_state()
+        generator.seed(seed & 0xFFFFFFFF)
+        return lambda: generator.set_state(legacy)
+    python = generator.getstate()
+    generator.seed(seed)
+    return lambda: generator.setstate(python)

@@ -123,6 +123,13 @@ class StreamedBatches:
         # A position in a stream that shards itself is valid for the same shards only.
         self.shards = [layout.dp_size, workers, layout.batch_size] if self._stream.shards_itself else None
 
+    def fingerprint(self, epoch: int) -> str | None:
+        """Return None: what a stream yields is not known before it is read."""
+        return None
+
+    def check_order(self, epoch: int, saved: str | None) -> None:
+        """Do nothing, as for `fingerprint`."""
+
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
         own = _OwnBlocks(self._read(epoch, start, skipped), skipped if self.shards else 0)

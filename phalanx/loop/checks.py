@@ -7,16 +7,22 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from phalanx.checkpoint.group import gather_to_all
 from phalanx.data.loader import ShardedLoader
-from phalanx.errors import CorruptionError, StragglerError
+from phalanx.errors import CorruptionError, ReplicaError, StragglerError
 from phalanx.loop.formation import Formation
+from phalanx.loop.optim import OptimizerSettings
+from phalanx.loop.state import shared_state
 from phalanx.observe.events import RankSuspected
 from phalanx.reliability.findings import Finding, balanced_shares, odd_replicas, slow_ranks
+
+if TYPE_CHECKING:
+    from phalanx.loop.trainer import TrainLoop
 
 _CHUNK = 1 << 22
 _MOST_MORE = 1.25
@@ -140,6 +146,40 @@ class RankChecks:
 
     def _report(self, step: int, finding: Finding, action: str) -> None:
         self._emit(RankSuspected(step, finding.kind, list(finding.ranks), finding.why, action))
+
+
+def compare_ranks(loop: TrainLoop) -> None:
+    """Raise where ranks that have formed a new group are not equal, and say in what; all ranks call this."""
+    own = _comparable(loop)
+    for name, here in own.items():
+        everywhere = gather_to_all(here)
+        if (odd := next((rank for rank, each in enumerate(everywhere) if each != everywhere[0]), None)) is not None:
+            values = f": rank 0 has {everywhere[0]}, rank {odd} {everywhere[odd]}"
+            raise ReplicaError(
+                f"after the ranks had changed, step {loop.step} left them with different {name}{values}",
+                hint="Callbacks must do the same on every rank; what they remember must be in their state_dict(), "
+                "which a new rank receives.",
+            )
+
+
+def _comparable(loop: TrainLoop) -> dict[str, Any]:
+    """Return what all ranks must have equal: values themselves, of tensors a hash."""
+    formation, optimizers = loop.formation, loop.formation.optimizers
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parts: dict[str, Any] = {  # not buffers: statistics of BatchNorm are those of each rank's own batches
+        "learning rates": [float(group["lr"]) for group in groups],
+        "optimizer settings": [{name: group.get(name) for name in OptimizerSettings.NAMES} for group in groups],
+        "states of schedules, loss scale or data": shared_state(formation),
+    }
+    strategy = formation.strategy
+    if not (strategy.shards or strategy.local_steps or strategy.owns_step) and strategy.in_lockstep:
+        states = [held for optimizer in optimizers for held in optimizer.state.values()]
+        moments = [each for held in states for each in held.values() if isinstance(each, torch.Tensor)]
+        average = {} if formation.average is None else formation.average.parameters()
+        parts["weights"] = int(hash_of(loop.model.parameters(), formation.device))
+        parts["states of the optimizer"] = int(hash_of((each.to(formation.device) for each in moments), formation.device))
+        parts["averaged weights"] = int(hash_of(average.values(), formation.device))
+    return parts
 
 
 class OwnTime:

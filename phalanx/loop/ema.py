@@ -35,6 +35,10 @@ class WeightAverage:
         self._here = [local(tensor.detach()) for tensor in held.values()]
         self._there = [local(tensor) for tensor in self.other.values()]
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the averages of parameters, which are equal on ranks that hold replicas."""
+        return {name: self.other[name] for name, _ in self._model.named_parameters() if name in self.other}
+
     def update(self, step: int) -> None:
         """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""
         decay = min(self._decay, (1 + step) / (10 + step))

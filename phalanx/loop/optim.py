@@ -54,11 +54,11 @@ def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) ->
 class OptimizerSettings:
     """The config's optimizer settings apart from the rate: after a resume they replace those of the checkpoint."""
 
-    _NAMES = ("weight_decay", "momentum", "betas")
+    NAMES = ("weight_decay", "momentum", "betas")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = [
-            {name: group[name] for name in self._NAMES if name in group} for group in optimizer.param_groups
+            {name: group[name] for name in self.NAMES if name in group} for group in optimizer.param_groups
         ]
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:

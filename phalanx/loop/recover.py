@@ -17,8 +17,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
+from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
+from phalanx.loop.checks import compare_ranks
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.neighbours import Neighbours
 from phalanx.loop.run_state import Committed, RunState, capture, restore
@@ -45,6 +48,8 @@ class Survivor:
         self._committed = Committed()
         self._run_id = ""
         self._loop: TrainLoop | None = None
+        self._trained_before: dict[str, bool] = {}
+        self._unfrozen: tuple[int, dict[str, bool]] = (-1, {})
         self.is_stale = False
         """Whether the objects of the task were trained, and their state is not in memory: they begin no run."""
 
@@ -89,6 +94,9 @@ class Survivor:
         self.stop_requested = loop.stop.from_outside or self.stop_requested
         self._captured = self._capture(loop, self._committed)
         self.is_stale = self._captured is None and loop.step > 0
+        now = _trained(loop.task.model)
+        changed = {name: flag for name, flag in now.items() if self._trained_before.get(name, flag) != flag}
+        self._unfrozen = (loop.step, changed)
         loop.report.interrupted()
 
     def _drop(self) -> None:
@@ -102,6 +110,13 @@ class Survivor:
         except (CommunicationError, OSError, EOFError) as error:
             loop.report.say(f"the state is not in memory any more: {error}", "warning")
             return None
+
+    def match(self, model: nn.Module) -> None:
+        """Freeze and unfreeze what the run has frozen and unfrozen, before a model is prepared; all ranks call this."""
+        self._trained_before = self._trained_before or _trained(model)
+        _, changed = max(gather_to_all(self._unfrozen), key=lambda known: known[0])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(changed.get(name, parameter.requires_grad))
 
     def prepare(self, loop: TrainLoop) -> None:
         """Set how the loop restores its state, and what it does where all ranks stop."""
@@ -217,7 +232,12 @@ class Recovering(Survivor):
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"
         if self._regroup and self._loop.stop.reason == self._regroup:
+            self._loop.losses_checked()  # all ranks are here: none of these losses is lost
             raise membership.Regroup(self._regroup)
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 class _Begun(Callback):
@@ -232,7 +252,7 @@ class _Begun(Callback):
 
 
 class _ReportRecovery(Callback):
-    """Reports a change of the group when the first step after it is complete."""
+    """Reports a change of the group when the first step after it is complete, and has left all ranks equal."""
 
     def __init__(self, change: membership.Position, step_before: int) -> None:
         self._change = change
@@ -244,14 +264,21 @@ class _ReportRecovery(Callback):
         self._first = trainer.step
 
     def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
-        """Report, once."""
-        if info.step != self._first + 1:
-            return
-        lost = max(0, self._before - self._first)
+        """Compare the ranks and report, once."""
+        if info.step == self._first + 1:
+            compare_ranks(trainer)
+            self._report(trainer)
+
+    def on_fit_end(self, trainer: TrainLoop) -> None:
+        """Report a change after the last step."""
+        if trainer.step == self._first:
+            self._report(trainer)
+
+    def _report(self, trainer: TrainLoop) -> None:
         trainer.report.recovered(
             Recovered(
                 step=self._first,
-                lost_steps=lost,
+                lost_steps=max(0, self._before - self._first),
                 seconds=time.time() - self._change.began,
                 reason=self._change.reason,
                 world_size=trainer.formation.world_size,

@@ -181,7 +181,9 @@ def load_kept(formation: Formation, content: Snapshot, where: str) -> dict[str, 
     formation.run_id, formation.lineage = identity["run_id"], identity["lineage"]
     if content.rank_state is not None:
         set_rng_state(content.rank_state)
-    return {**put_back(formation, content.tensors, content.step, shared), "path": f"{where} (step {content.step})"}
+    same_run = not formation.strategy.shards  # a rank of a sharded model has the names of its part alone
+    rest = put_back(formation, content.tensors, content.step, shared, same_run=same_run)
+    return {**rest, "path": f"{where} (step {content.step})"}
 
 
 def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from phalanx.loop.ema import WeightAverage
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
 from phalanx.strategies.base import local
-from phalanx.strategies.optimizer_state import fill_state
+from phalanx.strategies.optimizer_state import fill_state, match_groups
 from phalanx.world.seed import rng_state, set_rng_state
 
 _AVERAGE = "average"
@@ -138,8 +138,13 @@ def shared_state(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dict[str, Any]) -> dict[str, Any]:
-    """Load a state; return the entries of `shared` that do not belong to a `Prepared`."""
+def put_back(
+    prepared: Prepared, tensors: dict[str, Any], step: int, shared: dict[str, Any], *, same_run: bool = False
+) -> dict[str, Any]:
+    """Load a state; return the entries of `shared` that do not belong to a `Prepared`.
+
+    `same_run`: the run goes on with other ranks, so optimizers get the groups that were added while it trained.
+    """
     trained, averaged = tensors.pop(_TRAINED, None), tensors.pop(_AVERAGE, None)
     with prepared.gradients.direct():
         optimizers = _optimizers_of_models(prepared)
@@ -150,6 +155,8 @@ def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dic
                 if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
             }
             own["model"] = tensors[f"model{number or ''}"]
+            for place, optimizer in enumerate(optimizers[number] if same_run else ()):
+                match_groups(prepared.strategy.unwrap(wrapped), optimizer, own[f"optimizer{place or ''}"]["param_groups"])
             prepared.strategy.load_state(wrapped, optimizers[number], own)
     if prepared.average is not None:
         _put_average_back(prepared.average, averaged, swapped=trained is not None)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from phalanx.errors import ModelError
+from phalanx.errors import CheckpointError, ModelError
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     In a pipeline each stage has other parameters in a group, or none, and a checkpoint has the names of one stage: they
     are replaced by those of this rank. torch finds groups by names, so it gets only those that have any.
     """
+    _check_groups(optimizer, state["param_groups"])
     own = {id(parameter) for parameter in model.parameters()}
     loaded: dict[Any, Any] = {}
     if state["state"]:
@@ -69,6 +70,30 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     optimizer.state.update(loaded)
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    here = len(optimizer.param_groups)
+    if here == len(saved):
+        return
+    more = [name for group in saved[here:] for name in group["params"]]
+    what = f", those of {', '.join(more[:3])}{' and others' * (len(more) > 3)}" if more else ""
+    raise CheckpointError(
+        f"the saved optimizer has {len(saved)} groups of parameters{what}, and this one has {here}",
+        hint="Give this run the same groups before it resumes: optimizer.add_param_group({'params': ...}), and "
+        "requires_grad_(True) for layers that were unfrozen.",
+    )
+
+
+def match_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Add the groups that other ranks have added while they trained, to an optimizer that was made as at the start."""
+    here, named = len(optimizer.param_groups), dict(model.named_parameters(remove_duplicate=False))
+    added = [[named[name] for name in group["params"]] for group in saved[here:]]
+    moved = {id(parameter) for group in added for parameter in group}
+    for group in optimizer.param_groups if moved else ():
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+    for parameters in added:
+        optimizer.add_param_group({"params": parameters})
 
 
 @contextmanager

@@ -135,6 +135,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     memory = MemoryWatch()
     profile = None
     try:
+        if survivor is not None:
+            survivor.match(job.task.model)
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
             loop.hooks.add(HistogramCallback(board, every))
