@@ -7,7 +7,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.state import shared_state
 from phalanx.observe.events import RankSuspected
 from phalanx.reliability.findings import Finding, balanced_shares, odd_replicas, slow_ranks
-
-if TYPE_CHECKING:
-    from phalanx.loop.trainer import TrainLoop
 
 _CHUNK = 1 << 22
 _MOST_MORE = 1.25
@@ -148,7 +145,7 @@ class RankChecks:
         self._emit(RankSuspected(step, finding.kind, list(finding.ranks), finding.why, action))
 
 
-def compare_ranks(loop: TrainLoop) -> None:
+def compare_ranks(loop: Any) -> None:
     """Raise where ranks that have formed a new group are not equal, and say in what; all ranks call this."""
     own = _comparable(loop)
     for name, here in own.items():
@@ -162,7 +159,7 @@ def compare_ranks(loop: TrainLoop) -> None:
             )
 
 
-def _comparable(loop: TrainLoop) -> dict[str, Any]:
+def _comparable(loop: Any) -> dict[str, Any]:
     """Return what all ranks must have equal: values themselves, of tensors a hash."""
     formation, optimizers = loop.formation, loop.formation.optimizers
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -177,7 +174,9 @@ def _comparable(loop: TrainLoop) -> dict[str, Any]:
         moments = [each for held in states for each in held.values() if isinstance(each, torch.Tensor)]
         average = {} if formation.average is None else formation.average.parameters()
         parts["weights"] = int(hash_of(loop.model.parameters(), formation.device))
-        parts["states of the optimizer"] = int(hash_of((each.to(formation.device) for each in moments), formation.device))
+        parts["states of the optimizer"] = int(
+            hash_of((each.to(formation.device) for each in moments), formation.device)
+        )
         parts["averaged weights"] = int(hash_of(average.values(), formation.device))
     return parts
 

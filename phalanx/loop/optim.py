@@ -57,9 +57,7 @@ class OptimizerSettings:
     NAMES = ("weight_decay", "momentum", "betas")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._groups = [
-            {name: group[name] for name in self.NAMES if name in group} for group in optimizer.param_groups
-        ]
+        self._groups = [{name: group[name] for name in self.NAMES if name in group} for group in optimizer.param_groups]
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Set them again after loading a state has replaced them."""

@@ -266,8 +266,8 @@ class _ReportRecovery(Callback):
     def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
         """Compare the ranks and report, once."""
         if info.step == self._first + 1:
-            compare_ranks(trainer)
             self._report(trainer)
+            compare_ranks(trainer)
 
     def on_fit_end(self, trainer: TrainLoop) -> None:
         """Report a change after the last step."""

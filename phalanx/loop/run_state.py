@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,9 @@ from phalanx.loop.state import put_back, snapshot_of
 from phalanx.torch_compat import foreach_copy_, pytree
 from phalanx.world.seed import set_rng_state
 
-if TYPE_CHECKING:
-    from phalanx.loop.trainer import TrainLoop
-
 
 @dataclass
-class Ending:
+class RunEnding:
     """Why and how a run ends."""
 
     early: bool = False
@@ -42,7 +39,8 @@ class Ending:
 class LoopState:
     """What the loop adds to the state of what it has prepared."""
 
-    def __init__(self, loop: TrainLoop) -> None:
+    def __init__(self, loop: Any) -> None:
+        """`loop`: the `TrainLoop`, which has one of these."""
         self._loop = loop
 
     def collect(self) -> dict[str, Any]:
@@ -65,7 +63,7 @@ class LoopState:
         loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
         if loop.continues:  # the same run, with other ranks
             loop.time_spent = state["time_spent"]
-            loop.ending = Ending(**state["ending"])
+            loop.ending = RunEnding(**state["ending"])
             loop.saving.look_up()
         watched = state.get("watched", {})
         self._restore_best(watched.get("best"), state["path"])
@@ -120,17 +118,17 @@ class Committed(Callback):
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    def on_fit_start(self, trainer: TrainLoop) -> None:
+    def on_fit_start(self, trainer: Any) -> None:
         """Note where the run begins or resumes."""
         self._buffers = [buffer for model in trainer.formation.models for buffer in model.buffers()]
         self._copies = [buffer.clone() for buffer in self._buffers]
         self._note(trainer.formation)
 
-    def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
         """Note what this step has read."""
         self._note(trainer.formation)
 
-    def on_epoch_end(self, trainer: TrainLoop, epoch: int, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
         """Note that the epoch is over and reported: a surviving rank begins the next one."""
         self._note(trainer.formation)
 
@@ -148,7 +146,7 @@ class Committed(Callback):
                 foreach_copy_(self._copies, self._buffers)
 
 
-def capture(loop: TrainLoop, committed: Committed) -> RunState | None:
+def capture(loop: Any, committed: Committed) -> RunState | None:
     """Return the state after the last complete step; None before the run has begun. Without communication.
 
     Its tensors are those in use, not copies.
@@ -165,7 +163,7 @@ def capture(loop: TrainLoop, committed: Committed) -> RunState | None:
     return RunState(formation.world_size, content)
 
 
-def kept(loop: TrainLoop) -> Snapshot:
+def kept(loop: Any) -> Snapshot:
     """Return the state at the boundary of a step, for the memory of other ranks; all ranks call this."""
     return snapshot_of(loop.formation, loop.state.collect() | _identity(loop.formation))
 

@@ -15,7 +15,7 @@ from phalanx.loop.ema import WeightAverage
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
 from phalanx.strategies.base import local
-from phalanx.strategies.optimizer_state import fill_state, match_groups
+from phalanx.strategies.optimizer_state import check_groups, fill_state, match_groups
 from phalanx.world.seed import rng_state, set_rng_state
 
 _AVERAGE = "average"
@@ -156,7 +156,9 @@ def put_back(
             }
             own["model"] = tensors[f"model{number or ''}"]
             for place, optimizer in enumerate(optimizers[number] if same_run else ()):
-                match_groups(prepared.strategy.unwrap(wrapped), optimizer, own[f"optimizer{place or ''}"]["param_groups"])
+                match_groups(
+                    prepared.strategy.unwrap(wrapped), optimizer, own[f"optimizer{place or ''}"]["param_groups"]
+                )
             prepared.strategy.load_state(wrapped, optimizers[number], own)
     if prepared.average is not None:
         _put_average_back(prepared.average, averaged, swapped=trained is not None)
@@ -238,6 +240,7 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
         if "state" in value and "param_groups" in value:
             # Nothing was saved before the optimizer's first step, and for parameters that never had a gradient.
             known = {key: held for key, held in value["state"].items() if f"{name}.state.{key}" in entries}
+            check_groups(value, *_saved_groups(prepared, name, entries, known))
             value["state"] = known
     optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
     missing = sorted(set(optional) - entries)
@@ -246,6 +249,13 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
     if missing:
         prepared.notes.append(f"the checkpoint was saved by another strategy: {', '.join(missing)} starts afresh")
     return template
+
+
+def _saved_groups(prepared: Prepared, name: str, entries: set[str], known: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return how many groups a saved optimizer has, and which parameters of the model only it has trained."""
+    groups = sum(entry.startswith(f"{name}.param_groups.") and entry.count(".") == 2 for entry in entries)
+    parameters = [key for model in prepared.models for key, _ in prepared.strategy.unwrap(model).named_parameters()]
+    return groups, [key for key in parameters if f"{name}.state.{key}" in entries and key not in known]
 
 
 def _optimizers_of_models(prepared: Prepared) -> list[list[torch.optim.Optimizer]]:

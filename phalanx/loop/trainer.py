@@ -20,7 +20,7 @@ from phalanx.loop.notices import StopNotices
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
-from phalanx.loop.run_state import Ending, LoopState
+from phalanx.loop.run_state import LoopState, RunEnding
 from phalanx.loop.saving import CheckpointPolicy, Saves
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
@@ -100,7 +100,7 @@ class TrainLoop:
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._forward: Forward | None = None
-        self.ending = Ending()
+        self.ending = RunEnding()
         self.state = LoopState(self)
         self.time_limit = TimeLimit(self.config.max_seconds)
         self.time_spent = 0.0

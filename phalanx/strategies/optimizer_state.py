@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -50,7 +50,6 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     In a pipeline each stage has other parameters in a group, or none, and a checkpoint has the names of one stage: they
     are replaced by those of this rank. torch finds groups by names, so it gets only those that have any.
     """
-    _check_groups(optimizer, state["param_groups"])
     own = {id(parameter) for parameter in model.parameters()}
     loaded: dict[Any, Any] = {}
     if state["state"]:
@@ -72,14 +71,13 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
         group.update({name: value for name, value in saved.items() if name != "params"})
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    here = len(optimizer.param_groups)
-    if here == len(saved):
+def check_groups(here: Mapping[str, Any], saved: int, more: Sequence[str]) -> None:
+    """Raise where an optimizer was saved with other groups; `more`: parameters that only the saved one has trained."""
+    if (groups := len(here["param_groups"])) == saved:
         return
-    more = [name for group in saved[here:] for name in group["params"]]
-    what = f", those of {', '.join(more[:3])}{' and others' * (len(more) > 3)}" if more else ""
+    what = f", with {', '.join(more[:3])}{' and others' * (len(more) > 3)}" if more else ""
     raise CheckpointError(
-        f"the saved optimizer has {len(saved)} groups of parameters{what}, and this one has {here}",
+        f"the saved optimizer has {saved} group{'s' * (saved != 1)} of parameters{what}, and this one has {groups}",
         hint="Give this run the same groups before it resumes: optimizer.add_param_group({'params': ...}), and "
         "requires_grad_(True) for layers that were unfrozen.",
     )

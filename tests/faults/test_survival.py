@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import phalanx
 from phalanx import checkpoint
 from phalanx.checkpoint import read_manifest
+from phalanx.errors import ReplicaError
 
 EPOCHS, STEPS = 4, 32
 
@@ -182,3 +184,154 @@ def test_a_schedule_of_the_config_survives_with_the_users_optimizer(tmp_path, fo
     for name in ("learning rates by step", "averaged weights and buffers", "optimizer settings"):
         assert plain(FIELDS[name](hit)) == plain(FIELDS[name](quiet))
     assert [group["lr"] for group in hit.optimizer.param_groups] == [0.02, 0.05], "the next fit begins with them"
+
+
+class KillWhen(phalanx.Callback):
+    """Kills a rank once, in one of the moments of a callback, or in the evaluation after a step."""
+
+    def __init__(self, folder: Path, moment: str, step: int, rank: int = 1) -> None:
+        self.mark, self.moment, self.step, self.rank = folder / "killed", moment, step, rank
+        self.waits_for: Path | None = None
+
+    def _kill(self, trainer, moment: str) -> None:
+        here = (moment, trainer.step, trainer.formation.rank)
+        if here != (self.moment, self.step, self.rank) or self.mark.exists():
+            return
+        self.mark.touch()
+        deadline = time.monotonic() + 10
+        while self.waits_for is not None and not self.waits_for.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, trainer, info) -> None:
+        self._kill(trainer, "step")
+        if self.moment == "evaluation":
+            trainer.model.register_forward_pre_hook(lambda *_: self._in_forward(trainer))
+
+    def _in_forward(self, trainer) -> None:
+        if not trainer.model.training:
+            self._kill(trainer, "evaluation")
+
+    def on_fit_end(self, trainer) -> None:
+        self._kill(trainer, "end")
+
+
+def small_fit(folder: Path, moment: str | None = None, step: int = 0, rank: int = 1, **settings):
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    defaults = {"loss_fn": "mse", "num_workers": 2, "device": "cpu", "batch_size": 4, "epochs": 2, "max_restarts": 3}
+    defaults["callbacks"] = [] if moment is None else [KillWhen(folder, moment, step, rank)]
+    trainer = phalanx.PyTorchDDPTrainer(model, progress=False, run_dir=str(folder / "run"), **{**defaults, **settings})
+    history = trainer.fit(Rows(), Rows(16))
+    assert moment is None or (folder / "killed").exists()
+    return model.state_dict(), history, folder / "run"
+
+
+def kinds(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("moment", "rank"), [("evaluation", 1), ("end", 1), ("end", 0)])
+def test_a_rank_that_is_lost_after_the_last_step_costs_nothing(tmp_path, moment, rank, fork_server):
+    quiet, straight, _ = small_fit(tmp_path / "quiet", ema_decay=0.5)
+    hit, history, run = small_fit(tmp_path / "hit", moment, 16, rank, ema_decay=0.5)
+    assert plain(hit) == plain(quiet)
+    assert [(epoch.step, epoch.val) for epoch in history.epochs] == [
+        (epoch.step, epoch.val) for epoch in straight.epochs
+    ]
+    assert (history.status, history.reason) == ("finished", "")
+    assert kinds(run).count("run_ended") == kinds(run).count("run_started") == 1
+
+
+def test_an_earlier_loss_is_not_restored_by_a_later_one(tmp_path, fork_server):
+    """The state of the first loss is dropped after use; the second loss comes when the run has ended."""
+    quiet, *_ = small_fit(tmp_path / "quiet")
+    (tmp_path / "hit").mkdir()
+    both = [KillWhen(tmp_path / "hit", "step", 5), KillWhen(tmp_path, "end", 16)]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    trainer = phalanx.PyTorchDDPTrainer(
+        model, loss_fn="mse", num_workers=2, device="cpu", batch_size=4, epochs=2, max_restarts=3, progress=False,
+        run_dir=str(tmp_path / "run"), callbacks=both,
+    )  # fmt: skip
+    trainer.fit(Rows(), Rows(16))
+    assert (tmp_path / "hit" / "killed").exists()
+    assert (tmp_path / "killed").exists()
+    assert plain(model.state_dict()) == plain(quiet)
+
+
+def test_a_step_whose_weights_were_not_reduced_was_not_taken(tmp_path, fork_server):
+    """Token weights are reduced in the step itself, after the gradients."""
+
+    class DiesInStep(phalanx.Callback):
+        def on_step_end(self, trainer, info) -> None:
+            if trainer.formation.rank == 1 and info.step == 6 and not (tmp_path / "dead").exists():
+                inner = trainer.formation.gradients.finish
+
+                def finish() -> None:
+                    (tmp_path / "dead").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+                assert inner
+                trainer.formation.gradients.finish = finish
+
+    def fit_tokens(name: str, callbacks):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        labels = (rows.sum(1) > 0).long()
+        trainer = phalanx.PyTorchDDPTrainer(
+            model, loss_fn="cross_entropy", loss_weighting="tokens", num_workers=2, device="cpu", batch_size=4,
+            epochs=2, max_restarts=3, progress=False, run_dir=str(tmp_path / name), callbacks=callbacks,
+        )  # fmt: skip
+        trainer.fit(torch.utils.data.TensorDataset(rows, labels))
+        return model.state_dict()
+
+    quiet, hit = fit_tokens("quiet", []), fit_tokens("hit", [DiesInStep()])
+    assert (tmp_path / "dead").exists()
+    assert plain(hit) == plain(quiet)
+
+
+def test_the_best_checkpoint_that_was_in_flight_is_remembered(tmp_path, fork_server):
+    """The loss comes a few steps after the best evaluation: its save is published, and not collected yet."""
+    kill = KillWhen(tmp_path, "step", 10)
+    kill.waits_for = tmp_path / "run" / "checkpoints" / "step-00000008"
+    settings = {"epochs": 3, "keep_best": "max:val/error", "keep_last": 1, "learning_rate": 0.005}
+    _, history, run = small_fit(tmp_path, callbacks=[kill], metrics={"error": error}, **settings)
+    assert kill.mark.exists()
+    assert history.best_step == 8
+    assert [path.parent.name for path in run.glob("checkpoints/*/best.json")] == ["step-00000008"]
+
+
+def error(output, target):
+    return (output - target).abs().mean()  # falls while the model learns: the first evaluation has the highest
+
+
+def test_sharded_ranks_keep_their_averaged_weights(tmp_path, fork_server):
+    settings = {"strategy": "fsdp", "memory_frequency": 1, "ema_decay": 0.9, "threads_per_rank": 1}
+    quiet, straight, _ = small_fit(tmp_path / "quiet", **settings)
+    hit, history, run = small_fit(tmp_path / "hit", "step", 12, **settings)
+    assert "recovered" in kinds(run)
+    assert plain(hit) == plain(quiet)
+    assert history.epochs[-1].val == straight.epochs[-1].val
+
+
+def test_ranks_that_differ_after_a_change_end_the_run_and_say_in_what(tmp_path, fork_server):
+    class OneRate(phalanx.Callback):
+        """Sets a rate that a new rank does not know of."""
+
+        def on_step_end(self, trainer, info) -> None:
+            if info.step == 3:
+                trainer.optimizer.param_groups[0]["momentum"] = 0.5
+            if info.step == 7 and trainer.formation.rank == 1:
+                trainer.optimizer.param_groups[0]["lr"] = 0.123
+
+    tmp_path.joinpath("hit").mkdir()
+    trainer = phalanx.PyTorchDDPTrainer(
+        nn.Linear(8, 1), loss_fn="mse", optimizer="sgd", num_workers=2, device="cpu", batch_size=4, epochs=2,
+        max_restarts=3, progress=False, run_dir=str(tmp_path / "run"),
+        callbacks=[OneRate(), KillWhen(tmp_path / "hit", "step", 6)],
+    )  # fmt: skip
+    with pytest.raises(ReplicaError, match=r"different learning rates: rank 0 has \[0\.\d+\], rank 1 \[0\.123\]"):
+        trainer.fit(Rows())

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 from phalanx.data.loader import shard_loader
+from phalanx.errors import DataError
 
 
 class Augmented(Dataset):
@@ -115,3 +116,65 @@ def test_an_interrupted_iteration_without_a_state_starts_again():
     assert read(loader, 1) == [[[0, 1]]]
     assert loader.state_dict()["samples"] == 2
     assert read(loader) == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
+class OwnNumbers(Sampler):
+    """Shuffles with a generator of its own, which every draw advances."""
+
+    def __init__(self, generator) -> None:
+        self.generator = generator
+
+    def __len__(self):
+        return 22
+
+    def __iter__(self):
+        if isinstance(self.generator, random.Random):
+            yield from self.generator.sample(range(22), 22)
+        elif isinstance(self.generator, torch.Generator):
+            yield from torch.randperm(22, generator=self.generator).tolist()
+        else:
+            yield from self.generator.permutation(22).tolist()
+
+
+GENERATORS = [
+    np.random.default_rng,
+    np.random.RandomState,
+    random.Random,
+    lambda seed: torch.Generator().manual_seed(seed),
+]
+
+
+@pytest.mark.parametrize("make_generator", GENERATORS, ids=["numpy", "numpy's old one", "python", "torch"])
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_with_a_generator_of_its_own_draws_by_seed_and_epoch(make_generator, batches):
+    """A rank that survives has drawn from it before; one that replaces another has not."""
+
+    def loader():
+        sampler = OwnNumbers(make_generator(5))
+        given = {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)} if batches else {"sampler": sampler}
+        return make(DataLoader(Augmented(), **given), batch_size=None if batches else 2)
+
+    survivor, new = loader(), loader()
+    epochs = [read(survivor) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+    new.set_epoch(2)
+    assert read(new) == epochs[2]
+
+
+def test_an_order_that_cannot_be_drawn_again_is_refused():
+    class Counts(OwnNumbers):
+        drawn = 0
+
+        def __iter__(self):
+            self.drawn += 1
+            return iter([(index * 3 + self.drawn) % 22 for index in range(22)])
+
+    first, resumed = (make(DataLoader(Augmented(), sampler=Counts(None))) for _ in range(2))
+    for _ in range(2):
+        read(first)
+    read(first, 3)
+    state = first.state_dict()
+    with pytest.raises(DataError, match=r"Counts: epoch 3 was begun in another order than it has now"):
+        resumed.load_state_dict(state)
+    at_the_end = make(DataLoader(Augmented(), sampler=Counts(None)))
+    at_the_end.load_state_dict({**state, "samples": 0})

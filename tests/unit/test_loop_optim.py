@@ -71,6 +71,34 @@ def test_every_group_keeps_its_own_rate_and_a_constant_schedule_leaves_changes_a
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.03, 0.4])
 
 
+def test_an_optimizer_gets_its_own_rates_back():
+    layers = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1} for layer in layers[:2]])
+    schedule = LRSchedule(optimizer, lambda step: 0.5**step, scale=2.0)
+    schedule.apply(2)
+    optimizer.add_param_group({"params": layers[2].parameters(), "lr": 0.4})
+    schedule.apply(2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05, 0.2])
+    optimizer.param_groups[1]["lr"] = 0.03  # by a callback
+    schedule.put_back(only_scheduled=True)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.03, 0.4]
+
+
+def test_a_group_that_was_added_keeps_its_rate_through_a_saved_schedule():
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    schedule = LRSchedule(optimizer, lambda step: 0.5**step)
+    schedule.apply(0)
+    optimizer.add_param_group({"params": layers[1].parameters(), "lr": 0.4})
+    schedule.apply(1)
+    other = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    restored = LRSchedule(other, lambda step: 0.5**step)
+    other.add_param_group({"params": layers[1].parameters(), "lr": 0.2})  # the rate of the state
+    restored.load_state_dict(schedule.state_dict())
+    restored.apply(2)
+    assert [group["lr"] for group in other.param_groups] == pytest.approx([0.025, 0.1])
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adagrad"])
 def test_every_named_optimizer_trains_what_wants_a_gradient(name):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))

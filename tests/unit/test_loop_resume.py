@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
-from phalanx.errors import UsageError
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.loop.formation import Formation
 
 DATA = TensorDataset(torch.linspace(0, 1, 16).view(8, 2), torch.ones(8, 1))
@@ -41,6 +42,103 @@ def test_a_rate_that_a_callback_sets_survives_a_resume(tmp_path):
 def test_a_rate_that_the_user_changes_counts_from_the_resume_on(tmp_path):
     fit(tmp_path, 1, callbacks=[])
     assert fit(tmp_path, 2, resume_from_checkpoint=True, learning_rate=0.02, callbacks=[]) == [0.02] * 2
+
+
+SCHEDULES = {
+    "lr_scaling": {"lr_scaling": "linear", "base_batch_size": 2},
+    "lr_schedule": {"lr_schedule": "cosine", "warmup": 1, "max_steps": 12},
+    "scheduler": {"scheduler": lambda optimizer: StepLR(optimizer, 3, gamma=0.5), "scheduler_interval": "step"},
+}
+
+
+def rates_of(trainer, **settings) -> list[float]:
+    return [round(step["learning_rate"], 9) for step in trainer.fit(DATA, **settings).steps]
+
+
+def own_trainer(folder, scheduler=None, **settings) -> PyTorchDDPTrainer:
+    """A trainer with an optimizer object, and with a scheduler object where a function makes one."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = None if scheduler is None else scheduler(optimizer)
+    return PyTorchDDPTrainer(
+        model, optimizer, scheduler=made, device="cpu", batch_size=4, progress=False, log_every_n_steps=1,
+        run_dir=str(folder / "run"), checkpoint_dir=str(folder / "kept"), **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_same_objects_resume_with_the_right_rates(tmp_path, schedule):
+    whole = rates_of(own_trainer(tmp_path / "whole", **SCHEDULES[schedule]), epochs=6)
+    trainer = own_trainer(tmp_path / "cut", callbacks=[StopsOnce(5)], **SCHEDULES[schedule])
+    trainer.fit(DATA, epochs=6)  # stopped after half of it: the length of the run is part of a schedule
+    assert rates_of(trainer, epochs=6, resume_from_checkpoint=True) == whole
+
+
+class StopsOnce(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == self.step:
+            trainer.request_stop()
+
+
+@pytest.mark.parametrize("schedule", ["lr_scaling", "lr_schedule"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_fit_begins_with_the_optimizers_own_rates(tmp_path, schedule, workers, fork_server):
+    trainer = own_trainer(tmp_path, num_workers=workers, epochs=4, **SCHEDULES[schedule])
+    first = rates_of(trainer)
+    assert len(set(first)) > 1 or schedule == "lr_scaling"
+    assert rates_of(trainer) == first
+    assert rates_of(trainer) == first
+
+
+def test_a_rate_that_a_callback_has_set_stays_for_the_next_fit(tmp_path):
+    trainer = own_trainer(tmp_path, epochs=2, callbacks=[DivideRate()])
+    assert rates_of(trainer) == [0.1] * 2 + [0.01] * 2
+    assert rates_of(trainer) == [0.001] * 2 + [0.0001] * 2
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, trainer, info) -> None:
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state) -> None:
+        self.steps = state["steps"]
+
+
+def test_a_callback_continues_from_its_state(tmp_path):
+    fit(tmp_path, 2, callbacks=[Counts()])
+    counts = Counts()
+    fit(tmp_path, 3, resume_from_checkpoint=True, callbacks=[counts])
+    assert counts.steps == 6
+
+
+def test_a_resume_without_a_group_that_was_added_is_refused_by_name(tmp_path):
+    class Unfreezes(Callback):
+        def on_epoch_end(self, trainer, epoch, metrics) -> None:
+            if epoch == 0:
+                trainer.model[1].requires_grad_(True)
+                trainer.optimizer.add_param_group({"params": trainer.model[1].parameters()})
+
+    def trainer(**settings):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model[1].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        return PyTorchDDPTrainer(
+            model, optimizer, device="cpu", batch_size=4, progress=False, run_dir=str(tmp_path / "run"),
+            checkpoint_dir=str(tmp_path / "kept"), **settings,
+        )  # fmt: skip
+
+    trainer(callbacks=[Unfreezes()]).fit(DATA, epochs=2, max_steps=3)
+    with pytest.raises(CheckpointError, match=r"2 groups of parameters, with 1\.weight, 1\.bias, and this one has 1"):
+        trainer().fit(DATA, epochs=3, resume_from_checkpoint=True)
 
 
 def test_fit_resumes_from_what_a_users_loop_saved(tmp_path):
