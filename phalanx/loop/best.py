@@ -133,7 +133,8 @@ class BestCheckpoint:
 
     def find(self, path: Path | None) -> str:
         """Take the checkpoint of the best value; return a note where it does not exist. All ranks call this."""
-        assert self._watch is not None and self._watch.step is not None, "loaded before"
+        assert self._watch is not None, "loaded before"
+        assert self._watch.step is not None, "loaded before"
         if path is not None and group.from_rank_zero(path.is_dir):
             if group.from_rank_zero(lambda: read_mark(path) is None):
                 self.saved(path, self._watch.step)  # the run ended after it was saved, before it was marked

@@ -33,11 +33,11 @@ class Callback:
     """Subclass and override what you need. `trainer` is the running loop."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what must survive a resume or a lost rank, as plain values that are equal on all ranks; None: nothing."""
+        """Return what must survive a resume or a lost rank, as plain values, equal on all ranks; None: nothing."""
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, before `on_fit_start`; a rank that replaces another calls this too."""
+        """Continue from what `state_dict` returned, before `on_fit_start`; also on a rank that replaces another."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Before the first step."""

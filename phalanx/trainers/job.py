@@ -79,11 +79,11 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
 
     def run(survivor: Survivor | None = None) -> JobResult:
         continues = survivor is not None and survivor.run_dir is not None
-        used = job
-        if survivor is not None and continues and job.renew is not None:
-            if survivor.is_stale or is_laid_out(job.task.model):
-                used, survivor.is_stale = job.renew(), False
-        return _run_once(used, in_place, survivor)
+        if survivor is None or not continues or job.renew is None:
+            return _run_once(job, in_place, survivor)
+        renewed = survivor.is_stale or is_laid_out(job.task.model)
+        survivor.is_stale = survivor.is_stale and not renewed
+        return _run_once(job.renew() if renewed else job, in_place, survivor)
 
     if job.action != "fit":
         return run()

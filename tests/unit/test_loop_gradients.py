@@ -81,3 +81,21 @@ def test_an_epoch_interrupted_between_boundaries_leaves_no_gradients():
         return plain.weight.tolist()
 
     assert weights(True) == weights(False)
+
+
+def test_the_loss_scale_that_is_saved_is_that_of_the_last_complete_step():
+    """A step that lost ranks interrupt has unscaled its gradients, and is done again: it must not count twice."""
+    with Formation(device="cpu", batch_size=2) as formation:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)  # fp16's, which needs a GPU
+        formation.gradients._scaler = scaler
+        model = nn.Linear(2, 1)
+        model, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        formation.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        formation.gradients.settle_scale()
+        assert scaler.get_scale() == 8
+        optimizer.zero_grad()
+        formation.backward(model(torch.ones(1, 2)).sum())
+        formation.clip_grad_norm(1.0)
+        formation.gradients.settle_scale()
+        assert scaler.get_scale() == 8, "the second step was not taken"
