@@ -204,7 +204,7 @@ def _reshard(namespace: argparse.Namespace) -> _Answer:
 
 def _prune(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint.find import survey
-    from phalanx.checkpoint.keep import beyond, remove, remove_unused_chunks
+    from phalanx.checkpoint.keep import beyond, prune_chunks, remove
     from phalanx.checkpoint.lock import runs_under_way
     from phalanx.cli.ckpt_target import directory_of
 
@@ -221,8 +221,7 @@ def _prune(namespace: argparse.Namespace) -> _Answer:
     if not namespace.dry_run:
         for one in chosen:
             remove(one.path)
-        runs = {one.manifest.run_id for one in found if one.manifest.kind == "incremental"}
-        notes = remove_unused_chunks(directory, runs) if runs else []
+        notes = prune_chunks(directory)
     paths = [str(one.path) for one in chosen]
     done = "would remove" if namespace.dry_run else "removed"
     lines = [f"{done} {one.path} ({size(one.manifest.bytes)})" for one in chosen]

@@ -209,6 +209,25 @@ def test_a_url_is_a_path_that_keeps_its_slashes():
         as_path("s4://bucket/x")
 
 
+def writable_in_memory(url: str) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        check_writable(url)
+    return str(refused.value)
+
+
+def test_the_memory_of_a_process_holds_checkpoints_of_one_rank(ranks):
+    url = "memory://kept/one"
+    for step in (1, 2, 3):
+        save(url, snapshot(step, float(step)), run_id="r", keep_last=2)
+    assert names(url) == ["step-00000002", "step-00000003"]
+    template = {"model": {"w": torch.zeros(4)}}
+    assert load(choose(url, required=True).checkpoint, template).step == 3
+    assert template["model"]["w"].tolist() == [3.0] * 4
+    as_path(url).remove_tree()
+    refused = ranks(writable_in_memory, url, world_size=2)
+    assert all("the memory of one process, and there are 2 ranks\n  Set checkpoint_dir" in text for text in refused)
+
+
 @pytest.mark.parametrize("kind", ["full", "incremental"])
 def test_every_kind_is_saved_pruned_and_copied_at_a_url(bucket, tmp_path, kind):
     for step in (1, 2, 3):
