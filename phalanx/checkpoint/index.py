@@ -118,9 +118,24 @@ def _parsed(body: Any) -> Index:
             Part(_sizes(offsets), _sizes(sizes), files[file], int(start)) for offsets, sizes, file, start in parts
         ]
         tensors[name] = StoredTensor(_sizes(shape), dtype, placed)
-        _ = tensors[name].torch_dtype
+        _check_parts(name, tensors[name], leaves)
     objects = dict(zip(body["objects"], _sizes([*body["objects"].values()]), strict=True))
     return Index(tensors, objects, leaves, folder)
+
+
+def _check_parts(name: str, stored: StoredTensor, leaves: dict[str, list[Leaf]]) -> None:
+    """Raise where a tensor's parts are outside of it or of their files, or leave some of it without a value."""
+    item = stored.torch_dtype.itemsize
+    for part in stored.parts:
+        ends = (offset + size for offset, size in zip(part.offsets, part.sizes, strict=True))
+        if any(end > most for end, most in zip(ends, stored.shape, strict=True)):
+            raise ValueError(f"a part is outside of {name!a}")
+        last = leaves[part.file][-1:]
+        size = math.prod(part.sizes) * item
+        if size and (part.start < 0 or part.start + size > sum(leaf.start + leaf.size for leaf in last)):
+            raise ValueError(f"a part of {name!a} is outside of {part.file}")
+    if sum(math.prod(part.sizes) for part in stored.parts) < math.prod(stored.shape):
+        raise ValueError(f"parts of {name!a} are missing")
 
 
 def _leaves(listed: list[Any]) -> list[Leaf]:

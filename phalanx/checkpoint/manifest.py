@@ -91,15 +91,17 @@ def manifest_at(path: Path) -> Manifest | None:
 def _parse(body: Any, file: Path) -> Manifest:
     if not isinstance(body, dict) or not isinstance(body.get("format"), int):
         raise CheckpointError(f"{file} is not a Phalanx manifest: it has no format number")
+    version = str(body.get("phalanx_version"))
+    version = version if version.isprintable() else "(unknown)"
     if body["format"] < FORMAT:
         raise CheckpointError(
             f"{file} has format {body['format']}; this Phalanx reads format {FORMAT}",
-            hint=f"Read it with phalanx {body.get('phalanx_version', '(unknown)')}, which wrote it.",
+            hint=f"Read it with phalanx {version}, which wrote it.",
         )
     if body["format"] > FORMAT:
         newer = CheckpointError(
             f"{file} has format {body['format']}; this Phalanx reads up to {FORMAT}",
-            hint=f"Upgrade: it was written by phalanx {body.get('phalanx_version', '(unknown)')}.",
+            hint=f"Upgrade: it was written by phalanx {version}.",
         )
         newer.exit_code = EXIT_USAGE  # it is not damaged
         raise newer

@@ -53,8 +53,13 @@ def run(arguments: Sequence[str]) -> int:
     namespace = ckpt_parser(action).parse_all(words)
     actions = {"ls": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}
     answer = {**actions, "reshard": _reshard, "prune": _prune, "cp": _copy}[action](namespace)
-    print_json(answer.data) if namespace.json else print(answer.text)
+    print_json(answer.data) if namespace.json else print(_printable(answer.text))
     return answer.code
+
+
+def _printable(text: str) -> str:
+    """Escape what would control the terminal: names and settings may be those of another user's checkpoint."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 def _facts(one: Checkpoint) -> dict[str, Any]:

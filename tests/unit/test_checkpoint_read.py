@@ -64,7 +64,9 @@ def test_where_the_only_one_is_damaged_nothing_begins_anew(tmp_path, name, damag
     assert choose(tmp_path).checkpoint is None  # none yet
     damage(saved(tmp_path, 1) / name)
     for run_id in (None, "run"):  # a resume, and a restart of the run
-        with pytest.raises(CheckpointError, match=rf"no checkpoint in .* is usable:\n  - passed over .*{words}") as failed:
+        with pytest.raises(
+            CheckpointError, match=rf"no checkpoint in .* is usable:\n  - passed over .*{words}"
+        ) as failed:
             choose(tmp_path, run_id=run_id)
         assert "To begin anew, remove them" in failed.value.hint
 

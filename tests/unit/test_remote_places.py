@@ -18,9 +18,12 @@ from phalanx.checkpoint import (
     list_checkpoints,
     load,
     mark_best,
+    read_manifest,
     save,
     verify,
 )
+from phalanx.checkpoint.files import FileRecord
+from phalanx.checkpoint.manifest import dump_manifest
 from phalanx.checkpoint.place import place_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import RemotePath, as_path
@@ -207,6 +210,17 @@ def test_a_url_is_a_path_that_keeps_its_slashes():
     assert not isinstance(as_path("file:///tmp/x"), RemotePath)
     with pytest.raises(UsageError, match=r"unknown protocol 's4'. Did you mean s3://\?"):
         as_path("s4://bucket/x")
+
+
+def test_the_name_of_a_file_cannot_lead_out_of_a_url(bucket, tmp_path):
+    saved = save(f"{bucket}/kept", snapshot(1), run_id="r").path
+    manifest = read_manifest(saved)
+    manifest.files["../../../x"] = FileRecord(0, "")
+    (saved / "manifest.json").write_bytes(dump_manifest(manifest).encode())
+    with pytest.raises(CheckpointError, match="it lists the file"):
+        choose(saved)
+    with pytest.raises(CheckpointError, match="it lists the file"):
+        choose(f"{bucket}/kept")
 
 
 def writable_in_memory(url: str) -> str:
