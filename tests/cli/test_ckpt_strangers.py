@@ -1,4 +1,4 @@
-"""`phalanx ckpt` on a checkpoint that somebody else prepared: nothing outside of it and of the target is touched."""
+"""`phalanx ckpt` on checkpoints that another user prepared: nothing outside of them and of the target is touched."""
 
 from __future__ import annotations
 
