@@ -3,7 +3,7 @@
 The calls are seen by ptrace, in all threads of the process. Where ptrace is not permitted, Python's audit events and
 `os.fsync` take their place: fewer points, and the same checks. Run as a script it needs nothing of pytest:
 
-    python tests/kill_points.py DIRECTORY KIND
+    python tests/kill_points.py DIRECTORY KIND|copy
 """
 
 from __future__ import annotations
@@ -154,6 +154,28 @@ def main(directory: Path, kind: str) -> None:
     print(f"{point - 1} points, {'ptrace' if _can_trace() else 'audit events'}")
 
 
+def copies(directory: Path) -> None:
+    """Kill a copy at every point; after each it is not there or whole, and repeated it is the only thing there."""
+    import torch
+
+    from phalanx.checkpoint import Snapshot, copy_checkpoint, list_checkpoints, save, verify
+
+    torch.set_num_threads(1)
+    save(directory / "base", Snapshot(1, 0, {"model": {"w": torch.ones(9)}}), run_id="run", kind="incremental")
+    (source,) = list_checkpoints(directory / "base")
+    point, killed = 0, True
+    while killed:
+        point += 1
+        target = directory / f"at-{point}"
+        killed = killed_at(point, lambda target=target: copy_checkpoint(source, target))
+        assert all(not verify(one.path) for one in list_checkpoints(target)), f"point {point}: damaged"
+        copy_checkpoint(source, target)
+        assert sorted(path.name for path in target.iterdir()) == [".chunks-run", "step-00000001"], f"point {point}"
+        assert not verify(target / "step-00000001"), f"point {point}: damaged after it was repeated"
+        shutil.rmtree(target)
+    print(f"{point - 1} points, {'ptrace' if _can_trace() else 'audit events'}")
+
+
 def _check_chunks(folder: Path) -> None:
     """All chunks that are left are used by the one checkpoint that is left."""
     from phalanx.checkpoint import choose, read_index
@@ -164,4 +186,4 @@ def _check_chunks(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    copies(Path(sys.argv[1])) if sys.argv[2] == "copy" else main(Path(sys.argv[1]), sys.argv[2])

@@ -28,8 +28,6 @@ from phalanx.checkpoint.read import (
     entries,
     load,
     load_newest,
-    read_rank_state,
-    read_state_of,
     read_tensors,
     stored_tensors,
 )
@@ -63,8 +61,6 @@ __all__ = [
     "mark_best",
     "read_index",
     "read_manifest",
-    "read_rank_state",
-    "read_state_of",
     "read_tensors",
     "save",
     "stored_tensors",

@@ -66,14 +66,23 @@ def is_whole(place: Place, folder: str, digest: str, size: int, *, deep: bool = 
         if place.size(*location(folder, digest)) != size:
             return False
         return not deep or hashlib.sha256(place.read(*location(folder, digest))).hexdigest() == digest
-    except FileNotFoundError:
+    except OSError:  # missing, or cannot be read
         return False
 
 
 def prune(place: Place, folder: str, used: Iterable[str]) -> None:
-    """Remove the chunks of a folder that are not used, and the remains of interrupted writes."""
+    """Remove the chunks of a folder that are not used, and the remains of interrupted writes; all of it without any."""
     keep = set(used)
-    for first in place.list(folder):
+    listed = place.list(folder)
+    if listed and not keep:
+        place.remove(folder)
+        return
+    for first in listed:
         for name in place.list(f"{folder}/{first}"):
             if name not in keep:
                 place.delete(f"{folder}/{first}", name)
+
+
+def is_folder(name: str) -> bool:
+    """Whether an entry of a checkpoint directory has the chunks of a run."""
+    return name.startswith(_PREFIX)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,9 @@ from phalanx.checkpoint import chunks
 from phalanx.checkpoint.files import FileRecord, Leaf
 from phalanx.checkpoint.find import Checkpoint, problem_of, read_index, verify
 from phalanx.checkpoint.lock import safe_name
-from phalanx.checkpoint.manifest import manifest_at
+from phalanx.checkpoint.manifest import MANIFEST, manifest_at
 from phalanx.checkpoint.place import LocalPlace, LocalWriting, Place, Writing, located, place_at
+from phalanx.checkpoint.publish import COPYING
 from phalanx.checkpoint.remote import RemotePlace, RemoteWriting
 from phalanx.errors import CheckpointError
 from phalanx.host.files import make_private
@@ -43,7 +44,7 @@ def copy_checkpoint(source: Checkpoint, directory: Path, notify: Callable[[str],
     if present == source.manifest and not verify(target.path(name), manifest=present):
         return Copied(target.path(name), 0, 0)
     is_taken = present is not None and present.run_id != source.manifest.run_id
-    writing = _writing(target, f"{name}-{safe_name(source.manifest.run_id)[:6]}" if is_taken else name)
+    writing = _writing(target, f"{name}-{safe_name(source.manifest.run_id)[:6]}" if is_taken else name, wanted)
 
     def transfer(file: str) -> int:
         if problem_of(writing.path / file, wanted[file]) is None:
@@ -80,14 +81,24 @@ def _copy_chunk(place: Place, target: Place, folder: str, leaf: Leaf) -> int:
     return leaf.size
 
 
-def _writing(target: Place, name: str) -> LocalWriting | RemoteWriting:
-    """Return the unfinished copy of a checkpoint, which always has the same name, so that it is found again."""
+def _writing(target: Place, name: str, wanted: Collection[str]) -> LocalWriting | RemoteWriting:
+    """Return the unfinished copy of a checkpoint, which always has the same name, so that it is found again.
+
+    Files that an earlier one left are removed, apart from those that are wanted; its manifest first.
+    """
+    token = f"{COPYING}{name}"
+    writing: LocalWriting | RemoteWriting
     if isinstance(target, RemotePlace):
-        return RemoteWriting(target.directory, f".copying-{name}", name)
-    assert isinstance(target, LocalPlace)
-    make_private(target.directory)
-    writing = LocalWriting(target.directory, f".copying-{name}")
-    writing.path.mkdir(exist_ok=True)
+        target.path(token).write_bytes(b"")
+        writing = RemoteWriting(target.directory, token, name)
+    else:
+        assert isinstance(target, LocalPlace)
+        make_private(target.directory)
+        writing = LocalWriting(target.directory, token)
+        writing.path.mkdir(exist_ok=True)
+    for file in [MANIFEST, *target.list(writing.path.name)]:
+        if file not in wanted:
+            target.delete(writing.path.name, file)
     return writing
 
 

@@ -7,13 +7,14 @@ import errno
 import hashlib
 import io
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath
@@ -64,7 +65,7 @@ def hash_file(path: Path) -> str:
         remote, offsets = path, range(0, max(1, path.stat().st_size), LEAF_BYTES)
         with hashing_threads() as threads:
             return _root(list(threads.map(lambda offset: _hash_remote_leaf(remote, offset), offsets)))
-    with path.open("rb", buffering=0) as file, hashing_threads() as threads:
+    with open_regular(path) as file, hashing_threads() as threads:
         descriptor = file.fileno()
         offsets = range(0, max(1, os.fstat(descriptor).st_size), LEAF_BYTES)
         return _root(list(threads.map(lambda offset: _hash_leaf(descriptor, offset), offsets)))
@@ -208,11 +209,29 @@ def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFi
         file.release()
 
 
+_NAME = re.compile(r"index\.json|state\.safetensors|shard-[0-9]{5,9}\.safetensors|rank-[0-9]{5,9}\.pt")
+
+
+def checked_name(name: Any) -> str:
+    """Return a file's name that was read from a checkpoint; ValueError for one that Phalanx does not write.
+
+    Paths are built from it, also to write and to remove: it must neither lead out of the folder nor name the manifest.
+    """
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return name
+    raise ValueError(f"it lists the file {str(name)[:200]!a}, which is not a name that a checkpoint's files have")
+
+
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading; OSError for a pipe or device, which could block for ever."""
+    """Open a file for reading; OSError for a pipe or device, which could block for ever, and for a symbolic link.
+
+    A checkpoint has none: a link in one from another user would make a copy of it carry a file of this user's.
+    """
     if isinstance(path, RemotePath):
         return io.BytesIO(path.read_bytes())
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if path.is_symlink():
+        raise OSError(errno.EINVAL, "a symbolic link, not a regular file", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.checkpoint import group
 from phalanx.checkpoint.chunks import is_whole
@@ -90,9 +91,11 @@ def problem_of(file: Path, record: FileRecord) -> str | None:
 
 def _size_problem(file: Path, record: FileRecord) -> str | None:
     try:
-        found = file.stat()
+        found = file.stat(follow_symlinks=False)
     except FileNotFoundError:
         return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
     if not stat.S_ISREG(found.st_mode):
         return f"{file.name} is not a regular file"
     size = found.st_size
@@ -167,9 +170,10 @@ def find_best(directory: Path | str) -> Best | None:
 def choose(path: Path | str, *, required: bool = False, run_id: str | None = None, deep: bool = True) -> Choice:
     """Choose the newest intact checkpoint of a directory, or the one at `path`; collective with a process group.
 
-    Damaged ones are skipped with a note; a damaged one at `path` itself is an error. Without any, `required` decides
-    between a CheckpointError and None; a checkpoint of another library is always an error. With `run_id` (that of rank
-    0) only the checkpoints of that run count. Without `deep` only sizes are compared; loading verifies the content.
+    Damaged ones are skipped with a note; a CheckpointError where only such are left, or one is at `path` itself.
+    Without any, `required` decides between an error and None; one of another library is always an error. With `run_id`
+    (that of rank 0) only the checkpoints of that run count, and those whose run cannot be read. Without `deep` only
+    sizes are compared; loading verifies the content.
     """
     path = as_path(path)
     if group.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
@@ -180,12 +184,15 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
         if not problems:
             return Choice(checkpoint, notes)
         notes.append(f"passed over {checkpoint.path}: {_summary(problems)}")
-    if notes and required:
-        raise CheckpointError(f"no checkpoint in {path} is usable:\n" + "\n".join(f"  - {note}" for note in notes))
+    if notes:  # starting at the first step would throw away the work that they hold
+        raise CheckpointError(
+            f"no checkpoint in {path} is usable:\n" + "\n".join(f"  - {note}" for note in notes),
+            hint="To begin anew, remove them or set another checkpoint_dir.",
+        )
     if required:
         what = "holds no checkpoint" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}", hint=_EXPECTED)
-    return Choice(None, notes)
+    return Choice(None)
 
 
 def _named(path: Path, *, deep: bool) -> Checkpoint:
@@ -220,11 +227,15 @@ def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], 
     return [each for each in found if run_id in (None, each.manifest.run_id)], notes
 
 
-def survey(directory: Path) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
-    """Read every manifest of a directory; return the checkpoints, the newest first, and those that cannot be read."""
+def survey(
+    directory: Path, paths: Iterable[Path] | None = None
+) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
+    """Read every manifest of a directory, or these; return checkpoints, the newest first, and those not readable."""
     found: list[Checkpoint] = []
     unreadable: list[tuple[Path, CheckpointError]] = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+    if paths is None:
+        paths = directory.iterdir() if directory.is_dir() else []
+    for path in sorted(paths):
         if not is_published(path.name) or not path.is_dir():
             continue
         try:
@@ -235,6 +246,36 @@ def survey(directory: Path) -> tuple[list[Checkpoint], list[tuple[Path, Checkpoi
                 unreadable.append((path, error))
     found.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
     return found, unreadable
+
+
+class Stamp(NamedTuple):
+    """What tells a checkpoint from the others of its directory."""
+
+    path: Path
+    run_id: str
+    step: int
+    published_at: float
+    kind: str
+
+
+def stamp_of(checkpoint: Checkpoint) -> Stamp:
+    """Return the stamp of a checkpoint."""
+    manifest = checkpoint.manifest
+    return Stamp(checkpoint.path, manifest.run_id, manifest.step, manifest.published_at, manifest.kind)
+
+
+def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
+    """Return the stamps of all checkpoints whose manifest can be read, the newest first.
+
+    `known`: those that were read before, which is updated. A save reads only the manifests of others' new checkpoints,
+    also in a directory that keeps all of them.
+    """
+    present = {path for path in directory.iterdir() if is_published(path.name)} if directory.is_dir() else set()
+    for path in known.keys() - present:
+        del known[path]
+    found, _ = survey(directory, present - known.keys())
+    known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in found}
+    return sorted(known.values(), key=lambda stamp: (stamp.published_at, stamp.step), reverse=True)
 
 
 def _summary(problems: list[str]) -> str:

@@ -80,6 +80,14 @@ def unwrapped(outcome: T | Failed) -> T:
     return outcome
 
 
+def on_all(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; return this rank's result, or raise the error of the first that failed on all."""
+    outcome = tried(action)
+    for failed in gather_to_all(outcome if isinstance(outcome, Failed) else None):
+        unwrapped(failed)
+    return unwrapped(outcome)
+
+
 def scatter_from_zero(action: Callable[[], list[T]]) -> T:
     """Run `action` on rank 0, and return one item of its list, or raise its error, on every rank."""
     if world_size() == 1:

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from phalanx.checkpoint.files import LEAF_BYTES, Leaf
+from phalanx.checkpoint.files import LEAF_BYTES, Leaf, checked_name
 from phalanx.errors import CheckpointError
 
 INDEX = "index.json"
-_HASH = re.compile(r"^[0-9a-f]{64}$")
-_NAME = re.compile(r"^[\w.-]+$")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_CHUNKS = re.compile(r"\.chunks-[\w.]{0,32}")
 
 
 class Part(NamedTuple):
@@ -107,10 +107,10 @@ def parse_index(data: bytes, where: str) -> Index:
 
 
 def _parsed(body: Any) -> Index:
-    files = body["files"]
+    files = [checked_name(name) for name in body["files"]]
     folder = body["chunk_folder"]
-    if not all(_NAME.match(name) for name in [*files, *filter(None, [folder])]):
-        raise ValueError("a file has a name with a path in it")
+    if folder is not None and not _CHUNKS.fullmatch(folder):
+        raise ValueError(f"{folder[:200]!a} is not a folder of chunks")
     leaves = {name: _leaves(listed) for name, listed in zip(files, body["leaves"], strict=True)}
     tensors = {}
     for name, (dtype, shape, parts) in body["tensors"].items():
@@ -118,14 +118,30 @@ def _parsed(body: Any) -> Index:
             Part(_sizes(offsets), _sizes(sizes), files[file], int(start)) for offsets, sizes, file, start in parts
         ]
         tensors[name] = StoredTensor(_sizes(shape), dtype, placed)
-        _ = tensors[name].torch_dtype
-    return Index(tensors, {name: int(rank) for name, rank in body["objects"].items()}, leaves, folder)
+        _check_parts(name, tensors[name], leaves)
+    objects = dict(zip(body["objects"], _sizes([*body["objects"].values()]), strict=True))
+    return Index(tensors, objects, leaves, folder)
+
+
+def _check_parts(name: str, stored: StoredTensor, leaves: dict[str, list[Leaf]]) -> None:
+    """Raise where a tensor's parts are outside of it or of their files, or leave some of it without a value."""
+    item = stored.torch_dtype.itemsize
+    for part in stored.parts:
+        ends = (offset + size for offset, size in zip(part.offsets, part.sizes, strict=True))
+        if any(end > most for end, most in zip(ends, stored.shape, strict=True)):
+            raise ValueError(f"a part is outside of {name!a}")
+        last = leaves[part.file][-1:]
+        size = math.prod(part.sizes) * item
+        if size and (part.start < 0 or part.start + size > sum(leaf.start + leaf.size for leaf in last)):
+            raise ValueError(f"a part of {name!a} is outside of {part.file}")
+    if sum(math.prod(part.sizes) for part in stored.parts) < math.prod(stored.shape):
+        raise ValueError(f"parts of {name!a} are missing")
 
 
 def _leaves(listed: list[Any]) -> list[Leaf]:
     found, start = [], 0
     for size, digest in listed:
-        if not 0 <= size <= LEAF_BYTES or not _HASH.match(digest):
+        if not 0 <= size <= LEAF_BYTES or not _HASH.fullmatch(digest):
             raise ValueError("a leaf has an impossible size or hash")
         found.append(Leaf(start, size, digest))
         start += size

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.checkpoint import chunks
-from phalanx.checkpoint.find import Checkpoint, list_checkpoints, read_index, sizes_match
+from phalanx.checkpoint.find import Checkpoint, Stamp, list_checkpoints, read_index, read_stamps, sizes_match, survey
 from phalanx.checkpoint.lock import is_under_way
+from phalanx.checkpoint.manifest import manifest_at
 from phalanx.checkpoint.place import located, place_at
+from phalanx.checkpoint.publish import COPYING
 from phalanx.errors import CheckpointError
 from phalanx.observe.best import MARK
 
@@ -29,29 +31,34 @@ def check_keep_last(keep_last: int | None) -> None:
 
 
 def keep_newest(
-    published: Checkpoint, keep_last: int | None, best: Path | None = None, keep_every: int | None = None
+    published: Checkpoint,
+    keep_last: int | None,
+    best: Path | None = None,
+    keep_every: int | None = None,
+    known: dict[Path, Stamp] | None = None,
 ) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
     not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older;
     without one, what a run that it continues marked as its best. So are steps that are multiples of `keep_every`.
+    `known`: as `read_stamps` has it.
     """
     notes: list[str] = []
     if keep_last is None:
         return notes
     complete = 0
-    found = list_checkpoints(published.path.parent)
+    found = read_stamps(published.path.parent, {} if known is None else known)
     own = {published.manifest.run_id, *_continued(published, found)}
     for checkpoint in found:
-        if checkpoint.manifest.run_id not in own:
+        if checkpoint.run_id not in own:
             continue
         if complete < keep_last:
-            complete += sizes_match(checkpoint)
+            complete += _is_complete(checkpoint)
             continue
         if keep_every is not None and checkpoint.step % keep_every == 0:
             continue
-        earlier = checkpoint.manifest.run_id != published.manifest.run_id
+        earlier = checkpoint.run_id != published.manifest.run_id
         if (
             (earlier and (checkpoint.path / MARK).exists())
             if best is None
@@ -64,15 +71,20 @@ def keep_newest(
             continue  # another run that shares the directory has removed it
         except OSError as error:
             notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
-    if any(one.manifest.kind == "incremental" for one in found):
-        notes += remove_unused_chunks(published.path.parent, own)
+    if any(one.kind == "incremental" for one in found):
+        notes += remove_unused_chunks(published.path.parent, {chunks.folder_of(run_id) for run_id in own})
     return notes
 
 
-def remove_unused_chunks(directory: Path, runs: Iterable[str]) -> list[str]:
-    """Remove the chunks of these runs that no checkpoint uses; return why where this was not possible."""
+def _is_complete(stamp: Stamp) -> bool:
+    manifest = manifest_at(stamp.path)
+    return manifest is not None and sizes_match(Checkpoint(stamp.path, manifest))
+
+
+def remove_unused_chunks(directory: Path, folders: Iterable[str]) -> list[str]:
+    """Remove the chunks in these folders that no checkpoint uses; return why where this was not possible."""
     place = place_at(directory)
-    used: dict[str, set[str]] = {chunks.folder_of(run_id): set() for run_id in runs}
+    used: dict[str, set[str]] = {folder: set() for folder in folders}
     try:
         for checkpoint in list_checkpoints(directory):
             if checkpoint.manifest.kind == "incremental":
@@ -84,6 +96,17 @@ def remove_unused_chunks(directory: Path, runs: Iterable[str]) -> list[str]:
     except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
         return [f"unused chunks in {directory} were not removed: {error}"]
     return []
+
+
+def prune_chunks(directory: Path) -> list[str]:
+    """Remove all chunks in a directory that no checkpoint uses; return why where this was not possible."""
+    names = place_at(directory).names()
+    folders = [name for name in names if chunks.is_folder(name)]
+    # The chunks of a copy are there before its manifest, and those of a newer Phalanx are named where this cannot read.
+    others = [name for name in names if name.startswith(COPYING)] + [path.name for path, _ in survey(directory)[1]]
+    if folders and others:
+        return [f"unused chunks in {directory} were not removed: {others[0]} may use them"]
+    return remove_unused_chunks(directory, folders) if folders else []
 
 
 def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = None) -> list[Checkpoint]:
@@ -108,14 +131,13 @@ def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = Non
     return removed
 
 
-def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:
+def _continued(published: Checkpoint, found: list[Stamp]) -> set[str]:
     """Return the finished runs that this one continues from their last checkpoint, not from an earlier one."""
     ended: set[str] = set()
     for ancestor in published.manifest.lineage:
         run_id, step = ancestor["run_id"], ancestor["step"]
         later = any(
-            checkpoint.manifest.run_id == run_id and checkpoint.step > step and sizes_match(checkpoint)
-            for checkpoint in found
+            checkpoint.run_id == run_id and checkpoint.step > step and _is_complete(checkpoint) for checkpoint in found
         )
         if not later and not is_under_way(published.path.parent, run_id):
             ended.add(run_id)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.files import FileRecord, open_regular
+from phalanx.checkpoint.files import FileRecord, checked_name, open_regular
+from phalanx.checkpoint.plain import from_json, to_json
 from phalanx.errors import EXIT_USAGE, CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 """Increased when an older Phalanx can no longer read what is written."""
 
 
@@ -55,13 +56,9 @@ class Manifest:
 def dump_manifest(manifest: Manifest) -> str:
     """Return a manifest as JSON with a checksum."""
     files = {name: {"size": record.size, "hash": record.hash} for name, record in manifest.files.items()}
-    body = {**dataclasses.asdict(dataclasses.replace(manifest, files={})), "files": files}
-    for name in ("shared", "mesh", "config"):
-        for key, value in body[name].items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise CheckpointError(f"{name}[{key!r}] cannot be stored as JSON: {error}") from error
+    body = {**dataclasses.asdict(dataclasses.replace(manifest, files={}, shared={})), "files": files}
+    for name in _STORED:
+        body[name] = to_json(getattr(manifest, name), name)
     return json.dumps({"checksum": _checksum(body), **body}, indent=1) + "\n"
 
 
@@ -79,7 +76,7 @@ def read_manifest(path: Path) -> Manifest:
         return _parse(json.loads(text), file)
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file} is truncated or not JSON: {error.msg} at line {error.lineno}") from error
-    except (AttributeError, KeyError, RecursionError, TypeError) as error:  # its checksum is not a signature
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:  # the checksum can be forged
         raise CheckpointError(f"{file} is not a Phalanx manifest: {type(error).__name__}: {error}") from error
 
 
@@ -94,24 +91,52 @@ def manifest_at(path: Path) -> Manifest | None:
 def _parse(body: Any, file: Path) -> Manifest:
     if not isinstance(body, dict) or not isinstance(body.get("format"), int):
         raise CheckpointError(f"{file} is not a Phalanx manifest: it has no format number")
+    version = str(body.get("phalanx_version"))
+    version = version if version.isprintable() else "(unknown)"
     if body["format"] < FORMAT:
         raise CheckpointError(
             f"{file} has format {body['format']}; this Phalanx reads format {FORMAT}",
-            hint=f"Read it with phalanx {body.get('phalanx_version', '(unknown)')}, which wrote it.",
+            hint=f"Read it with phalanx {version}, which wrote it.",
         )
     if body["format"] > FORMAT:
         newer = CheckpointError(
             f"{file} has format {body['format']}; this Phalanx reads up to {FORMAT}",
-            hint=f"Upgrade: it was written by phalanx {body.get('phalanx_version', '(unknown)')}.",
+            hint=f"Upgrade: it was written by phalanx {version}.",
         )
         newer.exit_code = EXIT_USAGE  # it is not damaged
         raise newer
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
         raise CheckpointError(f"{file} does not match its checksum: it was changed after it was written")
-    files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+    for name, kind in _WRITTEN.items():
+        _checked(body[name], kind)
+    body["lineage"] = [
+        {"run_id": _checked(run["run_id"], str), "step": _checked(run["step"], int)} for run in body["lineage"]
+    ]
+    files = {
+        checked_name(name): FileRecord(_checked(record["size"], int), _checked(record["hash"], str))
+        for name, record in body.pop("files").items()
+    }
     tensors = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in body.pop("tensors").items()}
-    return Manifest(**body, files=files, tensors=tensors)
+    stored = {name: _checked(from_json(body.pop(name)), dict) for name in _STORED}
+    return Manifest(**body, **stored, files=files, tensors=tensors)
+
+
+_STORED = ("shared", "mesh", "config")
+_WRITTEN = {
+    **dict.fromkeys(("step", "epoch", "world_size", "bytes"), int),
+    **dict.fromkeys(("run_id", "kind", "torch_version", "phalanx_version"), str),
+    "published_at": float,
+}
+_LARGEST = 1 << 62
+
+
+def _checked(value: Any, kind: type) -> Any:
+    """Return a value; ValueError where nothing like it is written: it is compared, sorted and made part of names."""
+    known = isinstance(value, (int, float) if kind is float else kind)
+    if not known or (isinstance(value, (int, float)) and not 0 <= value <= _LARGEST):
+        raise ValueError(f"{str(value)[:200]!a} is not a value that is written there")
+    return value
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -248,9 +248,10 @@ class LocalPlace:
             stream.write(data)
 
     def list(self, name: str) -> list[str]:
-        """Return the files of an entry."""
+        """Return the files of an entry; none of a link: what is listed may be removed, and is elsewhere."""
         folder = self.directory / name
-        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        listed = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else []
+        return sorted(path.name for path in listed)
 
     def delete(self, name: str, file: str) -> None:
         """Remove one file, if it exists."""
@@ -277,6 +278,11 @@ def check_writable(directory: Path | str) -> None:
     """Check before training that checkpoints can be written: create the directory, and a file in it."""
     directory = as_path(directory)
     if isinstance(directory, RemotePath):
+        if directory.protocol == "memory" and group.world_size() > 1:
+            raise CheckpointError(
+                f"checkpoint_dir is {directory}, the memory of one process, and there are {group.world_size()} ranks",
+                hint="Set checkpoint_dir to a folder, or to a URL that all ranks reach: s3://bucket/folder",
+            )
         directory.check_writable()
         return
     probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"

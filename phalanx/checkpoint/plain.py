@@ -44,6 +44,38 @@ def from_plain(value: Any) -> Any:
     return value
 
 
+_PAIRS, _TUPLE = "__phalanx_pairs__", "__phalanx_tuple__"
+
+
+def to_json(value: Any, where: str) -> Any:
+    """Return a copy of `value` of JSON's types, from which `from_json` makes it again: also keys that are not texts."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, dict):
+        items = [[to_json(key, f"a key of {where}"), to_json(value[key], f"{where}[{key!r}]")] for key in value]
+        plain = all(isinstance(key, str) and key not in (_PAIRS, _TUPLE) for key in value)
+        return dict(items) if plain else {_PAIRS: items}
+    raise CheckpointError(
+        f"{where} cannot be stored as JSON: it is a {type(value).__module__}.{type(value).__qualname__}",
+        hint="Use numbers, texts, lists, tuples and dicts of them: value.item() or value.tolist() of an array.",
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Decode what `to_json` returned."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(from_json(value[_TUPLE]))
+    pairs = value.get(_PAIRS, value.items())
+    return {from_json(key): from_json(item) for key, item in pairs}
+
+
 def _from_numpy(value: Any, where: str) -> Any:
     import numpy as np
 

@@ -20,6 +20,8 @@ from phalanx.checkpoint.files import sync_directory
 from phalanx.checkpoint.lock import Owner, has_ended, remove_stale_locks, safe_name, this_machine
 from phalanx.checkpoint.manifest import manifest_at
 
+COPYING = ".copying-"
+"""The names of copies that are not complete begin with it; such a copy is resumed, so it has no owner."""
 _PUBLISHED = re.compile(r"^step-(\d{8,})(-.+)?$")
 _UNFINISHED = re.compile(r"^\.(?:writing|removing)-.+-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{6}$")
 
@@ -85,6 +87,9 @@ def publish(written: Path, *, step: int, run_id: str) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint in a folder; after a failure in the middle nothing that looks like a checkpoint remains."""
+    if path.is_symlink():
+        path.unlink()
+        return
     aside = path.with_name(f".removing-{path.name}-{_token()}")
     path.rename(aside)
     shutil.rmtree(aside)

@@ -32,19 +32,25 @@ class Loaded:
     epoch: int
     shared: dict[str, Any]
     rank_state: Any
+    """That of this rank; None where the number of ranks has changed."""
     notes: list[str] = field(default_factory=list)
+    taken_over: list[Any] = field(default_factory=list)
+    """The states of the ranks that saved it which fall to this one; where there are more ranks now, that of rank 0."""
 
 
-def load(checkpoint: Checkpoint, template: dict[str, Any]) -> Loaded:
+def load(checkpoint: Checkpoint, template: dict[str, Any], *, take_over: bool = False) -> Loaded:
     """Read a checkpoint into `template`, a state dict in the layout of this run; collective with a process group.
 
     `template` may have fewer top-level entries than the checkpoint (for instance only the model). Tensors are filled in
-    place from any layout; numbers are replaced.
+    place from any layout; numbers are replaced. `take_over`: also read the states of ranks that are not there any more.
+    An error on any rank is raised on all of them.
     """
-    read_tensors(checkpoint, template)
-    rank_state, notes = read_rank_state(checkpoint)
-    manifest = checkpoint.manifest
-    return Loaded(manifest.step, manifest.epoch, manifest.shared, rank_state, notes)
+
+    def read() -> Loaded:
+        _fill(checkpoint, template)
+        return _loaded(checkpoint, take_over=take_over)
+
+    return group.on_all(read)
 
 
 def load_newest(
@@ -53,6 +59,7 @@ def load_newest(
     *,
     required: bool = False,
     run_id: str | None = None,
+    take_over: bool = False,
 ) -> tuple[Choice, dict[str, Any], Loaded | None]:
     """Choose as `choose` does and load into the template for it; what is read is verified while it is read.
 
@@ -63,12 +70,12 @@ def load_newest(
         return choice, {}, None
     try:
         template = template_of(choice.checkpoint)
-        return choice, template, load(choice.checkpoint, template)
+        return choice, template, load(choice.checkpoint, template, take_over=take_over)
     except DamagedError:  # the state may be half loaded: only an intact checkpoint helps
         choice = choose(path, required=True, run_id=run_id)
         assert choice.checkpoint is not None, "required"
         template = template_of(choice.checkpoint)
-        return choice, template, load(choice.checkpoint, template)
+        return choice, template, load(choice.checkpoint, template, take_over=take_over)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -85,10 +92,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
     """Fill `template` from a checkpoint; collective with a process group."""
-    outcome = group.tried(lambda: _fill(checkpoint, template))
-    failed = [each for each in group.gather_to_all(outcome) if isinstance(each, group.Failed)]
-    if failed:
-        raise failed[0].error
+    group.on_all(lambda: _fill(checkpoint, template))
 
 
 def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
@@ -152,31 +156,35 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     return {name: TensorInfo(one.shape, one.dtype) for name, one in read_index(checkpoint).tensors.items()}
 
 
-def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
-    """Return this rank's state, or None and a note where the number of ranks has changed."""
-    then, now = checkpoint.manifest.world_size, group.world_size()
-    if then != now:
-        note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
-        return None, [note]
-    return read_state_of(checkpoint, group.rank()), []
-
-
-def read_state_of(checkpoint: Checkpoint, rank: int) -> Any:
-    """Return the state of one of the ranks that saved a checkpoint."""
-    return _rank_file(checkpoint, rank)["state"]
+def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> Loaded:
+    """Return everything of a checkpoint that is not a tensor."""
+    manifest, rank = checkpoint.manifest, group.rank()
+    then, now = manifest.world_size, group.world_size()
+    about = manifest.step, manifest.epoch, manifest.shared
+    if then == now:
+        own = _rank_file(checkpoint, rank)["state"]
+        return Loaded(*about, own, taken_over=[own])
+    note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
+    old = (range(rank, then, now) or [0]) if take_over else []
+    return Loaded(*about, None, [note], [_rank_file(checkpoint, each)["state"] for each in old])
 
 
 def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     place, name = located(checkpoint.path)
     file = rank_file_name(rank)
     path, record = checkpoint.path / file, checkpoint.manifest.files.get(file)
+    if record is None:
+        raise DamagedError(f"{checkpoint.path} has no state of rank {rank}")
     try:
         data = place.read(name, file)
-        if record is None or hash_bytes(data) != record.hash:
-            raise DamagedError(f"{file} does not match its hash: it was changed after it was written")
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from error
+    if hash_bytes(data) != record.hash:
+        raise DamagedError(f"{file} does not match its hash: it was changed after it was written")
+    try:
         found: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
         return {"objects": found["objects"], "state": found["state"]}
-    except (OSError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 

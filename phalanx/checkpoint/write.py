@@ -21,13 +21,13 @@ import torch
 from phalanx.checkpoint import chunks, group
 from phalanx.checkpoint.fetch import write_full
 from phalanx.checkpoint.files import FileRecord, Leaf, write_failed
-from phalanx.checkpoint.find import Checkpoint, list_checkpoints, sizes_match
+from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match, stamp_of
 from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
 from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
-from phalanx.checkpoint.plain import rank_content, rank_file_name
+from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to_json
 from phalanx.checkpoint.stage import Staging
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
@@ -78,6 +78,7 @@ class Saver:
         self._staging = Staging()
         self._job: _Job | None = None
         self._known_chunks: set[str] = set()
+        self._known: dict[Path, Stamp] = {}
         self.token = ""
         """Names the save in flight, equal on all ranks."""
 
@@ -166,7 +167,8 @@ class _Job(threading.Thread):
         self._layout, self._index = plan.layout, plan.index
         self._rank_file = rank_content(plan.values(), self._snapshot.rank_state)
         self._saver._staging.fill(plan.layout, plan.tensors())
-        self._snapshot = dataclasses.replace(self._snapshot, tensors={}, rank_state=None)
+        shared = from_json(to_json(self._snapshot.shared, "shared"))
+        self._snapshot = dataclasses.replace(self._snapshot, tensors={}, rank_state=None, shared=shared)
 
     def run(self) -> None:
         """Write this rank's files; on rank 0 also publish."""
@@ -303,7 +305,9 @@ class _Job(threading.Thread):
                 f"{published.path} was published, and its files do not have the sizes that were written",
                 hint="The file system loses data. Earlier checkpoints were not removed; use another checkpoint_dir.",
             )
-        notes = keep_newest(published, request.keep_last, request.best, request.keep_every)
+        known = self._saver._known
+        known[published.path] = stamp_of(published)  # also where it has replaced one that was known
+        notes = keep_newest(published, request.keep_last, request.best, request.keep_every, known)
         written = new + sum(part["written"] for part in parts)
         seconds = time.monotonic() - self.started
         self._published = SavedCheckpoint(
@@ -329,8 +333,8 @@ class _Job(threading.Thread):
 
     def _publication_time(self) -> float:
         """Return a time that is later than those of all present checkpoints, also where this clock is behind."""
-        present = list_checkpoints(self._request.directory)
-        return max([time.time(), *(one.manifest.published_at + _MOMENT_SECONDS for one in present)])
+        present = read_stamps(self._request.directory, self._saver._known)
+        return max([time.time(), *(one.published_at + _MOMENT_SECONDS for one in present)])
 
     def _post(self, name: str, message: dict[str, Any]) -> None:
         if self._store is not None:

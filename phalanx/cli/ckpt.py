@@ -53,8 +53,13 @@ def run(arguments: Sequence[str]) -> int:
     namespace = ckpt_parser(action).parse_all(words)
     actions = {"ls": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}
     answer = {**actions, "reshard": _reshard, "prune": _prune, "cp": _copy}[action](namespace)
-    print_json(answer.data) if namespace.json else print(answer.text)
+    print_json(answer.data) if namespace.json else print(_printable(answer.text))
     return answer.code
+
+
+def _printable(text: str) -> str:
+    """Escape what would control the terminal: names and settings may be those of another user's checkpoint."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 def _facts(one: Checkpoint) -> dict[str, Any]:
@@ -204,7 +209,7 @@ def _reshard(namespace: argparse.Namespace) -> _Answer:
 
 def _prune(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint.find import survey
-    from phalanx.checkpoint.keep import beyond, remove, remove_unused_chunks
+    from phalanx.checkpoint.keep import beyond, prune_chunks, remove
     from phalanx.checkpoint.lock import runs_under_way
     from phalanx.cli.ckpt_target import directory_of
 
@@ -221,8 +226,7 @@ def _prune(namespace: argparse.Namespace) -> _Answer:
     if not namespace.dry_run:
         for one in chosen:
             remove(one.path)
-        runs = {one.manifest.run_id for one in found if one.manifest.kind == "incremental"}
-        notes = remove_unused_chunks(directory, runs) if runs else []
+        notes = prune_chunks(directory)
     paths = [str(one.path) for one in chosen]
     done = "would remove" if namespace.dry_run else "removed"
     lines = [f"{done} {one.path} ({size(one.manifest.bytes)})" for one in chosen]

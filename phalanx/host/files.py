@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -17,9 +18,10 @@ def replacing(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
 
     `flush` waits until the disk has the content and the new name, so that a power failure loses neither.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    # By chance and not by process id: those of two containers that share a folder may be equal.
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
-        with fresh.open("wb") as file:
+        with fresh.open("xb") as file:
             yield file
             if flush:
                 file.flush()

@@ -26,7 +26,7 @@ _PAUSES = (0.2, 0.8, 3.0)
 """Seconds between tries; s3fs and botocore have retried the single request before."""
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LASTING_CODES = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EROFS, errno.ENOTSUP)
-_COMMON = ("s3://", "gs://", "abfs://", "hdfs://", "sftp://", "memory://", "http://")
+_COMMON = ("s3://", "gs://", "abfs://", "hdfs://", "sftp://", "http://")
 _READ_ONLY = ("http", "https", "github", "data", "zip", "tar", "libarchive", "reference", "jar")
 _CREDENTIALS = dict.fromkeys(
     ("s3", "s3a"),
@@ -237,6 +237,7 @@ class Upload:
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._file: Any = path.open("wb")
+        self._complete = False
 
     def write(self, data: Any) -> None:
         """Append bytes; a full part is sent."""
@@ -245,12 +246,15 @@ class Upload:
     def close(self) -> None:
         """Send the rest and complete the file."""
         self._do(self._file.close)
+        self._complete = True
 
     def discard(self) -> None:
         """Abort the upload, unless it is complete."""
-        if not self._file.closed:
-            with contextlib.suppress(Exception):  # what led here is reported; a later save removes the parts
-                self._file.discard()
+        if self._complete:
+            return
+        with contextlib.suppress(Exception):  # what led here is reported; a later save removes the parts
+            self._file.discard()
+        with contextlib.suppress(AttributeError):  # a file without parts (memory://, sftp://) has no such attribute
             self._file.closed = True  # else its destructor would complete the upload
 
     def _do(self, action: Callable[[], object]) -> None:

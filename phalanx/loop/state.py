@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
     When it returns the state may change: it has been copied.
     """
     with prepared.averaged():  # other tools that read weights get the average
-        snapshot = snapshot_of(prepared, shared)
+        snapshot = snapshot_of(prepared, {})
+        # Apart, so that values of any name are neither taken for our own nor replaced by them.
+        snapshot = dataclasses.replace(snapshot, shared={"prepared": snapshot.shared, "values": shared})
         if prepared.average is not None:
             snapshot.tensors[_TRAINED] = snapshot.tensors.pop(_AVERAGE)
         request = checkpoint.Request(
@@ -94,7 +97,10 @@ def restore_snapshot(
         return _template(prepared, found)
 
     run_id = prepared.run_id if this_run else None
-    choice, template, loaded = checkpoint.load_newest(directory, template_of, required=required, run_id=run_id)
+    residuals = prepared.strategy.keeps_rank_state
+    choice, template, loaded = checkpoint.load_newest(
+        directory, template_of, required=required, run_id=run_id, take_over=residuals
+    )
     prepared.notes += choice.notes
     if choice.checkpoint is None or loaded is None:
         return None
@@ -103,27 +109,21 @@ def restore_snapshot(
     if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
         prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})
     prepared.notes += loaded.notes
-    shared = put_back(prepared, template, loaded.step, dict(loaded.shared))
+    put_back(prepared, template, loaded.step, dict(loaded.shared["prepared"]))
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
-    if prepared.strategy.keeps_rank_state:
-        _restore_residuals(prepared, choice.checkpoint, loaded.rank_state)
-    return {**shared, "path": str(choice.checkpoint.path)}
+    if residuals:
+        _restore_residuals(prepared, saved_by.world_size, loaded.taken_over)
+    return {"path": str(choice.checkpoint.path), **loaded.shared["values"]}
 
 
-def _restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
-    """Restore the residuals; `own`: this rank's part, None where the number of ranks changed.
+def _restore_residuals(prepared: Prepared, then: int, parts: list[dict[str, Any]]) -> None:
+    """Restore the residuals of the ranks, `then` in number, that this one takes over.
 
-    Then every old rank's residuals go to one of the new ranks, scaled so that their average stays the same.
+    Where their number changed, they are scaled so that their average stays the same.
     """
-    then, now = saved.manifest.world_size, prepared.world_size
-    factor = now / then
-    if own is not None:
-        parts = [own]
-    else:
-        parts = [checkpoint.read_state_of(saved, rank) for rank in range(prepared.rank, then, now)]
-    if not parts:  # more ranks than before: this one has no residuals yet, but the steps are known to all
-        factor, parts = 0.0, [checkpoint.read_state_of(saved, 0)]
+    # More ranks than before: this one has no residuals yet, but the steps are known to all.
+    factor = prepared.world_size / then if prepared.rank < then else 0.0
     if not prepared.strategy.load_rank_state(parts, factor):
         prepared.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
 

@@ -30,8 +30,9 @@ _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
     *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
-    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats*"),
-    *("profile/rank-*", "profile/trace.json.gz"),
+    *("checkpoints/step-*", "checkpoints/.chunks-*", "checkpoints/.writing-*", "checkpoints/.removing-*"),
+    *("checkpoints/.copying-*", "checkpoints/.run-*.lock"),
+    *("logs/rank-*", "logs/heartbeats*", "profile/rank-*", "profile/trace.json.gz"),
 )
 """The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
 

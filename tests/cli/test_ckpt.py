@@ -181,6 +181,30 @@ def test_cp_copies_verifies_and_continues(kept, tmp_path):
     assert f"{name} does not match its hash" in answer.err
 
 
+def test_cp_can_be_repeated_wherever_it_was_killed(kept, tmp_path):
+    left = tmp_path / "copy" / ".copying-step-00000040"
+    shutil.copytree(kept / "step-00000040", left)  # all but the last step, the rename
+    (left / "shard-00007.safetensors").touch()  # of a checkpoint that had the name before
+    answered("cp", kept, tmp_path / "copy")
+    names = sorted(path.name for path in (tmp_path / "copy" / "step-00000040").iterdir())
+    assert names == sorted(path.name for path in (kept / "step-00000040").iterdir())
+    assert "is complete already" in answered("cp", kept, tmp_path / "copy")
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["step-00000040"]
+
+
+def test_prune_removes_chunks_that_no_checkpoint_uses(tmp_path):
+    directory = tmp_path / "kept"
+    for run_id in ("gone", "here"):
+        save(directory, snapshot(10, len(run_id)), run_id=run_id, kind="incremental")
+    shutil.rmtree(directory / "step-00000010")
+    (directory / ".copying-step-00000020").mkdir()
+    assert ".copying-step-00000020 may use them" in answered("prune", directory, "--keep-last", 1)
+    (directory / ".copying-step-00000020").rmdir()
+    answered("prune", directory, "--keep-last", 1)
+    assert [path.name for path in directory.glob(".*")] == [".chunks-here"]
+    assert phalanx("ckpt", "verify", directory).code == 0
+
+
 def test_export_is_that_of_phalanx_export(kept):
     answer = phalanx("ckpt", "export", kept / "step-00000040", "--format", "nothing")
     assert answer.code == 2

@@ -1,4 +1,4 @@
-"""kill -9 at every system call of a save: what is chosen afterwards is complete, and the next save removes the rest."""
+"""kill -9 at every system call of a save or a copy: what is there is complete, and the next one removes the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "kill_points.py"
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "kind", ["sharded", *(pytest.param(kind, marks=long_proof) for kind in ("full", "incremental"))]
+    "kind", ["sharded", "copy", *(pytest.param(kind, marks=long_proof) for kind in ("full", "incremental"))]
 )
 def test_a_kill_at_any_write_point_leaves_a_whole_checkpoint(tmp_path, kind):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path, kind], capture_output=True, text=True)

@@ -158,12 +158,12 @@ FIELDS = {
     "schedule": lambda run: (run.scheduler.last_epoch, run.scheduler.get_last_lr()),
     "learning rates by step": lambda run: {step["step"]: step["learning_rate"] for step in run.history.steps},
     "data order and dropout": lambda run: {step["step"]: step["loss"] for step in run.history.steps},
-    "data position": lambda run: run.saved.shared["loaders"],
+    "data position": lambda run: run.saved.shared["prepared"]["loaders"],
     "evaluations": lambda run: [(epoch.epoch, epoch.step, epoch.val) for epoch in run.history.epochs],
     "best": lambda run: (run.history.best_value, run.history.best_step, Path(run.history.best_checkpoint).name),
-    "early stopping": lambda run: run.saved.shared["watched"]["stopping"],
-    "callbacks": lambda run: run.saved.shared["callbacks"],
-    "end": lambda run: (run.history.status, run.history.reason, run.saved.shared["ending"]),
+    "early stopping": lambda run: run.saved.shared["values"]["watched"]["stopping"],
+    "callbacks": lambda run: run.saved.shared["values"]["callbacks"],
+    "end": lambda run: (run.history.status, run.history.reason, run.saved.shared["values"]["ending"]),
 }
 
 

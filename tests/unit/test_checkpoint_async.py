@@ -150,6 +150,19 @@ def test_damage_that_only_reading_finds_falls_back_to_an_intact_one(tmp_path):
     formation.close()
 
 
+def test_values_are_those_of_the_call_and_may_have_any_name(tmp_path):
+    formation = phalanx.Formation(device="cpu")
+    formation.prepare(nn.Linear(2, 1))
+    losses = {"train": [1.0, 2.0]}
+    given = {"scaler": {"mean": 0.5}, "schedulers": "x", "loaders": 4, "path": "raw.csv", "prepared": 1, "values": 2}
+    formation.save_async(tmp_path, losses=losses, **given)
+    losses["train"].append(3.0)
+    losses["later"] = []
+    formation.finish_save()
+    assert formation.load(tmp_path) == {"losses": {"train": [1.0, 2.0]}, **given}
+    formation.close()
+
+
 class Watch(phalanx.Callback):
     def __init__(self) -> None:
         self.seen: list[tuple[str, bool]] = []

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.files import TreeHash, hash_bytes, hash_file, hashing_threads
+from phalanx.host.files import replacing
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +46,11 @@ def test_every_change_changes_the_hash(tmp_path):
     swapped = data[1000:2000] + data[:1000] + data[2000:]
     variants = [data, bytes(changed), data[:-1], data + b"\0", swapped, b""]
     assert len({hash_in_pieces(variant, []) for variant in variants}) == len(variants)
+
+
+def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path):
+    with replacing(tmp_path / "chunk") as first, replacing(tmp_path / "chunk") as second:  # equal process ids
+        first.write(b"same")
+        second.write(b"same")
+    assert [path.name for path in tmp_path.iterdir()] == ["chunk"]
+    assert (tmp_path / "chunk").read_bytes() == b"same"

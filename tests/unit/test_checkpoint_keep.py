@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from phalanx.checkpoint import Snapshot, choose, list_checkpoints, load, publish, save
+from phalanx.checkpoint import Request, Saver, Snapshot, choose, find, list_checkpoints, load, publish, save
 from phalanx.checkpoint import publish as names
 from phalanx.errors import CheckpointError
 from phalanx.observe.best import Best, mark_best
@@ -36,6 +36,23 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     (damaged / "shard-00000.safetensors").unlink()
     save(tmp_path, snapshot(30), run_id="mine", keep_last=2)
     assert names_in(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+def test_a_save_reads_no_manifest_that_it_has_read_before(tmp_path, monkeypatch, keep_last):
+    for step in range(1, 6):
+        save(tmp_path, snapshot(step), run_id="other")
+    read: list[str] = []
+    real = find.read_manifest
+    monkeypatch.setattr(find, "read_manifest", lambda path: (read.append(path.name), real(path))[1])
+    saver = Saver()
+    request = Request(directory=tmp_path, run_id="mine", keep_last=keep_last)
+    for step in range(10, 15):
+        saver.begin(snapshot(step), request)
+        saver.finish()
+    saver.release()
+    assert sorted(read) == [f"step-0000000{step}" for step in range(1, 6)]
+    assert len(list_checkpoints(tmp_path)) == 5 + (keep_last or 5)
 
 
 def test_keep_last_must_leave_one(tmp_path):

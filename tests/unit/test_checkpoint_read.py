@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from phalanx.checkpoint import Snapshot, choose, compare_model, load, read_manifest, save, verify
+from phalanx.checkpoint import Snapshot, choose, compare_model, load, load_newest, read_manifest, save, verify
 from phalanx.errors import CheckpointError
 
 
@@ -59,13 +59,43 @@ def test_a_damaged_checkpoint_that_was_named_is_an_error(tmp_path, name, damage,
         choose(damaged)
 
 
-def test_when_none_is_usable_the_caller_decides(tmp_path):
-    truncate(saved(tmp_path, 1) / "shard-00000.safetensors")
-    chosen = choose(tmp_path)
-    assert chosen.checkpoint is None
-    assert len(chosen.notes) == 1
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable:\n  - passed over .*is truncated"):
-        choose(tmp_path, required=True)
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_where_the_only_one_is_damaged_nothing_begins_anew(tmp_path, name, damage, words):
+    assert choose(tmp_path).checkpoint is None  # none yet
+    damage(saved(tmp_path, 1) / name)
+    for run_id in (None, "run"):  # a resume, and a restart of the run
+        with pytest.raises(
+            CheckpointError, match=rf"no checkpoint in .* is usable:\n  - passed over .*{words}"
+        ) as failed:
+            choose(tmp_path, run_id=run_id)
+        assert "To begin anew, remove them" in failed.value.hint
+
+
+def save_twice(directory: str) -> None:
+    for step in (1, 2):
+        state = {"model": {"w": torch.full((4,), float(step))}}
+        save(directory, Snapshot(step, 0, state, {"seed": step, "rank": torch.distributed.get_rank()}), run_id="run")
+
+
+def resume_on_ranks(directory: str) -> tuple[int, list[float], dict, list[str]]:
+    template = {"model": {"w": torch.zeros(4)}}
+    choice, filled, loaded = load_newest(directory, lambda found: template)
+    return loaded.step, filled["model"]["w"].tolist(), loaded.rank_state, choice.notes
+
+
+def test_all_ranks_fall_back_where_the_state_of_one_is_damaged(tmp_path, ranks):
+    ranks(save_twice, str(tmp_path), world_size=2)
+    flip_a_bit(tmp_path / "step-00000002" / "rank-00001.pt")
+    found = ranks(resume_on_ranks, str(tmp_path), world_size=2)
+    assert [(step, weight, state) for step, weight, state, _ in found] == [
+        (1, [1.0] * 4, {"seed": 1, "rank": rank}) for rank in (0, 1)
+    ]
+    assert all("rank-00001.pt does not match its hash" in notes[0] for *_, notes in found)
+    # Another number of ranks takes the states over, and so finds the damage too.
+    template = {"model": {"w": torch.zeros(4)}}
+    _, _, loaded = load_newest(tmp_path, lambda found: template, take_over=True)
+    assert (loaded.step, loaded.rank_state) == (1, None)
+    assert [state["rank"] for state in loaded.taken_over] == [0, 1]
 
 
 def choose_on_ranks(directory: str) -> tuple[int, list[str]]:
@@ -131,7 +161,7 @@ def test_a_manifest_that_was_edited_or_is_newer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         read_manifest(path)
     file.write_text(json.dumps({**body, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99; this Phalanx reads up to 3"):
+    with pytest.raises(CheckpointError, match="has format 99; this Phalanx reads up to 4"):
         read_manifest(path)
 
 

@@ -142,11 +142,29 @@ def test_a_part_of_a_checkpoint_can_be_loaded(tmp_path):
     assert_same(template["model"], state["model"])
 
 
+VALUES = {
+    "numbers as keys": {2: 5, 10: 7, 1.5: None, True: "yes"},
+    "tuples": (1, [2, (3,)], {(1, "a"): {"b": (4,)}}),
+    "our own marks": {"__phalanx_tuple__": [1], "x": {"__phalanx_pairs__": 2}},
+    "texts as keys": {"2": 5, "10": [7]},
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_values_come_back_as_they_were(tmp_path, value):
+    save(tmp_path, Snapshot(1, 0, {}, None, {"value": value}), run_id="run", config={"given": value})
+    found = choose(tmp_path, required=True).checkpoint
+    assert found.manifest.config == {"given": value}
+    loaded = load(found, {}).shared["value"]
+    assert loaded == value
+    assert repr(loaded) == repr(value)  # keys and containers of the same types
+
+
 def test_state_that_would_need_code_to_load_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank_state\['where'\] is a pathlib\.\w*\.?PosixPath"):
         save(tmp_path, Snapshot(1, 0, {}, {"where": Path("/")}), run_id="run")
     with pytest.raises(CheckpointError, match=r"model\.hook is a builtins.function"):
         save(tmp_path, Snapshot(1, 0, {"model": {"hook": trained}}), run_id="run")
-    with pytest.raises(CheckpointError, match=r"shared\['loader'\] cannot be stored as JSON: Object of type set"):
+    with pytest.raises(CheckpointError, match=r"shared\['loader'\] cannot be stored as JSON: it is a .*set"):
         save(tmp_path, Snapshot(1, 0, {}, None, {"loader": {1, 2}}), run_id="run")
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import torch
 
 import phalanx
 from phalanx.checkpoint import RunLock, Snapshot, choose, list_checkpoints, save
+from phalanx.errors import CheckpointError
 from phalanx.loop.formation import Formation
 from phalanx.world.env import read_rank_env
 
@@ -58,6 +59,19 @@ def test_a_restart_continues_the_same_run_and_not_a_newer_one(tmp_path, attempt)
     attempt(1, "today")
     _, history = fit(tmp_path, rate=0.3, epochs=2)
     assert [(epoch.epoch, epoch.learning_rate) for epoch in history.epochs] == [(1, 0.3), (2, 0.3)]
+
+
+def test_a_restart_whose_only_checkpoint_is_damaged_ends_with_an_error(tmp_path, attempt):
+    attempt(0, "today")
+    fit(tmp_path, rate=0.3, epochs=1)
+    (manifest,) = tmp_path.glob("step-*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    attempt(1, "today")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable"):
+        fit(tmp_path, rate=0.3, epochs=1)
+    attempt(0, "tomorrow")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable"):
+        fit(tmp_path, rate=0.3, epochs=1, resume_from_checkpoint=True)
 
 
 def test_each_formation_of_a_launch_is_a_run_and_keeps_its_name_after_a_restart(attempt):

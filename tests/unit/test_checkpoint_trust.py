@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint import Snapshot, choose, entries, save
+from phalanx.checkpoint import Snapshot, choose, entries, read_manifest, save
 from phalanx.checkpoint.files import hash_file
 from phalanx.checkpoint.manifest import _checksum
 from phalanx.errors import CheckpointError
@@ -49,6 +49,13 @@ INDEXES = {
     "a list": b"[]",
     "a path": {"files": ["../../../etc/passwd"]},
     "a path of chunks": {"chunk_folder": "../other"},
+    "the folder above": {"chunk_folder": ".."},
+    "a folder of checkpoints": {"chunk_folder": "step-00000001"},
+    "our manifest": {"files": ["manifest.json"]},
+    "a line end": {"files": ["shard-00000.safetensors\n"]},
+    "a rank that is a path": {"objects": {"model.x": "../x"}},
+    "no values": {"tensors": {"model.weight": ["float32", [1, 2], []]}},
+    "more than its file": {"tensors": {"model.weight": ["float32", [1 << 50, 2], [[[0, 0], [1 << 50, 2], 0, 4096]]]}},
     "a huge leaf": {"leaves": [[[1 << 50, "0" * 64]]]},
     "a wrong hash": {"leaves": [[[4, "../../x"]]]},
     "a type that is not one": {"tensors": weight_as("load")},
@@ -77,6 +84,22 @@ def test_an_index_that_points_outside_of_its_file_is_refused(tmp_path, start):
         return
     with pytest.raises(CheckpointError, match="outside of shard-00000"):
         trainer.load(path)
+
+
+NAMES = [
+    *("/etc/passwd", "../x", "a/b", "a\\b", "", ".", "..", "~", "-rf", "\x1b[2J", "x\n", "x" * 9000, "index.json/"),
+    *("manifest.json", "best.json", "rank-00001.pt\n", "rank-00001.pt\0", "rank-\u0660\u0660\u0660\u0660\u0661.pt"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=[ascii(name[:20]) for name in NAMES])
+def test_a_file_that_phalanx_does_not_write_is_refused(tmp_path, name):
+    path = saved(tmp_path)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    rewrite(path, files={**files, name: {"size": 0, "hash": ""}})
+    with pytest.raises(CheckpointError, match=r"it lists the file .*, which is not a name") as refused:
+        read_manifest(path)
+    assert str(refused.value).isprintable()
 
 
 def nested(path) -> None:

@@ -18,9 +18,12 @@ from phalanx.checkpoint import (
     list_checkpoints,
     load,
     mark_best,
+    read_manifest,
     save,
     verify,
 )
+from phalanx.checkpoint.files import FileRecord
+from phalanx.checkpoint.manifest import dump_manifest
 from phalanx.checkpoint.place import place_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import RemotePath, as_path
@@ -207,6 +210,36 @@ def test_a_url_is_a_path_that_keeps_its_slashes():
     assert not isinstance(as_path("file:///tmp/x"), RemotePath)
     with pytest.raises(UsageError, match=r"unknown protocol 's4'. Did you mean s3://\?"):
         as_path("s4://bucket/x")
+
+
+def test_the_name_of_a_file_cannot_lead_out_of_a_url(bucket, tmp_path):
+    saved = save(f"{bucket}/kept", snapshot(1), run_id="r").path
+    manifest = read_manifest(saved)
+    manifest.files["../../../x"] = FileRecord(0, "")
+    (saved / "manifest.json").write_bytes(dump_manifest(manifest).encode())
+    with pytest.raises(CheckpointError, match="it lists the file"):
+        choose(saved)
+    with pytest.raises(CheckpointError, match="it lists the file"):
+        choose(f"{bucket}/kept")
+
+
+def writable_in_memory(url: str) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        check_writable(url)
+    return str(refused.value)
+
+
+def test_the_memory_of_a_process_holds_checkpoints_of_one_rank(ranks):
+    url = "memory://kept/one"
+    for step in (1, 2, 3):
+        save(url, snapshot(step, float(step)), run_id="r", keep_last=2)
+    assert names(url) == ["step-00000002", "step-00000003"]
+    template = {"model": {"w": torch.zeros(4)}}
+    assert load(choose(url, required=True).checkpoint, template).step == 3
+    assert template["model"]["w"].tolist() == [3.0] * 4
+    as_path(url).remove_tree()
+    refused = ranks(writable_in_memory, url, world_size=2)
+    assert all("the memory of one process, and there are 2 ranks\n  Set checkpoint_dir" in text for text in refused)
 
 
 @pytest.mark.parametrize("kind", ["full", "incremental"])

@@ -93,6 +93,14 @@ def test_rm_of_a_folder_that_is_not_in_runs_leaves_other_files():
     assert left == ["checkpoints/mine.pt", "fit-notes.md", "logs/mine.txt", "train.py"]
 
 
+def test_overwriting_removes_everything_that_checkpoints_leave():
+    run = make_run(Path("runs/again"), ended())
+    for name in ("step-00000001", ".chunks-run", ".writing-x", ".removing-x", ".copying-step-00000001"):
+        (run.path / "checkpoints" / name / "ab").mkdir(parents=True)
+    check_run_dir(DistributedConfig(run_dir="runs/again"), overwrite=True)
+    assert not (run.path / "checkpoints").exists()
+
+
 def test_the_current_folder_is_neither_removed_nor_overwritten(monkeypatch):
     run = make_run(Path("project"), ended())
     (run.path / "wandb").mkdir()
