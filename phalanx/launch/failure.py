@@ -99,9 +99,12 @@ def explain(
         cause, details, hint = _killed(ended, killed_for_memory, bill)
     else:
         cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
+    code = ended.code if ended.code > 0 else 128 - ended.code
+    if ended.record and ended.code < 0:  # the launcher ended it before it had left, because of another rank
+        code = ended.record["exit_code"] or code
     return FailureReport(
         cause=cause,
-        exit_code=ended.code if ended.code > 0 else 128 - ended.code,
+        exit_code=code,
         rank=ended.rank,
         label=label,
         host=host,
