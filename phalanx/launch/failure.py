@@ -100,7 +100,7 @@ def explain(
     else:
         cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
     code = ended.code if ended.code > 0 else 128 - ended.code
-    if ended.record and ended.code < 0:  # the launcher ended it before it had left, because of another rank
+    if ended.record:  # the launcher may have ended it before it had left, because of another rank
         code = ended.record["exit_code"] or code
     return FailureReport(
         cause=cause,
