@@ -13,6 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe
 from phalanx.reliability.faults import AT_RANDOM, KINDS, LINKS, Fault, draw_faults, read_faults
+from phalanx.runs.spec import elastic_sizes
 
 _HELP = """Train while faults happen, and report for each: detected after, recovered in, steps lost.
 
@@ -42,6 +43,8 @@ def _add_own(parser: FlagParser) -> None:
     add("--fault", action="append", default=[], metavar="FAULT", help="such as kill:rank=2,step=50; may be repeated")
     add("--plan", metavar="FILE", help="a TOML file of faults, a table [[fault]] for each")
     add("--compare", action="store_true", help="train a second time without faults, and compare the weights")
+    add("--own-objects", action="store_true", help="train with an optimizer and a scheduler object, as in Python")
+    add("--no-checkpoints", action="store_true", help="add no checkpoints to a run that has none: only memory is left")
     add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/chaos-<name>-<time>]")
     add_json_flag(parser, "the report")
 
@@ -61,9 +64,18 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"--out {folder}: exists already", hint="Name a new folder, or remove it.")
     from phalanx.verification.chaos import run_chaos
 
-    train = [*_train_words(words), *_added(config, faults), *(["--", *own] if own else [])]
-    exact = config.fixed_order
-    report = run_chaos(train, faults, folder, nodes=config.num_nodes, exact=exact, compare=namespace.compare)
+    checkpoints = not namespace.no_checkpoints
+    train = [*_train_words(words), *_added(config, faults, checkpoints), *(["--", *own] if own else [])]
+    report = run_chaos(
+        train,
+        faults,
+        folder,
+        nodes=config.num_nodes,
+        exact=config.fixed_order,
+        compare=namespace.compare,
+        checkpoints=checkpoints,
+        objects=namespace.own_objects,
+    )
     if namespace.json:
         print_json(report.to_dict())
     else:
@@ -83,7 +95,8 @@ def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fa
             raise UsageError("random faults need to know how many steps there are", hint="Add --max-steps 200.")
         kinds = AT_RANDOM if namespace.kinds is None else [kind.strip() for kind in namespace.kinds.split(",")]
         ranks, seed = config.total_ranks or 1, config.seed or 0
-        faults += draw_faults(namespace.faults, ranks=ranks, steps=config.max_steps, seed=seed, kinds=kinds)
+        sizes, steps = elastic_sizes(config, ranks), config.max_steps
+        faults += draw_faults(namespace.faults, ranks=ranks, steps=steps, seed=seed, kinds=kinds, sizes=sizes)
     elif namespace.kinds is not None:
         raise UsageError("--kinds is for random faults", hint="Add --faults 20.")
     if not faults:
@@ -117,9 +130,11 @@ def _train_words(words: Sequence[str]) -> list[str]:
     return own.parse_known_args(list(words))[1]
 
 
-def _added(config: DistributedConfig, faults: Sequence[Fault]) -> list[str]:
+def _added(config: DistributedConfig, faults: Sequence[Fault], checkpoints: bool) -> list[str]:
     """Return flags that a run under faults needs where the command does not set them."""
     added = [] if config.max_restarts else ["--max-restarts", str(2 * len(faults))]
+    if not checkpoints:
+        return added
     restarts = any(fault.kind in ("disk", "corrupt", "launcher", "store") for fault in faults)
     if config.checkpoint_frequency is None or (restarts and config.checkpoint_frequency == 1):
         added += ["--checkpoint-frequency", _EVERY if restarts else "1"]

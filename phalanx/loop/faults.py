@@ -29,8 +29,15 @@ VARIABLE = "PHALANX_FAULTS"
 """Names the file of faults; marks are kept in a folder beside it."""
 LINK = "PHALANX_FAULTS_LINK"
 """Names the network link that faults may cut; without it none is touched."""
+OBJECTS = "PHALANX_FAULTS_OBJECTS"
+"""Set: the run gets an optimizer and a scheduler object, as one that was started from Python has."""
 _SCALE_SECONDS = 60.0
 _FLIPPED = 64
+
+
+def weights_file(plan: Path) -> Path:
+    """Return where a run leaves its weights beside its plan of faults, to be compared with those of another run."""
+    return plan.with_suffix(".weights")
 
 
 class InjectedFault(RuntimeError):
@@ -44,6 +51,8 @@ class FaultPlan(Callback):
         """`folder`: where it is noted which faults have happened; `faults` in the run's folder by default."""
         self.faults = [Fault.parse(each) if isinstance(each, str) else each for each in given]
         self._folder = None if folder is None else Path(folder)
+        self.weights_path: Path | None = None
+        """Where the run leaves its weights."""
         self._marks: Marks | None = None
         self._before = 0.0
         self._limited = False
@@ -64,10 +73,12 @@ class FaultPlan(Callback):
         if not path:
             return None
         try:
-            return cls(*faults.from_json(Path(path).read_text()), folder=f"{path}.marks")
+            plan = cls(*faults.from_json(Path(path).read_text()), folder=f"{path}.marks")
         except (OSError, ValueError, TypeError) as error:
             hint = 'It names a file such as [{"kind": "kill", "rank": 1, "step": 50}].'
             raise UsageError(f"{VARIABLE} = {path} cannot be read as a list of faults: {error}", hint=hint) from None
+        plan.weights_path = weights_file(Path(path))
+        return plan
 
     def fail_at(self, rank: int, step: int, kind: str = "exception") -> FaultPlan:
         """Add a fault, and return the plan."""

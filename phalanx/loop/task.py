@@ -57,6 +57,19 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
     )
 
 
+def add_objects(task: TrainTask, config: DistributedConfig, device: torch.device) -> None:
+    """Give a task that has none an optimizer object and, unless the config schedules the rate, a scheduler object.
+
+    For proofs: such objects have state of their own, which a rank that replaces another does not have.
+    """
+    if task.optimizer is not None:
+        return
+    task.optimizer = optimizer = build_optimizer(config, task.model.parameters(), device)
+    if (config.lr_schedule, config.warmup, config.lr_scaling) == ("constant", 0, "none"):
+        task.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.95)
+        task.scheduler_interval = "step"
+
+
 def check_task(task: TrainTask, config: DistributedConfig) -> None:
     """Raise for a task that cannot be trained, before any process starts."""
     if task.train is None:

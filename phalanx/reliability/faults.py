@@ -118,23 +118,42 @@ def read_faults(path: Path) -> list[Fault]:
     return [Fault.from_mapping(each) for each in listed]
 
 
-def draw_faults(count: int, *, ranks: int, steps: int, seed: int, kinds: Sequence[str] = AT_RANDOM) -> list[Fault]:
-    """Return random faults in the order of their steps: equal for equal arguments. No two share a step if possible."""
+def draw_faults(
+    count: int,
+    *,
+    ranks: int,
+    steps: int,
+    seed: int,
+    kinds: Sequence[str] = AT_RANDOM,
+    sizes: Sequence[int] = (),
+) -> list[Fault]:
+    """Return random faults in the order of their steps: equal for equal arguments. No two share a step if possible.
+
+    `sizes`: the numbers of ranks that `scale` chooses from; the run begins with `ranks` of them.
+    """
     for kind in kinds:
         if kind not in KINDS:
             raise UsageError(unknown_name("fault", kind, KINDS))
-    if unable := [kind for kind in kinds if kind in ("scale", *LINKS)]:
+    if unable := [kind for kind in kinds if kind in LINKS]:
         raise UsageError(f"{unable[0]} is not drawn at random", hint=f"Write: --fault {unable[0]}:step=50,...")
+    if "scale" in kinds and len(sizes) < 2:
+        raise UsageError("scale needs several numbers of ranks to choose from", hint="Write: --num-workers 1:4")
     possible = range(_MARGIN, steps - _MARGIN)
     if not possible:
         raise UsageError(f"{steps} steps are too few for random faults", hint="Set --max-steps to 50 or more.")
     draw = random.Random(seed)
     chosen = draw.sample(possible, count) if count <= len(possible) else draw.choices(possible, k=count)
-    return [_draw(draw, step, ranks, kinds) for step in sorted(chosen)]
+    faults: list[Fault] = []
+    for step in sorted(chosen):
+        faults.append(_draw(draw, step, ranks, kinds, sizes))
+        ranks = faults[-1].ranks or ranks
+    return faults
 
 
-def _draw(draw: random.Random, step: int, ranks: int, kinds: Sequence[str]) -> Fault:
+def _draw(draw: random.Random, step: int, ranks: int, kinds: Sequence[str], sizes: Sequence[int]) -> Fault:
     kind, phase = draw.choice(list(kinds)), round(draw.random(), 3)
+    if kind == "scale":
+        return Fault(kind, step, ranks=draw.choice([size for size in sizes if size != ranks]))
     first = 1 if kind == "disk" and ranks > 1 else 0  # rank 0 writes the events as well
     return Fault(kind, step, draw.randrange(first, ranks), phase)
 

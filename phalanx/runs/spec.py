@@ -105,12 +105,15 @@ def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -
     trains = isinstance(target, CallTarget) and target.function in _IN_PLACE
     if not wanted or not trains or engine_name(config) or config.recovery == "restart":
         return None
-    most = layout.world_size
+    sizes = elastic_sizes(config, layout.world_size)
+    return Elastic(tuple(sizes), config.spares, config.heartbeat_timeout, config.stall_timeout)
+
+
+def elastic_sizes(config: DistributedConfig, most: int) -> list[int]:
+    """Return the numbers of ranks that a run may go on with, the largest first."""
     least = config.min_workers or most
     allowed = [size for size in range(most, least - 1, -1) if size == most or config.recovery == "resize"]
-    if config.fixed_order:
-        allowed = [size for size in allowed if size.bit_count() == 1]
-    return Elastic(tuple(allowed), config.spares, config.heartbeat_timeout, config.stall_timeout)
+    return [size for size in allowed if not config.fixed_order or size.bit_count() == 1]
 
 
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:

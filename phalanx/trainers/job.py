@@ -20,14 +20,14 @@ from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
-from phalanx.loop.faults import FaultPlan
+from phalanx.loop.faults import OBJECTS, FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.memory import MemoryWatch
 from phalanx.loop.numbers import NumberWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.profiling import StepProfile
 from phalanx.loop.recover import Survivor, run_recovering
-from phalanx.loop.task import TrainTask
+from phalanx.loop.task import TrainTask, add_objects
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
 from phalanx.observe.tensorboard import TensorBoardSink
@@ -137,6 +137,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     try:
         if survivor is not None:
             survivor.match(job.task.model)
+        if os.environ.get(OBJECTS):
+            add_objects(job.task, job.config, formation.device)
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
             loop.hooks.add(HistogramCallback(board, every))
@@ -152,6 +154,10 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+        if plan is not None and plan.weights_path is not None:
+            weights = whole_weights(job.task.model, keep=formation.is_main)
+            if formation.is_main:
+                torch.save(weights, plan.weights_path)
     except Exception as original:
         error = memory.explained(original)
         if formation.is_main and not _is_given(job):

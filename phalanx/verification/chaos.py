@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
 from phalanx.host.namespaces import HostNamespace, network
 from phalanx.host.processes import own_python
-from phalanx.loop.faults import LINK, VARIABLE
+from phalanx.loop.faults import LINK, OBJECTS, VARIABLE, weights_file
 from phalanx.observe.format import table
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.reliability.faults import Fault, Mark, Marks, to_json
-from phalanx.runs.stored import StoredRun
 
 _TOKEN = "PHALANX_CHAOS"
 """A variable by which processes of a chaos run are recognised."""
@@ -117,36 +115,52 @@ def _row(result: FaultResult) -> tuple[str, ...]:
 
 
 def run_chaos(
-    words: Sequence[str], faults: Sequence[Fault], folder: Path, *, nodes: int = 1, exact: bool, compare: bool
+    words: Sequence[str],
+    faults: Sequence[Fault],
+    folder: Path,
+    *,
+    nodes: int = 1,
+    exact: bool,
+    compare: bool,
+    checkpoints: bool = True,
+    objects: bool = False,
 ) -> ChaosReport:
-    """Run `phalanx train` with these words under the faults, and without them where the weights are compared."""
+    """Run `phalanx train` with these words under the faults, and without them where the weights are compared.
+
+    `checkpoints`: whether the hosts of several nodes get a folder that all of them see. `objects`: whether the runs
+    have an optimizer and a scheduler object.
+    """
+    own = {OBJECTS: "1"} if objects else {}
     folder.mkdir(parents=True, exist_ok=True)
-    plan = folder / "faults.json"
+    plan, no_faults = folder / "faults.json", folder / "quiet.json"
     plan.write_text(to_json(faults))
+    no_faults.write_text(to_json([]))
     if compare:
-        quiet = _Run(words, folder / "quiet", folder / "quiet.txt")
+        quiet = _Run(words, folder / "quiet", folder / "quiet.txt", {**own, VARIABLE: str(no_faults)}, checkpoints)
         if code := quiet.run([None]):
             return ChaosReport(folder / "quiet", code, [], quiet.left, exact, output=quiet.output)
-    run = _Run(words, folder / "run", folder / "output.txt", plan)
+    run = _Run(words, folder / "run", folder / "output.txt", {**own, VARIABLE: str(plan)}, checkpoints)
     with network(nodes) if nodes > 1 else contextlib.nullcontext([None]) as hosts:
         code = run.run(hosts)
     marks = Marks(Path(f"{plan}.marks")).read()
     results = judge_faults(faults, marks, run.events())
     report = ChaosReport(run.run_dir, code, results, run.left, exact, output=run.output)
     if compare and code == 0:
-        report.difference, report.differs = weights_difference(folder / "quiet", run.run_dir)
+        report.difference, report.differs = weights_difference(no_faults, plan)
     return report
 
 
 class _Run:
     """One run of `phalanx train`, on this machine or on hosts, resumed where its launcher was killed."""
 
-    def __init__(self, words: Sequence[str], run_dir: Path, output: Path, plan: Path | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], run_dir: Path, output: Path, variables: dict[str, str], checkpoints: bool
+    ) -> None:
         self._words, self.run_dir, self._output = list(words), run_dir, output
         self._temporary = run_dir.parent / f"{run_dir.name}.tmp"
         self._token = secrets.token_hex(8)
-        self._env = {**os.environ, _TOKEN: self._token, "TMPDIR": str(self._temporary)}
-        self._faults = {} if plan is None else {VARIABLE: str(plan)}
+        self._env = {**os.environ, _TOKEN: self._token, "TMPDIR": str(self._temporary), **variables}
+        self._checkpoints = checkpoints
         self.left: list[str] = []
 
     def run(self, hosts: Sequence[HostNamespace | None]) -> int:
@@ -170,13 +184,13 @@ class _Run:
         own = ["--num-nodes", str(len(hosts)), "--run-dir", str(self.run_dir)]
         if (first := hosts[0]) is not None:
             own[-1] += str(number or "")
-            own += ["--checkpoint-dir", f"{self.run_dir}/checkpoints"]
+            own += ["--checkpoint-dir", f"{self.run_dir}/checkpoints"] if self._checkpoints else []
             own += ["--node-rank", str(number), "--rdzv-endpoint", f"{first.address}:{_PORT}"]
         return ["train", *self._words[:end], *own, *self._words[end:]]
 
     def _start(self, words: Sequence[str], host: HostNamespace | None) -> subprocess.Popen[bytes]:
         command = own_python("from phalanx.cli import main; sys.exit(main())", *words)
-        env = {**self._env, **self._faults, **({} if host is None else {LINK: host.link})}
+        env = {**self._env, **({} if host is None else {LINK: host.link})}
         with self._output.open("ab") as output:
             return subprocess.Popen(
                 command if host is None else host.command(*command),
@@ -250,24 +264,13 @@ def _after_change(fault: Fault, mark: Mark, change: dict[str, Any]) -> FaultResu
 
 
 def weights_difference(first: Path, second: Path) -> tuple[float, str]:
-    """Return the largest relative difference of the weights of two runs, and the first tensor with another bit."""
-    from phalanx.verification.compare import largest_difference, same_bits
+    """Return the largest relative difference of the weights of two runs, and the first tensor with another bit.
 
-    one, other = _last_weights(first), _last_weights(second)
-    return largest_difference(one, other), same_bits(one, other) or ""
-
-
-def _last_weights(run_dir: Path) -> dict[str, Any]:
+    The runs are named by their plans of faults, beside which they have left their weights.
+    """
     import torch
 
-    from phalanx import checkpoint
+    from phalanx.verification.compare import largest_difference, same_bits
 
-    saved = StoredRun(run_dir).checkpoints
-    if not saved:
-        raise UsageError(f"{run_dir} has no checkpoint to compare", hint="Add --checkpoint-frequency 1.")
-    found = checkpoint.choose(saved[-1]).checkpoint
-    assert found is not None, "the path is that of a checkpoint"
-    tensors = found.manifest.tensors.items()
-    state = {name: torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for name, info in tensors}
-    checkpoint.read_tensors(found, {"model": state})
-    return state
+    one, other = (torch.load(weights_file(plan), weights_only=True) for plan in (first, second))
+    return largest_difference(one, other), same_bits(one, other) or ""
