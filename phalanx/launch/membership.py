@@ -120,6 +120,7 @@ class Membership:
             if state not in self._members and state not in self._spares:
                 self._spares.append(state)
                 self._starting[state.node] = max(0, self._starting[state.node] - 1)
+            self._check_ended()
             self._form_if_all_ready()
 
     def take_end(self, state: RankState) -> None:
@@ -130,9 +131,11 @@ class Membership:
             self._check_ended()
 
     def _check_ended(self) -> None:
-        """Give up where ranks left because of an error, and others have finished: these do not come back."""
+        """Give up where ranks wait, or left because of an error, and others have ended: these do not come back."""
         ended = [member.rank for member in self._members if member.code is not None]
-        if ended and self._state == "leaving" and self._change is not None and not self._change.requested:
+        if not ended or self._state != "leaving" or self._change is None:
+            return
+        if not self._change.requested or any(member.key in self._steps for member in self._members):
             self._give_up(f"{'; '.join(self._change.reasons)}, and rank {ended[0]} has finished already")
 
     def take_loss(self, *ended: RankState, how: str, replaceable: bool = True) -> bool:

@@ -246,11 +246,11 @@ class Survivor:
         loop.formation.run_id = next((name for name in names if name), loop.formation.run_id)
         return loop.saving.restore()
 
-    def ask(self, reason: str) -> None:
+    def ask(self, reason: str, *, regroup: bool = False) -> None:
         """Let the running loop stop at a step's boundary; called by other threads."""
         loop = self._loop
         if loop is not None:
-            loop.stop.ask(reason)
+            loop.stop.ask(reason, regroup=regroup)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -275,16 +275,11 @@ class Recovering(Survivor):
     def __init__(self, member: membership.Member) -> None:
         super().__init__()
         self._member = member
-        self._regroup = ""
         self._change: membership.Position | None = None
         self._neighbours: Neighbours | None = None
         self._step_before = -1
-        member.on_regroup = self._take_regroup
+        member.on_regroup = lambda why: self.ask(why, regroup=True)
         member.on_abort = self._interrupt
-
-    def _take_regroup(self, why: str) -> None:
-        self._regroup = why
-        self.ask(why)
 
     def _interrupt(self, why: str) -> None:
         """Let the loop leave at the end of its step, where no collective tells it before."""
@@ -298,7 +293,6 @@ class Recovering(Survivor):
         if self._neighbours is not None:
             self._neighbours.leave()
         self._change = self._member.await_position(max(self.step, self._step_before), why)
-        self._regroup = ""
 
     def prepare(self, loop: TrainLoop) -> None:
         """Restore from memory after a change, and leave for the next one at a step's boundary."""
@@ -336,8 +330,8 @@ class Recovering(Survivor):
 
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"
-        if self._regroup and self._loop.stop.reason == self._regroup:
-            raise membership.Regroup(self._regroup)
+        if self._loop.stop.regroups:
+            raise membership.Regroup(self._loop.stop.reason)
 
 
 class _ReportRecovery(Callback):

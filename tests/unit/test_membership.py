@@ -162,6 +162,17 @@ def test_ranks_that_finish_before_a_requested_change_end_the_run():
     assert case.given_up == []
 
 
+def test_a_rank_that_ended_before_a_requested_change_is_not_waited_for():
+    case = Case(2, sizes=(2, 1))
+    case.join(*case.ranks)
+    case.members.resize(1, "a request")
+    case.ranks[0].code = 75
+    case.members.take_end(case.ranks[0])
+    assert case.given_up == [], "the other may end, too"
+    case.ready(case.ranks[1])
+    assert case.given_up == ["a request, and rank 0 has finished already"]
+
+
 def test_ranks_lost_together_are_one_failure():
     case = Case(3, max_restarts=1)
     case.join(*case.ranks)
