@@ -34,6 +34,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
     "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
     "torch.distributed.distributed_c10d:_abort_process_group": "recovery in place with nccl",
+    "torch._dynamo.callback:on_compile_start": "heartbeats while a rank compiles",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
@@ -164,6 +165,13 @@ def around_new_groups(run: Callable[[Callable[[], Any]], Any]) -> None:
         return run(functools.partial(original, *args, **kwargs))
 
     dist.distributed_c10d._new_process_group_helper = make
+
+
+def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call `begin` and `end` around each compilation of torch.compile from now on."""
+    callbacks = import_module("torch._dynamo.callback")
+    callbacks.on_compile_start(lambda *_: begin())
+    callbacks.on_compile_end(lambda *_: end())
 
 
 def number_groups_from_zero() -> None:

@@ -125,16 +125,9 @@ class Attempt(Follower):
     def _take_role(self, node: NodeInfo) -> None:
         """Decide about lost ranks, or follow the launcher that does."""
         assert self._group is not None, "started before"
-        self._hands = Hands(
-            self._spec,
-            self._group,
-            node,
-            self._selector,
-            self._later,
-            self._console.handle,
-            self._rendezvous.post,
-            self._fail,
-        )
+        assert self._evidence is not None, "started before"
+        parts = (self._group, node, self._selector, self._later, self._console.handle, self._rendezvous.post)
+        self._hands = Hands(self._spec, *parts, self._fail, self._evidence.is_stuck)
         if node.own == node.leader:
             self._role = Leading(self._hands, failures=self._failures_before)
         else:

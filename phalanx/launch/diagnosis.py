@@ -28,6 +28,9 @@ from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
 
 
+_USUAL_STEPS = 3
+
+
 class Evidence:
     """Reads what one attempt's ranks wrote into the log directory."""
 
@@ -188,6 +191,11 @@ class Evidence:
         """Return when one of these ranks last completed a step or a batch of an evaluation; None before the first."""
         beats = [beat.time for state in states if (beat := self._board.read(state.slot)) is not None]
         return max(beats, default=None)
+
+    def is_stuck(self, state: RankState, seconds: float) -> bool:
+        """Whether a rank has shown no progress for so long, nor for the time of some of its steps."""
+        limit = max(seconds, _USUAL_STEPS * self.usual_step([state]))
+        return time.time() - self._board.last_progress(state.slot) > limit
 
     def usual_step(self, states: Sequence[RankState]) -> float:
         """Return the seconds of a step, as the slowest of these ranks has measured; 0 where none has."""

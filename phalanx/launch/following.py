@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from typing import Any
 
@@ -66,8 +67,9 @@ class Following(LocalRanks):
         elif "left_out" in mail:
             cause = f"this machine is left out of the run: {mail['left_out']}"
             self._hands.fail(FailureReport(cause=cause, exit_code=1))
-        elif "kill" in mail and (state := self._hands.group.ranks.get(mail["kill"])) is not None:
-            self._hands.group.signal(9, [state])
+        elif "late" in mail and (state := self._hands.group.ranks.get(mail["late"])) is not None:
+            if self._is_stuck(state):
+                self._hands.group.signal(signal.SIGKILL, [state])
         return "all_ended" in mail
 
     def follow(self, leader: str) -> None:

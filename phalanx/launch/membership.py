@@ -18,14 +18,10 @@ from typing import Any, Literal
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import Processes, RankState, numbered
-from phalanx.launch.policy import Decision, Facts, decide, pause
+from phalanx.launch.policy import Decision, Facts, decide, patience, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
 
-_PATIENCE = 6.0
-"""So many times longer than a stopped process is waited for one that may be in a long step."""
-_LEAST_PATIENCE = 30.0
-"""Seconds, also where heartbeats are expected more often."""
 _TRIES = 3
 """So often one after another a new rank may end before it is ready, or the ranks be interrupted without a loss."""
 
@@ -273,10 +269,11 @@ class Membership:
             self._change.reasons.clear()  # what ranks noticed before the loss was known
         self._change.reasons.append(why)
         self._change.lost += lost
-        self._change.requested = False
         if self._state != "leaving":
-            self._enter("leaving")
             self._forget_steps()
+        if self._state != "leaving" or self._change.requested:  # ranks have time from now on, not since the request
+            self._enter("leaving")
+        self._change.requested = False
         for member in self._members:
             if member.key not in self._steps:
                 self._processes.send(member, {"abort": why})
@@ -383,8 +380,8 @@ class Membership:
     # --- silence ------------------------------------------------------------------------------------------------
 
     def find_late(self) -> list[RankState]:
-        """Return ranks that do not leave or join for too long."""
-        late = time.monotonic() - self._since > max(_LEAST_PATIENCE, _PATIENCE * self._elastic.silence_seconds)
+        """Return ranks that have not left or joined for long; those of them that make no progress are to be killed."""
+        late = time.monotonic() - self._since > patience(self._elastic.silence_seconds)
         if self._state not in ("leaving", "forming") or not late or (self._change and self._change.requested):
             return []
         done = self._steps.keys() if self._state == "leaving" else self._joined

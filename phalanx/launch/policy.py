@@ -13,6 +13,10 @@ from phalanx.errors import EXIT_USAGE
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
+_PATIENCE = 6.0
+"""So many times longer than a stopped process is waited for one that may be in a long batch."""
+_LEAST_PATIENCE = 30.0
+"""Seconds, also where heartbeats are expected more often."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ def decide(facts: Facts) -> Decision:
     if not able:
         return Decision("give_up", 0, f"{facts.present} ranks are left: fewer than the run may have")
     return Decision("give_up", 0, f"max_restarts = {facts.max_restarts} is used up")
+
+
+def patience(silence_seconds: float) -> float:
+    """Return the seconds without progress after which a rank that does not leave or join is killed."""
+    return max(_LEAST_PATIENCE, _PATIENCE * silence_seconds)
 
 
 def pause(without_progress: int) -> float:

@@ -19,6 +19,7 @@ from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.membership import Membership
+from phalanx.launch.policy import patience
 from phalanx.launch.spec import LaunchSpec
 
 _CHECK_SECONDS = 0.5
@@ -40,6 +41,8 @@ class Hands:
     report: Callable[[dict[str, Any]], None]
     post: Post
     fail: Callable[[FailureReport], None]
+    is_stuck: Callable[[RankState, float], bool]
+    """Whether a rank of this machine has made no progress for so many seconds."""
 
 
 class LocalRanks:
@@ -101,6 +104,11 @@ class LocalRanks:
             elif now - state.stopped_since >= limit:
                 found.append(state)
         return found
+
+    def _is_stuck(self, state: RankState) -> bool:
+        """Whether a rank of this machine, which does not leave or join, makes no progress either."""
+        assert self._hands.spec.elastic is not None, "only then there is a role"
+        return self._hands.is_stuck(state, patience(self._hands.spec.elastic.silence_seconds))
 
     @property
     def next_deadline(self) -> float:
@@ -313,12 +321,13 @@ class Leading(LocalRanks):
         return self.members.unchanged_since
 
     def find_silent(self) -> list[RankState]:
-        """Return ranks to be killed: stopped ones, and those that do not leave or join for too long."""
+        """Return ranks to be killed: stopped ones, and those that neither leave or join nor make progress."""
         late = self.members.find_late()
         for state in late:
             if state.node != self._hands.node.own:
-                self._hands.post(state.node, {"kill": state.key})
-        return [*super().find_silent(), *(state for state in late if state.node == self._hands.node.own)]
+                self._hands.post(state.node, {"late": state.key})
+        here = [state for state in late if state.node == self._hands.node.own]
+        return [*super().find_silent(), *filter(self._is_stuck, here)]
 
     def end(self) -> None:
         """Let ranks that wait for a position end, also those that are only starting."""

@@ -215,7 +215,7 @@ class Survivor:
             return loop.run()
         except BaseException:
             self._run_id = loop.formation.run_id
-            loop.formation.saver.release(_SAVE_SECONDS)
+            loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=True)
             self.stop_requested = loop.stop.from_outside or self.stop_requested
             self._captured = self._capture(loop, committed)
             loop.report.interrupted()
@@ -279,13 +279,6 @@ class Recovering(Survivor):
         self._neighbours: Neighbours | None = None
         self._step_before = -1
         member.on_regroup = lambda why: self.ask(why, regroup=True)
-        member.on_abort = self._interrupt
-
-    def _interrupt(self, why: str) -> None:
-        """Let the loop leave at the end of its step, where no collective tells it before."""
-        loop = self._loop
-        if loop is not None:
-            loop.stop.interrupt(why)
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""

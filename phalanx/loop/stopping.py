@@ -10,10 +10,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import CommunicationError, PreemptedError
+from phalanx.errors import PreemptedError
 from phalanx.observe import control
 from phalanx.observe.control import TrialControl
 from phalanx.observe.format import duration
+from phalanx.world.abort import raise_if_aborted
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ class StopRequest:
         self._key = f"stop_request/{world.env.attempt}"
         self._signal: str | None = None
         self._asked: tuple[str, bool] | None = None
-        self._interrupted = ""
         self._sent = False
         self._previous: dict[signal.Signals, Any] = {}
         self._ranks_synced = ranks_synced
@@ -91,14 +91,9 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
 
-    def interrupt(self, why: str) -> None:
-        """Let the next `agreed` raise: other ranks were lost; from any thread."""
-        self._interrupted = why
-
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
-        if self._interrupted:
-            raise CommunicationError(self._interrupted)
+        raise_if_aborted()
         outside = self.from_outside
         wanted = self._asked if outside is None else (outside, False)
         if self._store is None:

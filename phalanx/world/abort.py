@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
+from phalanx.errors import CommunicationError
 from phalanx.world.groups import forget_groups
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -61,6 +62,12 @@ def abortable(waits: Abortable) -> None:
     _abortable.add(waits)
     if _aborted is not None:
         waits.abort(_aborted)
+
+
+def raise_if_aborted() -> None:
+    """Raise where this rank has to leave its group: for what computes long without a collective."""
+    if _aborted is not None:
+        raise CommunicationError(_aborted)
 
 
 def begin_group() -> None:

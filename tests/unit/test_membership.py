@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from phalanx.errors import EXIT_USAGE
@@ -218,6 +220,19 @@ def test_a_rank_in_a_long_step_is_not_killed_for_a_request(monkeypatch):
     case.members.take_loss(rank_state(9), how="was killed")
     case.lose(case.ranks[1])
     case.ready(rank_state(8))
+
+
+def test_ranks_that_leave_after_a_request_have_time_from_the_loss_on(monkeypatch):
+    case = Case(3, sizes=(3, 2))
+    case.join(*case.ranks)
+    case.members.resize(2, "a request")
+    case.ready(case.ranks[0])
+    asked = time.monotonic()
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: asked + 1000)
+    case.lose(case.ranks[2])
+    assert case.members.find_late() == []
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: asked + 2000)
+    assert case.members.find_late() == [case.ranks[1]], "the other has left"
 
 
 def test_machines_that_arrive_together_are_all_taken_in():
