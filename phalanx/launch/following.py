@@ -60,6 +60,8 @@ class Following(LocalRanks):
                 form = message["form"]
                 state.rank, state.local_rank = form["rank"], form["local_rank"]
                 self._generation, self.size = form["generation"], form["world_size"]
+            elif "end" in message or "wait" in message:
+                self._formed.discard(mail["to"])
             self._send_here(mail["to"], message)
         elif "start" in mail:
             self._told_end = False
@@ -108,7 +110,7 @@ class Following(LocalRanks):
     @property
     def unchanged_since(self) -> float:
         """When the ranks began to train in this group; infinity while some wait for a position."""
-        return math.inf if self._ready else self._formed_at
+        return math.inf if self._formed & self._ready.keys() else self._formed_at
 
     def end(self) -> None:
         """Let ranks of this machine that wait for a position end."""

@@ -72,6 +72,8 @@ class RankState:
     """None while it runs; then as `subprocess` has it."""
     ended: float = 0.0
     stopped_since: float | None = None
+    dismissed: bool = False
+    """Whether it was asked to end, because the run goes on without it."""
 
     @property
     def alive(self) -> bool:
@@ -143,9 +145,11 @@ class RankGroup:
 
     def add(self, generation: int) -> RankState:
         """Fork one more rank, which waits until it gets a position; it takes the lowest free number for its files."""
-        used = {state.slot for state in self.ranks.values()}
+        used = {state.slot for state in self.alive}
         first = self._node.first_rank
         slot = next(number for number in itertools.count(first) if number not in used)
+        for ended in [each for each in self.ranks.values() if each.slot == slot]:
+            self.retire(ended)
         state = RankState(slot, self._spec.label(slot), f"r{slot}g{generation}-{next(_ADDED)}", slot)
         self.ranks[state.key] = state
         record_path(self._spec.log_dir, slot).unlink(missing_ok=True)

@@ -67,7 +67,7 @@ class Membership:
         """The last step of each process that is ready for the next generation."""
         self._joined: set[str] = set()
         self._holders = {member.key for member in self._members} if generation else set()
-        """Processes that have been in a group, and so hold the state of the run."""
+        """Ranks that were in the last group, and so hold the state of the run."""
         self._size = len(self._members)
         self._most = elastic.sizes[0]
         """The most ranks that the run shall have: as many as it may, unless fewer were requested."""
@@ -186,7 +186,7 @@ class Membership:
             self._later(0.0, self._fill)
 
     def _facts(self, lost: list[RankState], replaceable: bool) -> Facts:
-        others = [state for state in (*self._members, *self._spares) if state not in lost and state.code is None]
+        others = [state for state in self._members if state not in lost and state.code is None]
         return Facts(
             lost=[state.code or 0 for state in lost],
             present=sum(state.key in self._holders for state in others),
@@ -349,11 +349,20 @@ class Membership:
         if change is not None and not change.lost and not change.requested and self._stuck > _TRIES:
             self._give_up(f"{'; '.join(change.reasons)}; no step was complete since the last {_TRIES} interruptions")
             return
-        chosen = (self._members + able)[: self._size]
-        self._spares = [state for state in self._members + self._spares if state not in chosen]
-        self._form(chosen)
+        self._form((self._members + able)[: self._size])
+
+    def _set_aside(self, chosen: list[RankState]) -> None:
+        """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
+        self._holders &= {member.key for member in self._members}
+        rest = [state for state in self._spares + self._members if state not in chosen]
+        kept = max(self._elastic.spares, self._most - self._size)
+        self._spares = rest[:kept]
+        for state in rest:
+            state.dismissed = state not in self._spares
+            self._processes.send(state, {"end" if state.dismissed else "wait": True})
 
     def _form(self, chosen: list[RankState]) -> None:
+        self._set_aside(chosen)
         self.generation += 1
         self._joined.clear()
         self._enter("forming")

@@ -188,7 +188,8 @@ class Leading(LocalRanks):
             self._start_here(count, generation)
             return {self._hands.node.own: count}
         started: dict[str, int] = {}
-        living = [state for state in (*self._hands.group.ranks.values(), *self._remote.values()) if state.code is None]
+        known = (*self._hands.group.ranks.values(), *self._remote.values())
+        living = [state for state in known if state.code is None and not state.dismissed]
         for node, (_, ranks) in self._machines.items():
             free = min(count - sum(started.values()), ranks - sum(state.node == node for state in living))
             if free <= 0:

@@ -235,6 +235,48 @@ def test_ranks_that_leave_after_a_request_have_time_from_the_loss_on(monkeypatch
     assert case.members.find_late() == [case.ranks[1]], "the other has left"
 
 
+def scaled(case: Case, size: int) -> None:
+    """Join, and go on with fewer ranks."""
+    case.join(*case.ranks)
+    case.members.resize(size, "a request")
+    case.ready(*case.members.members)
+    case.join(*case.members.members)
+
+
+def test_ranks_that_were_scaled_away_end_and_do_not_count_as_ranks_that_are_left():
+    case = Case(4, sizes=(4, 3, 2, 1), max_restarts=0)
+    scaled(case, 2)
+    assert case.processes.take("end") == ["r2", "r3"]
+    assert case.members.spares == []
+    assert case.lose(case.ranks[1])
+    assert [(report["action"], report["size"]) for report in case.reports] == [("shrink", 1)]
+    case.ready(case.ranks[0])
+    case.join(case.ranks[0])
+    assert not case.lose(case.ranks[0])
+
+
+def test_a_rank_that_was_scaled_away_and_waits_does_not_hold_the_state():
+    case = Case(3, sizes=(3, 2, 1), spares=1)
+    scaled(case, 1)
+    assert [state.key for state in case.members.spares] == ["r1"]
+    assert not case.lose(case.ranks[0]), "newer than its state are the checkpoints"
+    case = Case(3, sizes=(3, 2, 1), spares=1)
+    scaled(case, 1)
+    case.members.resize(2, "a request")
+    case.ready(case.ranks[0])
+    assert case.forms()
+    assert not case.lose(case.ranks[0]), "it was lost before it gave its state to the other"
+
+
+def test_ranks_for_which_a_size_has_no_place_wait_for_more():
+    case = Case(4, sizes=(4, 2, 1), max_restarts=0)
+    case.join(*case.ranks)
+    case.lose(case.ranks[3])
+    case.ready(*case.ranks[:3])
+    assert [len(case.members.members), len(case.members.spares)] == [2, 1]
+    assert case.processes.take("end") == []
+
+
 def test_machines_that_arrive_together_are_all_taken_in():
     case = Case(1, sizes=(3, 2, 1))
     case.join(*case.ranks)
