@@ -16,6 +16,8 @@ from command import ROOT, clean_environment
 from long_proofs import long_proof
 from network_hosts import HostNamespace, network
 
+from phalanx.launch.resize import request_ranks
+
 SCRIPT = """
 import os, sys, time
 import torch, phalanx
@@ -206,6 +208,25 @@ def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
     sizes = [event["world_size"] for event in two.events("recovered")]
     assert sizes == [2, 4], two.outputs()
     assert max(event["seconds"] for event in two.events("recovered")[1:]) < 3
+    assert_equal(quiet, two.weights(0))
+
+
+@long_proof
+def test_requests_for_other_numbers_of_ranks_until_a_machine_has_none(cluster, quiet):
+    """Messages to the second machine are later than what its ranks read in the store."""
+    two = cluster(2, ranks=(2, 4), pause=0.05)
+    two.start(0, 1)
+    two.wait_for_step(10)
+    wanted = (2, 4, 2)  # fixed_order takes powers of two
+    for number, ranks in enumerate(wanted):
+        request_ranks(two.folder / "run0" / "logs", ranks)
+        deadline = time.monotonic() + 20
+        while len(two.events("recovered")) == number:
+            assert time.monotonic() < deadline, two.outputs()
+            time.sleep(0.05)
+    two.end(0, 1)
+    assert [event["world_size"] for event in two.events("recovered")] == list(wanted)
+    assert "this one had no rank left" in (two.folder / "out1").read_text()
     assert_equal(quiet, two.weights(0))
 
 
