@@ -13,28 +13,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import Processes, RankState, numbered
-from phalanx.launch.policy import Decision, Facts, decide, patience, pause
+from phalanx.launch.policy import Change, Decision, Facts, Sizes, decide, patience, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
 
 _TRIES = 3
 """So often one after another a new rank may end before it is ready, or the ranks be interrupted without a loss."""
-
-
-@dataclass
-class _Change:
-    """Why the group changes, for the event that reports it."""
-
-    began: float
-    reasons: list[str] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    requested: bool = False
-    """Whether the ranks leave at a step's boundary, which may take long, and not because of an error."""
 
 
 class Membership:
@@ -69,13 +57,12 @@ class Membership:
         self._holders = {member.key for member in self._members} if generation else set()
         """Ranks that were in the last group, and so hold the state of the run."""
         self._size = len(self._members)
-        self._most = elastic.sizes[0]
-        """The most ranks that the run shall have: as many as it may, unless fewer were requested."""
+        self._sizes = Sizes(elastic.sizes)
         self.generation = generation
         self._starting: Counter[str] = Counter()
         """How many processes of each machine have not reported yet that they are ready."""
         self._failed_starts = 0
-        self._change: _Change | None = None
+        self._change: Change | None = None
         self._since = time.monotonic()
         self._said_short = False
         self._unwanted: set[str] = set()
@@ -97,12 +84,12 @@ class Membership:
 
     def take(self, state: RankState, message: dict[str, Any]) -> None:
         """Take a message of a rank: it has joined its group, or is ready for the next one."""
-        dismissed = state.key in self._unwanted and state not in self._members
-        if state.code is not None or dismissed:  # it was lost after it had sent this
+        if state.code is not None or state.dismissed:  # it was lost after it had sent this
             return
         if "joined" in message and message["joined"] == self.generation:
             self._joined.add(state.key)
             self._holders.add(state.key)
+            self._sizes.fix(self._size, message.get("fixed", ""))
             waits = self._state in ("starting", "forming")  # else one that has joined was lost meanwhile
             if waits and all(member.key in self._joined for member in self._members):
                 self._enter("running")
@@ -192,7 +179,7 @@ class Membership:
             present=sum(state.key in self._holders for state in others),
             spares=len(self._spares),
             size=self._size,
-            sizes=self._elastic.sizes,
+            sizes=self._sizes.allowed,
             ended=sum(member.code is not None and member not in lost for member in self._members),
             failures=self._count(),
             max_restarts=self._max_restarts,
@@ -207,12 +194,13 @@ class Membership:
 
     def _dismiss_unwanted(self) -> None:
         unwanted = [member for member in self._members if member.key in self._unwanted]
-        smaller = next((size for size in self._elastic.sizes if size <= self._size - len(unwanted)), 0)
+        smaller = self._sizes.below(self._size - len(unwanted))
         if not unwanted or not smaller:
             return
-        self._size = self._most = smaller  # of the most: else new ranks would take their places
+        self._size = self._sizes.most = smaller  # of the most: else new ranks would take their places
         for member in unwanted:
             self._members.remove(member)
+            member.dismissed = True
             self._report(RankLost(member.rank, "was slow", "shrink", smaller, "on_straggler = exclude").to_dict())
             self._processes.send(member, {"abort": "it is excluded"})
             self._processes.send(member, {"end": True})
@@ -253,7 +241,7 @@ class Membership:
         if self._state == "running":
             self._size, self._change = len(self._members), None
             return
-        self._size = next((size for size in self._elastic.sizes if size <= self._present), 0)
+        self._size = self._sizes.below(self._present)
         if not self._size:
             self._give_up(f"{self._present} ranks are left: fewer than the run may have")
 
@@ -264,7 +252,7 @@ class Membership:
 
     def _leave(self, why: str, lost: Sequence[int] = ()) -> None:
         """Let all ranks leave what they wait in."""
-        self._change = self._change or _Change(time.time())
+        self._change = self._change or Change(time.time())
         if lost and not self._change.lost:
             self._change.reasons.clear()  # what ranks noticed before the loss was known
         self._change.reasons.append(why)
@@ -295,14 +283,13 @@ class Membership:
 
     def resize(self, size: int, why: str) -> str | None:
         """Change the number of ranks at a step's boundary; return why that is not possible, if so."""
-        if size not in self._elastic.sizes:
-            allowed = ", ".join(str(each) for each in sorted(self._elastic.sizes))
-            return f"{size} ranks are not possible here. Possible: {allowed}."
-        self._most = size
+        if refused := self._sizes.refusal(size):
+            return refused
+        self._sizes.most = size
         if size == len(self._members):
             return None
         self._size = size
-        self._change = _Change(time.time(), [why], requested=True)
+        self._change = Change(time.time(), [why], requested=True)
         if size < len(self._members):
             self._ask_to_leave()
             return None
@@ -317,11 +304,10 @@ class Membership:
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""
-        able = min(self._most, self._present - self._elastic.spares)
-        most = next((size for size in self._elastic.sizes if size <= able), 0)
+        most = self._sizes.below(min(self._sizes.most, self._present - self._elastic.spares))
         if most > len(self._members) and self.is_settled:
             self._size = most
-            self._change = _Change(time.time(), [why], requested=True)
+            self._change = Change(time.time(), [why], requested=True)
             self._form_if_all_ready()
 
     def _ask_to_leave(self) -> None:
@@ -355,7 +341,7 @@ class Membership:
         """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
         self._holders &= {member.key for member in self._members}
         rest = [state for state in self._spares + self._members if state not in chosen]
-        kept = max(self._elastic.spares, self._most - self._size)
+        kept = max(self._elastic.spares, self._sizes.most - self._size)
         self._spares = rest[:kept]
         for state in rest:
             state.dismissed = state not in self._spares
@@ -366,7 +352,7 @@ class Membership:
         self.generation += 1
         self._joined.clear()
         self._enter("forming")
-        change, self._change = self._change or _Change(time.time()), None
+        change, self._change = self._change or Change(time.time()), None
         nodes = {node: numbered([s for s in chosen if s.node == node]) for node in sorted({s.node for s in chosen})}
         self._members = [state for states in nodes.values() for state in states]
         for rank, state in enumerate(self._members):

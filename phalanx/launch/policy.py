@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.errors import EXIT_USAGE
@@ -27,6 +27,44 @@ class Decision:
     size: int
     why: str
     pause: float = 0.0
+
+
+class Sizes:
+    """The numbers of ranks that a run may have."""
+
+    def __init__(self, allowed: Sequence[int]) -> None:
+        """`allowed`: the largest first."""
+        self.allowed = allowed
+        self.most = allowed[0]
+        """The most ranks that the run shall have: as many as it may, unless fewer were requested."""
+        self._fixed = ""
+
+    def fix(self, size: int, why: str) -> None:
+        """Keep a number of ranks from now on; `why`: a sentence for who requests another."""
+        if why and not self._fixed:
+            self._fixed, self.allowed, self.most = why, (size,), size
+
+    def below(self, ranks: int) -> int:
+        """Return the largest number that so many ranks are enough for; 0 where there is none."""
+        return next((size for size in self.allowed if size <= ranks), 0)
+
+    def refusal(self, size: int) -> str | None:
+        """Return why a number is not possible, if so."""
+        if size in self.allowed:
+            return None
+        allowed = ", ".join(str(each) for each in sorted(self.allowed))
+        return f"{size} ranks are not possible here. Possible: {allowed}. {self._fixed}".strip()
+
+
+@dataclass
+class Change:
+    """Why the group changes, for the event that reports it."""
+
+    began: float
+    reasons: list[str] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    requested: bool = False
+    """Whether the ranks leave at a step's boundary, which may take long, and not because of an error."""
 
 
 @dataclass(frozen=True)

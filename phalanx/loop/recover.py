@@ -295,7 +295,7 @@ class Recovering(Survivor):
 
         def restore_and_join() -> dict[str, Any] | None:
             state = began()
-            self._member.joined()
+            self._member.joined(loop.train_loader.sharded.fixed_ranks)
             return state
 
         loop.restore = restore_and_join

@@ -115,11 +115,11 @@ class Member:
         self._forming.begin()  # a large model takes long to build
         return position
 
-    def joined(self) -> None:
-        """Report that this rank is in the group and has the state."""
+    def joined(self, fixed: str = "") -> None:
+        """Report that this rank is in the group and has the state; `fixed`: why the number of ranks cannot change."""
         self._forming.end()
         _beat_during_compiles()
-        messages.send(self._control, {"joined": self._generation})
+        messages.send(self._control, {"joined": self._generation, "fixed": fixed})
 
 
 @functools.cache

@@ -277,6 +277,17 @@ def test_ranks_for_which_a_size_has_no_place_wait_for_more():
     assert case.processes.take("end") == []
 
 
+def test_where_the_data_shards_itself_the_number_of_ranks_stays():
+    case = Case(2, sizes=(4, 2, 1), max_restarts=0)
+    for state in case.ranks:
+        case.members.take(state, {"joined": 0, "fixed": "The data shards itself."})
+    refused = "1 ranks are not possible here. Possible: 2. The data shards itself."
+    assert case.members.resize(1, "a request") == refused
+    case.members.take_arrival("b", 2, "the machine b")
+    assert case.members.is_settled
+    assert not case.lose(case.ranks[1]), "a restart has as many ranks, fewer could not go on"
+
+
 def test_machines_that_arrive_together_are_all_taken_in():
     case = Case(1, sizes=(3, 2, 1))
     case.join(*case.ranks)
