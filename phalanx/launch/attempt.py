@@ -332,7 +332,7 @@ class Attempt(Follower):
                 answer_requests(self._spec.log_dir, self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()
-            self._stall_watch.check(self._role.unchanged_since)
+            self._stall_watch.check(self._role)
         if self._stall_notice is not None:
             self._stall_notice.check(now)
         hang = watch.find_hang(now)

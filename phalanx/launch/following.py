@@ -112,6 +112,11 @@ class Following(LocalRanks):
         """When the ranks began to train in this group; infinity while some wait for a position."""
         return math.inf if self._formed & self._ready.keys() else self._formed_at
 
+    @property
+    def members_here(self) -> list[RankState]:
+        """The ranks of this machine that train."""
+        return [state for state in self._hands.group.alive if state.key in self._formed]
+
     def end(self) -> None:
         """Let ranks of this machine that wait for a position end."""
         for key in self._ready:

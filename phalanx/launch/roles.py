@@ -321,6 +321,11 @@ class Leading(LocalRanks):
         """When the ranks began to train in this group; infinity while it changes."""
         return self.members.unchanged_since
 
+    @property
+    def members_here(self) -> list[RankState]:
+        """The ranks of this machine that train."""
+        return [state for state in self.members.members if state.node == self._hands.node.own and state.alive]
+
     def find_silent(self) -> list[RankState]:
         """Return ranks to be killed: stopped ones, and those that neither leave or join nor make progress."""
         late = self.members.find_late()
