@@ -73,7 +73,7 @@ class Attempt(Follower):
         self._failure: FailureReport | None = None
         self._blaming = False
         self._diagnosing = False
-        self._published_end = False
+        self._published_end = self._killing = False
         self._all_ended = False
         self._final = False
 
@@ -243,10 +243,12 @@ class Attempt(Follower):
         """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
         if ended.code in SUCCESS_CODES and self._role is not None:
             self._role.take_end(ended)
-        if ended.code in SUCCESS_CODES or self._is_stopping:
+        if ended.code in SUCCESS_CODES or (self._is_stopping and not self._is_lost_while_saving(ended)):
             return
         assert self._evidence is not None
         if self._role is not None and self._role.take_loss(ended, self._evidence.describe(ended)):
+            return
+        if self._is_stopping:
             return
         aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
         if not aborted and not self._evidence.of(ended).lost_peer:
@@ -254,6 +256,11 @@ class Attempt(Follower):
         elif not self._blaming:
             self._blaming = True
             self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._rendezvous.has_other_nodes else 0.0), self._blame)
+
+    def _is_lost_while_saving(self, ended: RankState) -> bool:
+        """Whether a rank was killed after the run was asked to stop, so that the others need one to save with."""
+        number = -(ended.code or 0)
+        return self._failure is None and not self._killing and number > 0 and number != self._requested
 
     def _blame(self) -> None:
         if self._is_stopping or self._group is None or self._diagnosing:
@@ -290,6 +297,7 @@ class Attempt(Follower):
         super()._stop_ranks(number, grace)
 
     def _kill_ranks(self) -> None:
+        self._killing = True
         self._signal_ranks(signal.SIGKILL)
         self._later(_KILL_SECONDS, self._kill_directly)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
+from phalanx.host.signals import JOINS_LATE
 from phalanx.launch.spec import LaunchSpec
 from phalanx.observe.collectives import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
@@ -88,7 +89,7 @@ def rank_environment(
         BOARD_VARIABLE: str(board_path(log_dir, node.node_rank)),
         "PHALANX_SLOT": rank,
         "PHALANX_PLANNED_RANKS": world_size if spec.elastic is None else str(spec.elastic.sizes[0]),
-        **({"PHALANX_JOINS_LATE": "1"} if node.late else {}),
+        **({JOINS_LATE: "1"} if node.late else {}),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,
         LAUNCHED_AT: str(spec.launched),
     }

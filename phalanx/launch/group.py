@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from phalanx.host import messages
 from phalanx.host.processes import kill_group
+from phalanx.host.signals import JOINS_LATE
 from phalanx.launch.collectives import calls_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
@@ -153,7 +154,7 @@ class RankGroup:
         state = RankState(slot, self._spec.label(slot), f"r{slot}g{generation}-{next(_ADDED)}", slot)
         self.ranks[state.key] = state
         record_path(self._spec.log_dir, slot).unlink(missing_ok=True)
-        self._start_rank(state, {"PHALANX_JOINS_LATE": "1"})
+        self._start_rank(state, {JOINS_LATE: "1"})
         return state
 
     def retire(self, state: RankState) -> None:

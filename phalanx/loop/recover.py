@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CommunicationError
+from phalanx.host.signals import STOPS
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.neighbours import Neighbours
@@ -262,6 +263,8 @@ class Survivor:
 
         in_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
         before = {number: signal.signal(number, handle) for number in stop_signals(read_rank_env()) if in_main}
+        if in_main:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # what came since this rank was forked
         try:
             yield
         finally:

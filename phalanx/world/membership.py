@@ -18,6 +18,7 @@ from typing import Any
 from phalanx import torch_compat
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
+from phalanx.host.signals import JOINS_LATE
 from phalanx.observe.heartbeat import BusyBeat
 from phalanx.world.abort import abort_collectives, begin_group, watch_groups
 
@@ -73,7 +74,7 @@ class Member:
         self.on_regroup: Callable[[str], None] | None = None
         """Called by the thread when all ranks have to leave at a step's boundary."""
         self._forming = BusyBeat()
-        self.joins_late = os.environ.get("PHALANX_JOINS_LATE") == "1"
+        self.joins_late = os.environ.get(JOINS_LATE) == "1"
         watch_groups()
         threading.Thread(target=self._listen, name="phalanx-member", daemon=True).start()
 
