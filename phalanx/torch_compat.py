@@ -156,13 +156,16 @@ def all_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def around_new_groups(run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let `run` call what makes a process group, of init_process_group and new_group alike."""
+def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> None:
+    """Let `run` make each process group, of init_process_group and new_group alike.
+
+    It gets what makes one from a store, the store, and the name of the backend.
+    """
     original = dist.distributed_c10d._new_process_group_helper
 
     @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return run(functools.partial(original, *args, **kwargs))
+    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda used: original(size, rank, ranks, backend, used, *args, **kwargs), store, str(backend))
 
     dist.distributed_c10d._new_process_group_helper = make
 

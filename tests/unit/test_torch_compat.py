@@ -62,9 +62,10 @@ def test_hooks_know_the_backward_pass_and_its_end():
 def test_new_groups_are_noticed_and_all_are_listed():
     entered: list[str] = []
 
-    def noting(make: Callable[[], Any]) -> Any:
+    def noting(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
         entered.append("begin")
-        made = make()
+        assert backend == "gloo"
+        made = make(store)
         entered.append("end")
         return made
 
