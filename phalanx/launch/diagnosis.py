@@ -27,7 +27,6 @@ from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
 
-
 _USUAL_STEPS = 3
 
 

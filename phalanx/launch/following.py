@@ -69,9 +69,9 @@ class Following(LocalRanks):
         elif "left_out" in mail:
             cause = f"this machine is left out of the run: {mail['left_out']}"
             self._hands.fail(FailureReport(cause=cause, exit_code=1))
-        elif "late" in mail and (state := self._hands.group.ranks.get(mail["late"])) is not None:
-            if self._is_stuck(state):
-                self._hands.group.signal(signal.SIGKILL, [state])
+        elif "late" in mail:
+            known = [state for state in self._hands.group.alive if state.key == mail["late"]]
+            self._hands.group.signal(signal.SIGKILL, [state for state in known if self._is_stuck(state)])
         return "all_ended" in mail
 
     def follow(self, leader: str) -> None:

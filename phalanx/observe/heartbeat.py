@@ -235,8 +235,8 @@ class BusyBeat:
         """Start, unless it was started."""
         if self._ended is None:
             self._ended = threading.Event()
-            watch = threading.Thread(target=self._watch, args=(self._ended, current()), name="phalanx-busy", daemon=True)
-            watch.start()
+            watched = (self._ended, current())
+            threading.Thread(target=self._watch, args=watched, name="phalanx-busy", daemon=True).start()
 
     def end(self) -> None:
         """Stop, if it was started."""

@@ -2,9 +2,9 @@
 
 What waits in shared memory registers itself (`abortable`). gloo has no call for it, so its connections are shut down:
 they are the sockets between the addresses that ranks exchange in the store while a process group is made, and no
-others: user code has sockets, too. nccl has a call of its own. A gloo group that is being made cannot be woken: it is made in a thread, which an abort leaves behind until it fails by itself. Waiting
-for a value in the store polls (`AbortableStore`). An abort holds until the next group begins (`begin_group`), also for
-what a rank enters after it.
+others: user code has sockets, too. nccl has a call of its own. A gloo group that is being made cannot be woken: it is
+made in a thread, which an abort leaves behind until it fails by itself. Waiting for a value in the store polls
+(`AbortableStore`). An abort holds until the next group begins (`begin_group`), also for what a rank enters after it.
 """
 
 from __future__ import annotations

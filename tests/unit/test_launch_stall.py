@@ -14,8 +14,8 @@ from phalanx.launch.group import RankState, stack_path
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 
-WAITS = "Current thread 0x1 (most recent call first):\n  File \"torch/distributed/distributed_c10d.py\", line 1 in wait\n"
-SLEEPS = 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in on_step_end\n'
+STACK = 'Current thread 0x1 (most recent call first):\n  File "{}", line 1 in function\n'
+WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.format("train.py")
 
 
 @pytest.fixture
