@@ -120,13 +120,6 @@ def answers(address: tuple[str, int], seconds: float) -> bool:
         return False
 
 
-def own_address(host: str, port: int) -> str:
-    """Return the address of this machine in the network in which a host is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
-
-
 def may_continue(members: list[str], alive: list[str], ended: list[str], leader: str) -> bool:
     """Whether the machines that see each other may go on without the others: never two parts of a run at once.
 
