@@ -24,7 +24,7 @@ from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.inquiry import Inquiry, StallNotice
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.resize import answer_requests
+from phalanx.launch.resize import Requests
 from phalanx.launch.roles import Hands, Leading
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
@@ -63,6 +63,7 @@ class Attempt(Follower):
         self._role: Leading | Following | None = None
         self._takeover: TakingOver | None = None
         self._waiting_mail: list[dict[str, Any]] = []
+        self._requests = Requests(spec.log_dir, console.notice)
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
         self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
@@ -79,7 +80,7 @@ class Attempt(Follower):
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
         """Follow the attempt to its end."""
-        self._shared_env = shared_env
+        self._shared_env = {**shared_env, "PHALANX_FAILURES": str(self._failures_before)}
         self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
         try:
             node = self._rendezvous.begin(self._number)
@@ -204,8 +205,8 @@ class Attempt(Follower):
     def _take_mail(self, mail: dict[str, Any]) -> None:
         if self._takeover is not None and "hello" in mail:
             self._takeover.take_hello(mail)
-        elif self._takeover is not None or "hello" in mail:  # before this launcher knows that it takes over
-            self._waiting_mail.append(mail)
+        elif self._takeover is not None or ("hello" in mail and not isinstance(self._role, Leading)):
+            self._waiting_mail.append(mail)  # before this launcher knows that it takes over
         elif self._role is not None and self._role.take_mail(mail):
             self._all_ended = True
 
@@ -337,7 +338,7 @@ class Attempt(Follower):
             if silent := self._role.find_silent():
                 group.signal(signal.SIGKILL, silent)
             if isinstance(self._role, Leading) and self._role.members.is_settled:
-                answer_requests(self._spec.log_dir, self._role.members.resize)
+                self._requests.answer(self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()
             self._stall_watch.check(self._role)
@@ -383,14 +384,8 @@ class Attempt(Follower):
         codes = [state.code for state in self._states()]
         survived = max(self._failures_before, self._role.failures if self._role is not None else 0)
         if self._failure is not None:
-            interrupted = self._requested is not None
-            return Outcome(
-                self._failure.exit_code,
-                self._failure,
-                interrupted=interrupted,
-                final=self._final,
-                failures=survived,
-            )
+            facts = {"interrupted": self._requested is not None, "final": self._final}
+            return Outcome(self._failure.exit_code, self._failure, failures=survived, **facts)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
         outcome = stopped(self._requested, codes, "" if self.has_started else self._notices.activity)

@@ -60,6 +60,7 @@ class Following(LocalRanks):
                 form = message["form"]
                 state.rank, state.local_rank = form["rank"], form["local_rank"]
                 self._generation, self.size = form["generation"], form["world_size"]
+                self.failures = form["failures"]
             elif "end" in message or "wait" in message:
                 self._formed.discard(mail["to"])
             self._send_here(mail["to"], message)
@@ -68,7 +69,7 @@ class Following(LocalRanks):
             self._start_here(mail["start"], mail["generation"])
         elif "left_out" in mail:
             cause = f"this machine is left out of the run: {mail['left_out']}"
-            self._hands.fail(FailureReport(cause=cause, exit_code=1))
+            self._hands.fail(FailureReport(cause=cause, exit_code=1), publish=False)  # the others go on
         elif "late" in mail:
             known = [state for state in self._hands.group.alive if state.key == mail["late"]]
             self._hands.group.signal(signal.SIGKILL, [state for state in known if self._is_stuck(state)])
@@ -78,7 +79,7 @@ class Following(LocalRanks):
         """Report the ranks of this machine to the launcher that decides from now on."""
         self.leader = leader
         self._told_end = False  # the report of the end may have been lost with the machine before
-        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
+        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation, "failures": self.failures})
 
     def ranks(self) -> list[dict[str, Any]]:
         """Return the ranks of this machine: their positions, and what those have reported that wait for one."""

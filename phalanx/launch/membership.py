@@ -365,6 +365,7 @@ class Membership:
                 "local_world_size": len(nodes[state.node]),
                 "node_rank": list(nodes).index(state.node),
                 "generation": self.generation,
+                "failures": self.failures,
                 "began": change.began,
                 "reason": "; ".join(change.reasons),
                 "lost": change.lost,

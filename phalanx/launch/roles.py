@@ -40,7 +40,8 @@ class Hands:
     later: Callable[[float, Callable[[], None]], None]
     report: Callable[[dict[str, Any]], None]
     post: Post
-    fail: Callable[[FailureReport], None]
+    fail: Callable[..., None]
+    """Gets a `FailureReport`; with `publish=False` it ends this machine only."""
     is_stuck: Callable[[RankState, float], bool]
     """Whether a rank of this machine has made no progress for so many seconds."""
 
@@ -261,6 +262,8 @@ class Leading(LocalRanks):
                 self.take_end(state)
         elif "ended" in mail:
             self._ended.add(node)
+        elif "hello" in mail:  # after this launcher has begun to lead without that machine
+            self._hands.post(node, {"left_out": "it reported too late after the machine that decided was lost"})
         elif "arrival" in mail:
             self._take_arrival(mail["arrival"], mail["node"])
         return False

@@ -43,6 +43,8 @@ class Position:
     """When the change began, by the launcher's clock."""
     reason: str
     lost: list[int] = field(default_factory=list)
+    failures: int = 0
+    """How many the run has survived so far."""
     master_addr: str = ""
     """Where the store is, if it has moved."""
     master_port: int = 0
@@ -58,6 +60,7 @@ class Position:
             ROLE_WORLD_SIZE=str(self.world_size),
             GROUP_RANK=str(self.node_rank),
             PHALANX_GENERATION=str(self.generation),
+            PHALANX_FAILURES=str(self.failures),
         )
         if self.master_addr:
             os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))
