@@ -76,9 +76,7 @@ def hands(tmp_path):
     group: Any = SimpleNamespace(ranks={"r1": state}, alive=[state], controls={"r1": near}, signal=lambda *_: None)
     group.retire = lambda state: None
     elastic = Elastic((3, 2, 1), silence_seconds=0.0)
-    spec = LaunchSpec(
-        target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=elastic, max_restarts=3
-    )
+    spec = LaunchSpec(target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=elastic, max_restarts=3)
     machines = [["00001", "a", 1], ["00002", "b", 1], ["00003", "c", 1]]
     node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", machines=machines)
     selector = selectors.DefaultSelector()
