@@ -11,6 +11,7 @@ import functools
 import pickle
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
     "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
     "torch.distributed.distributed_c10d:_abort_process_group": "recovery in place with nccl",
+    "torch._dynamo.callback:on_compile_start": "heartbeats while a rank compiles",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
@@ -86,9 +88,7 @@ def missing() -> dict[str, str]:
     for name, breaks in PRIVATE.items():
         module, _, path = name.partition(":")
         try:
-            value: Any = import_module(module)
-            for part in path.split("."):
-                value = getattr(value, part)
+            attrgetter(path)(import_module(module))
         except (ImportError, AttributeError):
             found[name.replace(":", ".")] = breaks
     return found
@@ -96,15 +96,13 @@ def missing() -> dict[str, str]:
 
 # autograd
 
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the running backward pass has computed all gradients."""
+
 
 def backward_pass_id() -> int:
     """Return a number that identifies the running backward pass; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
-
-
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the running backward pass has computed all gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -119,30 +117,23 @@ def base_of(tensor: Tensor) -> Tensor:
 
 # operations on many tensors in one call, and the worker processes of loaders
 
-foreach_add = torch._foreach_add
-foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
-foreach_lerp_ = torch._foreach_lerp_
-foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
-foreach_sub = torch._foreach_sub
+foreach_add, foreach_add_, foreach_sub = torch._foreach_add, torch._foreach_add_, torch._foreach_sub
+foreach_mul_, foreach_div_, foreach_lerp_ = torch._foreach_mul_, torch._foreach_div_, torch._foreach_lerp_
+foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
 LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
 
 
 # process groups
 
+default_store = dist.distributed_c10d._get_default_store
+"""Returns the store of the process group that the user's script initialised."""
+
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Broadcast tensors from the first rank of a group (all ranks where None), many in one message."""
     group = group if group is not None else dist.distributed_c10d._get_default_group()
     dist._broadcast_coalesced(group, list(tensors), COALESCED_BYTES, 0)
-
-
-def default_store() -> dist.Store:
-    """Return the store of the process group that the user's script initialised."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -155,15 +146,22 @@ def all_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def around_new_groups(run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let `run` call what makes a process group, of init_process_group and new_group alike."""
+def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> None:
+    """Let `run(make, store, backend)` make each process group, of new_group too; `make(store)` makes it."""
     original = dist.distributed_c10d._new_process_group_helper
 
     @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return run(functools.partial(original, *args, **kwargs))
+    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda used: original(size, rank, ranks, backend, used, *args, **kwargs), store, str(backend))
 
     dist.distributed_c10d._new_process_group_helper = make
+
+
+def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call `begin` and `end` around each compilation of torch.compile from now on."""
+    callbacks = import_module("torch._dynamo.callback")
+    callbacks.on_compile_start(lambda *_: begin())
+    callbacks.on_compile_end(lambda *_: end())
 
 
 def number_groups_from_zero() -> None:

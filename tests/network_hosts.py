@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,7 @@ from phalanx.errors import UsageError
 from phalanx.host import namespaces
 from phalanx.host.namespaces import HostNamespace
 
-__all__ = ["HostNamespace", "network"]
+__all__ = ["HostNamespace", "named", "network"]
 
 
 @contextmanager
@@ -23,3 +26,20 @@ def network(count: int) -> Iterator[list[HostNamespace]]:
         except UsageError as error:
             pytest.skip(error.message)
         yield hosts
+
+
+@contextmanager
+def named(hosts: list[HostNamespace]) -> Iterator[list[str]]:
+    """Give hosts names; as on many systems, each maps its own name to 127.0.1.1, and those of the others rightly."""
+    names = [f"machine{number}" for number in range(len(hosts))]
+    folders = [Path("/etc/netns") / host.namespace for host in hosts]
+    for host, name, folder in zip(hosts, names, folders, strict=True):
+        others = [f"{other.address} {one}" for other, one in zip(hosts, names, strict=True) if other is not host]
+        folder.mkdir(parents=True)
+        own = f"127.0.0.1 localhost\n127.0.1.1 {name} {socket.gethostname()}"
+        (folder / "hosts").write_text("\n".join([own, *others, ""]))
+    try:
+        yield names
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)

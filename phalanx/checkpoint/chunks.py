@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from phalanx.checkpoint.lock import safe_name
@@ -29,17 +29,24 @@ def location(folder: str, digest: str) -> tuple[str, str]:
 
 
 def write(
-    place: Place, folder: str, data: memoryview, cuts: list[tuple[int, int]], known: set[str]
+    place: Place,
+    folder: str,
+    data: memoryview,
+    cuts: list[tuple[int, int]],
+    known: set[str],
+    advance: Callable[[], None] = lambda: None,
 ) -> tuple[list[tuple[int, int, str]], int]:
     """Write the leaves that are not there yet; return (start, size, hash) of all, and the bytes that were written.
 
-    `known`: the hashes of the last save, which are there; replaced by those of this one.
+    `known`: the hashes of the last save, which are there; replaced by those of this one. `advance`: called before each
+    leaf; it may raise.
     """
 
     begun: set[str] = set()
     lock = threading.Lock()
 
     def one(cut: tuple[int, int]) -> tuple[str, int]:
+        advance()
         start, size = cut
         part = data[start : start + size]
         digest = hashlib.sha256(part).hexdigest()

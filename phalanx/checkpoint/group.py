@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
@@ -44,6 +45,16 @@ def gather_to_all(item: T) -> list[T]:
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, item)
     return gathered
+
+
+def largest(number: int) -> int:
+    """Return the largest number of all ranks, by one all-reduce."""
+    if world_size() == 1:
+        return number
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor([number], dtype=torch.int64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:

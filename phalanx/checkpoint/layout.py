@@ -117,18 +117,32 @@ class StatePlan:
         self.objects: list[WriteItem] = []
         self.index: Index | None = None
         """On rank 0: the index of all ranks' files, without the hashes."""
+        self._series, self._count = "", 0
 
     def update(self, tensors: dict[str, Any]) -> str:
         """Take a new state, plan where any rank's has changed, and return a name for the save, equal on all ranks.
 
-        Collective with a process group.
+        Collective with a process group: one number, where nothing has changed.
         """
-        mine = secrets.token_hex(8), group.tried(lambda: self._take(tensors))
-        found = group.gather_to_all(mine)
-        changes = [group.unwrapped(changed) for _, changed in found]
-        if any(changes):
+        changed = group.tried(lambda: self._take(tensors))
+        if group.largest(int(changed is not False)):
+            for one in group.gather_to_all(changed):
+                group.unwrapped(one)
             self._make()
-        return found[0][0]
+            self._series = group.from_rank_zero(lambda: secrets.token_hex(8))
+        self._count += 1
+        return f"{self._series}-{self._count}"
+
+    def own_part(self, rank: int) -> Index:
+        """Return the index of this rank's file alone, without the hashes."""
+        tensors: dict[str, StoredTensor] = {}
+        for piece in self.layout.pieces:
+            assert piece.item is not None, "planned"
+            assert piece.item.tensor_data is not None, "a tensor"
+            shape, dtype = tuple(piece.item.tensor_data.size), str(piece.dtype).removeprefix("torch.")
+            known = tensors.setdefault(piece.name, StoredTensor(shape, dtype, []))
+            known.parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
+        return Index(tensors, {item.index.fqn: rank for item in self.objects})
 
     def _take(self, tensors: dict[str, Any]) -> bool:
         self._planner.set_up_planner(tensors, None, is_coordinator=group.rank() == 0)

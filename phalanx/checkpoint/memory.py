@@ -1,12 +1,15 @@
 """Checkpoints in host memory: each rank keeps its own newest shard and that of another rank, on another host if any.
 
 After a loss the survivors, and ranks that replace lost ones, load the newest step of which every shard is left in some
-rank's memory: no disk is read. With `W` ranks, shard `r` is with ranks `r` and `r + shift`.
+rank's memory: no disk is read. With `W` ranks, shard `r` is with ranks `r` and `r + shift`. To keep a step, each rank
+sends to one other rank, and where its tensors are in its shard only when that has changed; all ranks exchange one
+number. The index of all shards is put together when they are loaded.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import socket
 import threading
 from dataclasses import dataclass
@@ -18,8 +21,8 @@ import torch.distributed as dist
 from phalanx.checkpoint import group
 from phalanx.checkpoint.fetch import read_boxes
 from phalanx.checkpoint.files import LEAF_BYTES, Leaf
-from phalanx.checkpoint.index import Index
-from phalanx.checkpoint.layout import StatePlan, shard_name
+from phalanx.checkpoint.index import Index, StoredTensor
+from phalanx.checkpoint.layout import FileLayout, StatePlan, shard_name
 from phalanx.checkpoint.manifest import Snapshot
 from phalanx.checkpoint.place import Reader
 from phalanx.checkpoint.plain import from_plain, rank_content
@@ -41,6 +44,8 @@ class _Shard:
 
     about: dict[str, Any]
     data: torch.Tensor
+    part: Index
+    """Where the tensors are in `data`."""
 
 
 class NeighbourMemory:
@@ -60,6 +65,10 @@ class NeighbourMemory:
         """Use another group from now on, after the ranks have formed it; what is kept stays. Collective."""
         self._group = exchange
         self._plan = StatePlan()
+        self._planned: FileLayout | None = None
+        self._part = Index({}, {})
+        self._sent: Index | None = None
+        self._received: Index | None = None
         hosts = self._gathered(socket.gethostname())
         self._shift = _shift(hosts)
 
@@ -75,16 +84,14 @@ class NeighbourMemory:
         while len(self._held) > 1:
             self._drop(next(iter(self._held)))
         staging = next(one for one in self._stagings if one not in self._used.values())
-        index = group.from_rank_zero(lambda: self._plan.index)
         staging.fill(self._plan.layout, self._plan.tensors())
-        about = {
-            **rank_content(self._plan.values(), snapshot.rank_state),
-            "index": index,
-            "epoch": snapshot.epoch,
-            "shared": snapshot.shared,
-        }
+        about = {**rank_content(self._plan.values(), snapshot.rank_state), "epoch": snapshot.epoch}
+        if group.rank() == 0:  # equal on all ranks, or that of rank 0 counts
+            about["shared"] = snapshot.shared
+        if self._planned is not self._plan.layout:
+            self._planned, self._part = self._plan.layout, self._plan.own_part(group.rank())
         self._plan.forget()
-        own = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8))
+        own = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8), self._part)
         key = _Key(snapshot.step, token, group.world_size())
         self._used[key] = staging
         self._thread = threading.Thread(target=self._exchange, args=(key, own), name="phalanx-memory", daemon=True)
@@ -115,17 +122,30 @@ class NeighbourMemory:
             shards = {rank: own}
             if size > 1:
                 source = (rank - self._shift) % size
-                about = self._gathered((own.about, own.data.numel()))
-                received = torch.empty(about[source][1], dtype=torch.uint8)
-                sending = dist.isend(own.data, group=self._group, group_dst=(rank + self._shift) % size)
-                dist.recv(received, group=self._group, group_src=source)
-                assert sending is not None
-                sending.wait()
-                shards[source] = _Shard(about[source][0], received)
+                shards[source] = self._swap(own, (rank + self._shift) % size, source)
             self._held[key] = shards
         except Exception as error:  # noqa: BLE001 - raised again by `finish`
             self._used.pop(key)
             self._error = error
+
+    def _swap(self, own: _Shard, target: int, source: int) -> _Shard:
+        """Send a shard to a rank and receive one: the sizes of two messages, a description, and the data."""
+        part = None if own.part is self._sent else own.part
+        described = torch.frombuffer(bytearray(pickle.dumps((own.about, part))), dtype=torch.uint8)
+        sent = (torch.tensor([described.numel(), own.data.numel()]), described, own.data)
+        sending = [dist.isend(one, group=self._group, group_dst=target) for one in sent]
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.recv(sizes, group=self._group, group_src=source)
+        description, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+        for one in (description, data):
+            dist.recv(one, group=self._group, group_src=source)
+        for work in sending:
+            assert work is not None
+            work.wait()
+        about, part = pickle.loads(description.numpy().tobytes())
+        self._sent, self._received = own.part, part or self._received
+        assert self._received is not None, "sent with the first shard"
+        return _Shard(about, data, self._received)
 
     def _drop(self, key: _Key) -> None:
         del self._held[key]
@@ -144,9 +164,10 @@ class NeighbourMemory:
         key, holders = found
         mine = self._held.get(key, {})
         rank = dist.get_rank(self._group)
-        sent = {r: mine[r].about for r, holder in holders.items() if holder == rank}
-        about = {r: one for part in self._gathered(sent) for r, one in part.items()}
-        index: Index = _indexed(about[0]["index"])
+        sent = {r: (mine[r].about, mine[r].part) for r, holder in holders.items() if holder == rank}
+        found = {r: one for part in self._gathered(sent) for r, one in part.items()}
+        about = {r: one for r, (one, _) in found.items()}
+        index = _indexed([found[r][1] for r in sorted(found)])
         boxes = plan_reads(index, template, lambda r: from_plain(about[r]["objects"]), f"step {key.step} in memory")
         names = {shard_name(r): r for r in range(key.world_size)}
         data = self._collected(mine, holders, {names[box.part.file] for box in boxes})
@@ -212,10 +233,14 @@ class _MemoryReader(Reader):
         pass
 
 
-def _indexed(index: Index) -> Index:
-    """Return an index with leaves that have no hash."""
+def _indexed(parts: list[Index]) -> Index:
+    """Return the index of all shards from that of each, with leaves that have no hash."""
+    tensors: dict[str, StoredTensor] = {}
+    for each in parts:
+        for name, one in each.tensors.items():
+            tensors.setdefault(name, StoredTensor(one.shape, one.dtype, [])).parts.extend(one.parts)
     ends: dict[str, int] = {}
-    for one in index.tensors.values():
+    for one in tensors.values():
         for part in one.parts:
             end = part.start + math.prod(part.sizes) * one.torch_dtype.itemsize
             ends[part.file] = max(ends.get(part.file, 0), end)
@@ -223,7 +248,7 @@ def _indexed(index: Index) -> Index:
         name: [Leaf(at, min(LEAF_BYTES, end - at), "") for at in range(0, end, LEAF_BYTES)]
         for name, end in ends.items()
     }
-    return Index(index.tensors, index.objects, leaves)
+    return Index(tensors, {name: rank for each in parts for name, rank in each.objects.items()}, leaves)
 
 
 def _shift(hosts: list[str]) -> int:

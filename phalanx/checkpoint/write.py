@@ -31,12 +31,16 @@ from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to
 from phalanx.checkpoint.stage import Staging
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
+from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.version import __version__
+from phalanx.world.abort import raise_if_aborted
 
 _MOMENT_SECONDS = 1e-3
 _POLL_SECONDS = 0.005
 _WAIT_SECONDS = 3600.0
 _GRACE_SECONDS = 3.0
+_ABORT_SECONDS = 0.05
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,9 @@ class Saver:
         if self._job is None:
             return None
         job, waited = self._job, time.monotonic()
-        job.join()
+        while job.is_alive():  # not one join: a rank whose part is missing may be lost
+            job.join(_ABORT_SECONDS)
+            raise_if_aborted()
         self._job = None  # not before: after Ctrl-C the memory is still being written from
         try:
             saved: SavedCheckpoint = group.from_rank_zero(job.outcome)
@@ -128,13 +134,21 @@ class Saver:
             raise
         return dataclasses.replace(saved, stall=job.stall + time.monotonic() - waited)
 
-    def release(self, seconds: float = _GRACE_SECONDS) -> None:
-        """Release the memory; a save in flight is completed, or given up where another rank does not answer so long."""
-        if self._job is not None:
-            self._job.join(seconds if group.world_size() > 1 else None)
-            self._job.abandoned.set()
-            self._job.join()
+    def release(self, seconds: float = _GRACE_SECONDS, *, ranks_lost: bool = False) -> None:
+        """Release the memory; a save in flight is completed, or given up where another rank does not answer so long.
+
+        `ranks_lost`: given up in any case. A thread that its disk holds up is then left behind, with its memory.
+        """
+        job = self._job
+        if job is not None:
+            seconds_left = seconds if group.world_size() > 1 else None
+            job.join(seconds_left)
+            job.abandoned.set()
+            job.gives_up = ranks_lost
+            job.join(seconds_left if ranks_lost else None)
             self._job = None
+            if job.is_alive():
+                self._staging, self._known_chunks = Staging(), set()
         self._staging.release()
 
 
@@ -148,7 +162,12 @@ class _Job(threading.Thread):
         self._rank, self._ranks = group.rank(), group.world_size()
         self._store = group.store() if self._ranks > 1 else None
         self._place: Place = place_at(request.directory)
+        self._staging, self._known_chunks = saver._staging, saver._known_chunks
+        self._board = current_heartbeat()
         self.abandoned = threading.Event()
+        """Set where other ranks are not waited for any longer."""
+        self.gives_up = False
+        """Whether nothing is written or published any more."""
         self.failure: Exception | None = None
         self.stall = self.started = 0.0
         self._published: SavedCheckpoint | None = None
@@ -166,7 +185,7 @@ class _Job(threading.Thread):
         plan = self._saver._plan
         self._layout, self._index = plan.layout, plan.index
         self._rank_file = rank_content(plan.values(), self._snapshot.rank_state)
-        self._saver._staging.fill(plan.layout, plan.tensors())
+        self._staging.fill(plan.layout, plan.tensors())
         shared = from_json(to_json(self._snapshot.shared, "shared"))
         self._snapshot = dataclasses.replace(self._snapshot, tensors={}, rank_state=None, shared=shared)
 
@@ -247,19 +266,28 @@ class _Job(threading.Thread):
             with writing.create(name) as stream:
                 torch.save(self._rank_file, stream)  # type: ignore[arg-type]
             if self._layout.pieces and self._request.kind == "incremental":
-                folder, view = chunks.folder_of(self._request.run_id), self._saver._staging.view()
+                folder, view = chunks.folder_of(self._request.run_id), self._staging.view()
                 leaves, written = chunks.write(
-                    self._place, folder, view, self._layout.cuts(), self._saver._known_chunks
+                    self._place, folder, view, self._layout.cuts(), self._known_chunks, self._advance
                 )
             elif self._layout.pieces:
                 name = self._data_name(self._rank)
                 with writing.create(name) as stream:
-                    stream.write(self._saver._staging.view())
+                    view = self._staging.view()
+                    for start in range(0, view.nbytes, _PIECE_BYTES):
+                        self._advance()
+                        stream.write(view[start : start + _PIECE_BYTES])
         except OSError as error:
             path = as_path(error.filename) if error.filename else self._place.path(writing.token) / name
             raise write_failed(error, rank=self._rank, path=path, needed=self._layout.size) from error
         records = {key: [record.size, record.hash, list(record.leaves)] for key, record in writing.records.items()}
         return {"records": records, "leaves": leaves, "written": written}
+
+    def _advance(self) -> None:
+        """Let the bytes so far count as progress; raise where the save was given up."""
+        self._board.alive()
+        if self.gives_up:
+            raise CheckpointError("the save was given up")
 
     def _complete(self, writing: Writing, parts: list[dict[str, Any]]) -> None:
         """Write index and manifest, publish, verify, and remove old checkpoints; on rank 0."""
@@ -296,6 +324,7 @@ class _Job(threading.Thread):
                 kind=request.kind,
                 bytes=new + stored,
             )
+            self._advance()
             name = writing.publish(manifest)
         except OSError as error:
             raise write_failed(error, rank=0, path=self._place.path(writing.token) / MANIFEST, needed=0) from error

@@ -67,6 +67,8 @@ class BlockStream(IterableDataset[StreamBlock]):
         # The position of a sample of a user's shard in the whole stream is not known; that of ReadyItems is.
         ordered = not in_order or isinstance(dataset, ReadyItems)
         self.shards_itself = parts > 1 and ordered and _can_shard(dataset, parts)
+        self.may_shard = ordered and _can_shard(dataset, 1)
+        """Whether it shards itself at some number of ranks, though perhaps not at this one."""
         # Shared with the worker processes, as persistent ones keep the copy of this object they were started with.
         self._start = torch.zeros(3, dtype=torch.int64)
         if workers:

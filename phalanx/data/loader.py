@@ -176,6 +176,12 @@ class ShardedLoader:
         """Samples of this epoch that all ranks consumed in whole optimizer steps."""
         return self._samples
 
+    @property
+    def fixed_ranks(self) -> str:
+        """Why a position within an epoch is valid for this number of ranks only; empty where it is for any."""
+        why = "The training data shards itself, and its position is valid for this number of ranks only."
+        return why if self._batches.fixes_ranks else ""
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The epoch of a loaded state continues at its position."""
         if epoch != self.epoch:

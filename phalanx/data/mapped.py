@@ -35,6 +35,8 @@ class MappedBatches:
     """Read a map-style data set in the order of each epoch's plan."""
 
     shards: list[int] | None = None
+    fixes_ranks = False
+    """Whether a position within an epoch is valid for this number of ranks only."""
 
     def __init__(
         self,

@@ -122,6 +122,7 @@ class StreamedBatches:
         self._loader: DataLoader[Any] | None = None
         # A position in a stream that shards itself is valid for the same shards only.
         self.shards = [layout.dp_size, workers, layout.batch_size] if self._stream.shards_itself else None
+        self.fixes_ranks = self._stream.may_shard
 
     def fingerprint(self, epoch: int) -> str | None:
         """Return None: what a stream yields is not known before it is read."""

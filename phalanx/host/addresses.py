@@ -41,8 +41,8 @@ def network_environment(master: str, environ: Mapping[str, str]) -> dict[str, st
 
 
 def default_interface() -> str | None:
-    """Return the card of the default route, or None where there is none."""
-    address = _address_towards(_ELSEWHERE)
+    """Return the card of the default route, else the first one; None where there is none but loopback."""
+    address = _address_outside()
     return None if address is None else _card_with(address)
 
 
@@ -55,7 +55,7 @@ def own_address(master: str, *, one_machine: bool = False) -> str:
         return LOOPBACK
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
-        address = _address_towards(_ELSEWHERE)
+        address = _address_outside()
     return address or LOOPBACK
 
 
@@ -114,6 +114,13 @@ def _address_towards(host: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def _address_outside() -> str | None:
+    """Return this machine's address on the default route; in a network without one that of its first card."""
+    cards = (address_of_card(name) for _, name in socket.if_nameindex())
+    others = (address for address in cards if address is not None and not ipaddress.ip_address(address).is_loopback)
+    return _address_towards(_ELSEWHERE) or next(others, None)
 
 
 def _card_with(address: str) -> str | None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import traceback
+
+from phalanx.errors import PhalanxError
+from phalanx.host.processes import PACKAGE
+
+_SOCKETS = os.path.dirname(socket.__file__)
+"""The folder of socket.py and ssl.py, whose frames are innermost where a socket was called."""
 
 # What gloo, NCCL, the TCP store and plain sockets report when the peer was lost.
 _LOST_PEER = re.compile(
@@ -41,7 +50,19 @@ def lost_peers(error: BaseException) -> bool:
     """Whether an error, or an error that led to it, says that other ranks were lost."""
     seen: BaseException | None = error
     while seen is not None:
-        if reports_lost_peer(str(seen)):
+        if reports_lost_peer(str(seen)) and is_of_collectives(seen):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def is_of_collectives(error: BaseException) -> bool:
+    """Whether torch or Phalanx raised an error. User code has connections, too: a database, a bucket, a tracker.
+
+    torch's errors are RuntimeErrors; those of sockets count where this package has called the socket.
+    """
+    if isinstance(error, (RuntimeError, PhalanxError)):
+        return True
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [file for file in files if os.path.dirname(file) != _SOCKETS]
+    return bool(callers) and callers[-1].startswith(PACKAGE)

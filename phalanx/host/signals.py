@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
-_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals at which a run ends or saves."""
+JOINS_LATE = "PHALANX_JOINS_LATE"
+"""Set for a rank that takes a place in a group that trains; it begins with `STOPS` blocked, until it handles them."""
 _RESIZED = signal.SIGWINCH
 
 
@@ -30,7 +33,7 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            for number in (*_WATCHED, _RESIZED):
+            for number in (*STOPS, _RESIZED):
                 # Signals that the parent process ignores (nohup) stay ignored.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, lambda number, frame: None)
@@ -63,7 +66,7 @@ class SignalInbox:
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._read, 4096)
         self._was_resized = self._was_resized or _RESIZED in received
-        return [signal.Signals(number) for number in received if number in _WATCHED]
+        return [signal.Signals(number) for number in received if number in STOPS]
 
     def take_resize(self) -> bool:
         """Return whether the terminal has got another size since the last call."""

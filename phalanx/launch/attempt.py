@@ -24,7 +24,7 @@ from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.inquiry import Inquiry, StallNotice
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.resize import answer_requests
+from phalanx.launch.resize import Requests
 from phalanx.launch.roles import Hands, Leading
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
@@ -63,6 +63,7 @@ class Attempt(Follower):
         self._role: Leading | Following | None = None
         self._takeover: TakingOver | None = None
         self._waiting_mail: list[dict[str, Any]] = []
+        self._requests = Requests(spec.log_dir, console.notice)
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
         self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
@@ -73,13 +74,13 @@ class Attempt(Follower):
         self._failure: FailureReport | None = None
         self._blaming = False
         self._diagnosing = False
-        self._published_end = False
+        self._published_end = self._killing = False
         self._all_ended = False
         self._final = False
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
         """Follow the attempt to its end."""
-        self._shared_env = shared_env
+        self._shared_env = {**shared_env, "PHALANX_FAILURES": str(self._failures_before)}
         self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
         try:
             node = self._rendezvous.begin(self._number)
@@ -125,16 +126,9 @@ class Attempt(Follower):
     def _take_role(self, node: NodeInfo) -> None:
         """Decide about lost ranks, or follow the launcher that does."""
         assert self._group is not None, "started before"
-        self._hands = Hands(
-            self._spec,
-            self._group,
-            node,
-            self._selector,
-            self._later,
-            self._console.handle,
-            self._rendezvous.post,
-            self._fail,
-        )
+        assert self._evidence is not None, "started before"
+        parts = (self._group, node, self._selector, self._later, self._console.handle, self._rendezvous.post)
+        self._hands = Hands(self._spec, *parts, self._fail, self._evidence.is_stuck)
         if node.own == node.leader:
             self._role = Leading(self._hands, failures=self._failures_before)
         else:
@@ -211,8 +205,8 @@ class Attempt(Follower):
     def _take_mail(self, mail: dict[str, Any]) -> None:
         if self._takeover is not None and "hello" in mail:
             self._takeover.take_hello(mail)
-        elif self._takeover is not None or "hello" in mail:  # before this launcher knows that it takes over
-            self._waiting_mail.append(mail)
+        elif self._takeover is not None or ("hello" in mail and not isinstance(self._role, Leading)):
+            self._waiting_mail.append(mail)  # before this launcher knows that it takes over
         elif self._role is not None and self._role.take_mail(mail):
             self._all_ended = True
 
@@ -250,10 +244,12 @@ class Attempt(Follower):
         """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
         if ended.code in SUCCESS_CODES and self._role is not None:
             self._role.take_end(ended)
-        if ended.code in SUCCESS_CODES or self._is_stopping:
+        if ended.code in SUCCESS_CODES or (self._is_stopping and not self._is_lost_while_saving(ended)):
             return
         assert self._evidence is not None
         if self._role is not None and self._role.take_loss(ended, self._evidence.describe(ended)):
+            return
+        if self._is_stopping:
             return
         aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
         if not aborted and not self._evidence.of(ended).lost_peer:
@@ -261,6 +257,11 @@ class Attempt(Follower):
         elif not self._blaming:
             self._blaming = True
             self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._rendezvous.has_other_nodes else 0.0), self._blame)
+
+    def _is_lost_while_saving(self, ended: RankState) -> bool:
+        """Whether a rank was killed after the run was asked to stop, so that the others need one to save with."""
+        number = -(ended.code or 0)
+        return self._failure is None and not self._killing and number > 0 and number != self._requested
 
     def _blame(self) -> None:
         if self._is_stopping or self._group is None or self._diagnosing:
@@ -297,6 +298,7 @@ class Attempt(Follower):
         super()._stop_ranks(number, grace)
 
     def _kill_ranks(self) -> None:
+        self._killing = True
         self._signal_ranks(signal.SIGKILL)
         self._later(_KILL_SECONDS, self._kill_directly)
 
@@ -336,10 +338,10 @@ class Attempt(Follower):
             if silent := self._role.find_silent():
                 group.signal(signal.SIGKILL, silent)
             if isinstance(self._role, Leading) and self._role.members.is_settled:
-                answer_requests(self._spec.log_dir, self._role.members.resize)
+                self._requests.answer(self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()
-            self._stall_watch.check(self._role.unchanged_since)
+            self._stall_watch.check(self._role)
         if self._stall_notice is not None:
             self._stall_notice.check(now)
         hang = watch.find_hang(now)
@@ -382,14 +384,8 @@ class Attempt(Follower):
         codes = [state.code for state in self._states()]
         survived = max(self._failures_before, self._role.failures if self._role is not None else 0)
         if self._failure is not None:
-            interrupted = self._requested is not None
-            return Outcome(
-                self._failure.exit_code,
-                self._failure,
-                interrupted=interrupted,
-                final=self._final,
-                failures=survived,
-            )
+            facts = {"interrupted": self._requested is not None, "final": self._final}
+            return Outcome(self._failure.exit_code, self._failure, failures=survived, **facts)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
         outcome = stopped(self._requested, codes, "" if self.has_started else self._notices.activity)

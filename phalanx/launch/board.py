@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import CommunicationError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,6 +32,8 @@ class Board:
         self._out: queue.SimpleQueue[tuple[str, Mail]] = queue.SimpleQueue()
         self._in: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self._read = 0
+        self._expected: list[int] = []
+        """Numbers of messages that were counted and have not been seen."""
         self._watched: list[str] = []
         self._beats: dict[str, tuple[int, float]] = {}
         self._contact = time.monotonic()
@@ -84,6 +89,16 @@ class Board:
                 return
             self._contact = time.monotonic()
 
+    def _take(self, key: str) -> bool:
+        """Take a message, unless it is not there: its sender may have been killed after it had counted it."""
+        if not self._store.check([key]):
+            return False
+        try:
+            self._in.put(json.loads(self._store.get(key)))
+        except CommunicationError as error:  # written by a process outside this job, which must not end it
+            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+        return True
+
     def _exchange(self) -> None:
         self._store.add(f"beat/{self._own}", 1)
         while not self._out.empty():
@@ -91,9 +106,9 @@ class Board:
             number = self._store.add(f"mail/{to}", 1)
             self._store.set(f"mail/{to}/{number}", json.dumps(message))
         count = self._store.add(f"mail/{self._own}", 0)
-        while self._read < count:
-            self._read += 1
-            self._in.put(json.loads(self._store.get(f"mail/{self._own}/{self._read}")))
+        self._expected += range(self._read + 1, count + 1)
+        self._read = count
+        self._expected = [number for number in self._expected if not self._take(f"mail/{self._own}/{number}")]
         for node in self._watched:
             beat = self._store.add(f"beat/{node}", 0)
             if self._beats.get(node, (-1, 0.0))[0] != beat:
@@ -118,13 +133,6 @@ def answers(address: tuple[str, int], seconds: float) -> bool:
             return True
     except OSError:
         return False
-
-
-def own_address(host: str, port: int) -> str:
-    """Return the address of this machine in the network in which a host is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 def may_continue(members: list[str], alive: list[str], ended: list[str], leader: str) -> bool:

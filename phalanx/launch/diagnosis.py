@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.cgroups import oom_kills
@@ -26,6 +26,8 @@ from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse
 from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
+
+_USUAL_STEPS = 3
 
 
 class Evidence:
@@ -189,6 +191,11 @@ class Evidence:
         beats = [beat.time for state in states if (beat := self._board.read(state.slot)) is not None]
         return max(beats, default=None)
 
+    def is_stuck(self, state: RankState, seconds: float) -> bool:
+        """Whether a rank has shown no progress for so long, nor for the time of some of its steps."""
+        limit = max(seconds, _USUAL_STEPS * self.usual_step([state]))
+        return time.time() - self._board.last_progress(state.slot) > limit
+
     def usual_step(self, states: Sequence[RankState]) -> float:
         """Return the seconds of a step, as the slowest of these ranks has measured; 0 where none has."""
         beats = [beat for state in states if (beat := self._board.read(state.slot)) is not None]
@@ -271,6 +278,18 @@ class Evidence:
         self._board.close()
 
 
+class Members(Protocol):
+    """What a role knows of the group that trains."""
+
+    @property
+    def unchanged_since(self) -> float:
+        """When the ranks began to train in this group; infinity while it changes."""
+
+    @property
+    def members_here(self) -> list[RankState]:
+        """The ranks of this machine in that group; not those that wait for a place."""
+
+
 class StallWatch:
     """Kills a rank that the others wait for without end, so that it is replaced; only stacks show which one it is."""
 
@@ -279,27 +298,30 @@ class StallWatch:
         elastic: Elastic,
         group: RankGroup,
         evidence: Evidence,
-        ask: Callable[[Callable[[list[RankCalls]], None]], None],
+        ask: Callable[[Callable[[list[RankCalls]], None], list[RankState]], None],
         console: RankConsole,
     ) -> None:
         self._limit = elastic.stall_seconds
         self._group, self._evidence, self._ask, self._console = group, evidence, ask, console
         self._asked = False
 
-    def check(self, unchanged_since: float) -> None:
-        """Ask for the stacks where no rank has made progress for long; `unchanged_since`: when the group was formed."""
-        if self._asked or not self._is_stalled() or time.monotonic() - unchanged_since < (self._limit or math.inf):
+    def check(self, role: Members) -> None:
+        """Ask for the stacks where no rank of the group has made progress for long."""
+        since = role.unchanged_since
+        if self._limit is None or self._asked or time.monotonic() - since < self._limit or not self._is_stalled(role):
             return
         self._asked = True
-        self._ask(lambda _: self._judge())
+        self._ask(lambda _: self._judge(role, since), role.members_here)
 
-    def _is_stalled(self) -> bool:
-        last = self._evidence.last_progress(self._group.alive) if self._limit is not None else None
+    def _is_stalled(self, role: Members) -> bool:
+        last = self._evidence.last_progress(role.members_here)
         return last is not None and self._limit is not None and time.time() - last >= self._limit
 
-    def _judge(self) -> None:
+    def _judge(self, role: Members, since: float) -> None:
         self._asked = False
-        for state, where in self._evidence.find_stalled(self._group.alive) if self._is_stalled() else ():
+        if role.unchanged_since != since or not self._is_stalled(role):  # meanwhile a rank was replaced, or has gone on
+            return
+        for state, where in self._evidence.find_stalled(role.members_here):
             waited = f"made no step for {self._limit:g} s while others wait"
             self._console.notice(f"rank {state.rank} {waited}: it is {where}")
             self._group.signal(signal.SIGKILL, [state])

@@ -15,8 +15,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.host.addresses import own_address
 from phalanx.host.messages import Message
-from phalanx.launch.board import Board, answers, is_refused, may_continue, own_address
+from phalanx.launch.board import Board, answers, is_refused, may_continue
 from phalanx.launch.nodes import NodeGroup
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class ElasticNodes(NodeGroup):
         super().__init__(request)
         self._least: int = request["min_ranks"]
         self._silence: float = request["silence_seconds"]
-        self._address = own_address(self._host, self._port)
+        self._address = own_address(self._host)
         self._standby = self._open_at(self._address)
         self._own, self._leader = "", ""
         self._expected = self._num_nodes

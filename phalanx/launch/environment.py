@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
+from phalanx.host.signals import JOINS_LATE
 from phalanx.launch.spec import LaunchSpec
 from phalanx.observe.collectives import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
+from phalanx.observe.heartbeat import BOARD_VARIABLE, board_path
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ def rank_environment(
         "TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{rank}.torch-error.json"),
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
         "PHALANX_LOG_DIR": str(log_dir),
+        BOARD_VARIABLE: str(board_path(log_dir, node.node_rank)),
         "PHALANX_SLOT": rank,
         "PHALANX_PLANNED_RANKS": world_size if spec.elastic is None else str(spec.elastic.sizes[0]),
-        **({"PHALANX_JOINS_LATE": "1"} if node.late else {}),
+        **({JOINS_LATE: "1"} if node.late else {}),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,
         LAUNCHED_AT: str(spec.launched),
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
+from phalanx.host.lost_peers import is_of_collectives
 from phalanx.host.messages import Message
 from phalanx.observe import heartbeat
 
@@ -59,6 +60,7 @@ def record_exception(error: BaseException, request: Message) -> None:
         "message": error.message if isinstance(error, PhalanxError) else str(error),
         "hint": error.hint if isinstance(error, PhalanxError) else "",
         "exit_code": exit_code_of(error),
+        "of_collectives": is_of_collectives(error),
         "traceback": lines,
     }
     path = record_path(Path(request["log_dir"]), request["rank"])

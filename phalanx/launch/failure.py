@@ -235,7 +235,7 @@ class RankExit:
 
     def _reports(self, what: Callable[[str], bool]) -> bool:
         if self.record:
-            return what(self.record["message"])
+            return self.record.get("of_collectives", True) and what(self.record["message"])
         # A thread of a library aborts the process without an exception of Python's.
         return self.code == -6 and any(what(line) for line in self.log_tail)
 

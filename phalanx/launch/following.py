@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from typing import Any
 
@@ -59,22 +60,26 @@ class Following(LocalRanks):
                 form = message["form"]
                 state.rank, state.local_rank = form["rank"], form["local_rank"]
                 self._generation, self.size = form["generation"], form["world_size"]
+                self.failures = form["failures"]
+            elif "end" in message or "wait" in message:
+                self._formed.discard(mail["to"])
             self._send_here(mail["to"], message)
         elif "start" in mail:
             self._told_end = False
             self._start_here(mail["start"], mail["generation"])
         elif "left_out" in mail:
             cause = f"this machine is left out of the run: {mail['left_out']}"
-            self._hands.fail(FailureReport(cause=cause, exit_code=1))
-        elif "kill" in mail and (state := self._hands.group.ranks.get(mail["kill"])) is not None:
-            self._hands.group.signal(9, [state])
+            self._hands.fail(FailureReport(cause=cause, exit_code=1), publish=False)  # the others go on
+        elif "late" in mail:
+            known = [state for state in self._hands.group.alive if state.key == mail["late"]]
+            self._hands.group.signal(signal.SIGKILL, [state for state in known if self._is_stuck(state)])
         return "all_ended" in mail
 
     def follow(self, leader: str) -> None:
         """Report the ranks of this machine to the launcher that decides from now on."""
         self.leader = leader
         self._told_end = False  # the report of the end may have been lost with the machine before
-        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
+        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation, "failures": self.failures})
 
     def ranks(self) -> list[dict[str, Any]]:
         """Return the ranks of this machine: their positions, and what those have reported that wait for one."""
@@ -106,7 +111,12 @@ class Following(LocalRanks):
     @property
     def unchanged_since(self) -> float:
         """When the ranks began to train in this group; infinity while some wait for a position."""
-        return math.inf if self._ready else self._formed_at
+        return math.inf if self._formed & self._ready.keys() else self._formed_at
+
+    @property
+    def members_here(self) -> list[RankState]:
+        """The ranks of this machine that train."""
+        return [state for state in self._hands.group.alive if state.key in self._formed]
 
     def end(self) -> None:
         """Let ranks of this machine that wait for a position end."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from phalanx.host import messages
 from phalanx.host.processes import kill_group
+from phalanx.host.signals import JOINS_LATE
 from phalanx.launch.collectives import calls_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
@@ -72,6 +73,8 @@ class RankState:
     """None while it runs; then as `subprocess` has it."""
     ended: float = 0.0
     stopped_since: float | None = None
+    dismissed: bool = False
+    """Whether it was asked to end, because the run goes on without it."""
 
     @property
     def alive(self) -> bool:
@@ -143,13 +146,15 @@ class RankGroup:
 
     def add(self, generation: int) -> RankState:
         """Fork one more rank, which waits until it gets a position; it takes the lowest free number for its files."""
-        used = {state.slot for state in self.ranks.values()}
+        used = {state.slot for state in self.alive}
         first = self._node.first_rank
         slot = next(number for number in itertools.count(first) if number not in used)
+        for ended in [each for each in self.ranks.values() if each.slot == slot]:
+            self.retire(ended)
         state = RankState(slot, self._spec.label(slot), f"r{slot}g{generation}-{next(_ADDED)}", slot)
         self.ranks[state.key] = state
         record_path(self._spec.log_dir, slot).unlink(missing_ok=True)
-        self._start_rank(state, {"PHALANX_JOINS_LATE": "1"})
+        self._start_rank(state, {JOINS_LATE: "1"})
         return state
 
     def retire(self, state: RankState) -> None:

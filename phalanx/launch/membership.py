@@ -13,32 +13,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import Processes, RankState, numbered
-from phalanx.launch.policy import Decision, Facts, decide, pause
+from phalanx.launch.policy import Change, Decision, Facts, Sizes, decide, patience, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
 
-_PATIENCE = 6.0
-"""So many times longer than a stopped process is waited for one that may be in a long step."""
-_LEAST_PATIENCE = 30.0
-"""Seconds, also where heartbeats are expected more often."""
 _TRIES = 3
 """So often one after another a new rank may end before it is ready, or the ranks be interrupted without a loss."""
-
-
-@dataclass
-class _Change:
-    """Why the group changes, for the event that reports it."""
-
-    began: float
-    reasons: list[str] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    requested: bool = False
-    """Whether the ranks leave at a step's boundary, which may take long, and not because of an error."""
 
 
 class Membership:
@@ -71,15 +55,14 @@ class Membership:
         """The last step of each process that is ready for the next generation."""
         self._joined: set[str] = set()
         self._holders = {member.key for member in self._members} if generation else set()
-        """Processes that have been in a group, and so hold the state of the run."""
+        """Ranks that were in the last group, and so hold the state of the run."""
         self._size = len(self._members)
-        self._most = elastic.sizes[0]
-        """The most ranks that the run shall have: as many as it may, unless fewer were requested."""
+        self._sizes = Sizes(elastic.sizes)
         self.generation = generation
         self._starting: Counter[str] = Counter()
         """How many processes of each machine have not reported yet that they are ready."""
         self._failed_starts = 0
-        self._change: _Change | None = None
+        self._change: Change | None = None
         self._since = time.monotonic()
         self._said_short = False
         self._unwanted: set[str] = set()
@@ -101,12 +84,12 @@ class Membership:
 
     def take(self, state: RankState, message: dict[str, Any]) -> None:
         """Take a message of a rank: it has joined its group, or is ready for the next one."""
-        dismissed = state.key in self._unwanted and state not in self._members
-        if state.code is not None or dismissed:  # it was lost after it had sent this
+        if state.code is not None or state.dismissed:  # it was lost after it had sent this
             return
         if "joined" in message and message["joined"] == self.generation:
             self._joined.add(state.key)
             self._holders.add(state.key)
+            self._sizes.fix(self._size, message.get("fixed", ""))
             waits = self._state in ("starting", "forming")  # else one that has joined was lost meanwhile
             if waits and all(member.key in self._joined for member in self._members):
                 self._enter("running")
@@ -120,6 +103,7 @@ class Membership:
             if state not in self._members and state not in self._spares:
                 self._spares.append(state)
                 self._starting[state.node] = max(0, self._starting[state.node] - 1)
+            self._check_ended()
             self._form_if_all_ready()
 
     def take_end(self, state: RankState) -> None:
@@ -130,9 +114,11 @@ class Membership:
             self._check_ended()
 
     def _check_ended(self) -> None:
-        """Give up where ranks left because of an error, and others have finished: these do not come back."""
+        """Give up where ranks wait, or left because of an error, and others have ended: these do not come back."""
         ended = [member.rank for member in self._members if member.code is not None]
-        if ended and self._state == "leaving" and self._change is not None and not self._change.requested:
+        if not ended or self._state != "leaving" or self._change is None:
+            return
+        if not self._change.requested or any(member.key in self._steps for member in self._members):
             self._give_up(f"{'; '.join(self._change.reasons)}, and rank {ended[0]} has finished already")
 
     def take_loss(self, *ended: RankState, how: str, replaceable: bool = True) -> bool:
@@ -187,13 +173,13 @@ class Membership:
             self._later(0.0, self._fill)
 
     def _facts(self, lost: list[RankState], replaceable: bool) -> Facts:
-        others = [state for state in (*self._members, *self._spares) if state not in lost and state.code is None]
+        others = [state for state in self._members if state not in lost and state.code is None]
         return Facts(
             lost=[state.code or 0 for state in lost],
             present=sum(state.key in self._holders for state in others),
             spares=len(self._spares),
             size=self._size,
-            sizes=self._elastic.sizes,
+            sizes=self._sizes.allowed,
             ended=sum(member.code is not None and member not in lost for member in self._members),
             failures=self._count(),
             max_restarts=self._max_restarts,
@@ -208,12 +194,13 @@ class Membership:
 
     def _dismiss_unwanted(self) -> None:
         unwanted = [member for member in self._members if member.key in self._unwanted]
-        smaller = next((size for size in self._elastic.sizes if size <= self._size - len(unwanted)), 0)
+        smaller = self._sizes.below(self._size - len(unwanted))
         if not unwanted or not smaller:
             return
-        self._size = self._most = smaller  # of the most: else new ranks would take their places
+        self._size = self._sizes.most = smaller  # of the most: else new ranks would take their places
         for member in unwanted:
             self._members.remove(member)
+            member.dismissed = True
             self._report(RankLost(member.rank, "was slow", "shrink", smaller, "on_straggler = exclude").to_dict())
             self._processes.send(member, {"abort": "it is excluded"})
             self._processes.send(member, {"end": True})
@@ -254,7 +241,7 @@ class Membership:
         if self._state == "running":
             self._size, self._change = len(self._members), None
             return
-        self._size = next((size for size in self._elastic.sizes if size <= self._present), 0)
+        self._size = self._sizes.below(self._present)
         if not self._size:
             self._give_up(f"{self._present} ranks are left: fewer than the run may have")
 
@@ -265,15 +252,16 @@ class Membership:
 
     def _leave(self, why: str, lost: Sequence[int] = ()) -> None:
         """Let all ranks leave what they wait in."""
-        self._change = self._change or _Change(time.time())
+        self._change = self._change or Change(time.time())
         if lost and not self._change.lost:
             self._change.reasons.clear()  # what ranks noticed before the loss was known
         self._change.reasons.append(why)
         self._change.lost += lost
-        self._change.requested = False
         if self._state != "leaving":
-            self._enter("leaving")
             self._forget_steps()
+        if self._state != "leaving" or self._change.requested:  # ranks have time from now on, not since the request
+            self._enter("leaving")
+        self._change.requested = False
         for member in self._members:
             if member.key not in self._steps:
                 self._processes.send(member, {"abort": why})
@@ -295,14 +283,13 @@ class Membership:
 
     def resize(self, size: int, why: str) -> str | None:
         """Change the number of ranks at a step's boundary; return why that is not possible, if so."""
-        if size not in self._elastic.sizes:
-            allowed = ", ".join(str(each) for each in sorted(self._elastic.sizes))
-            return f"{size} ranks are not possible here. Possible: {allowed}."
-        self._most = size
+        if refused := self._sizes.refusal(size):
+            return refused
+        self._sizes.most = size
         if size == len(self._members):
             return None
         self._size = size
-        self._change = _Change(time.time(), [why], requested=True)
+        self._change = Change(time.time(), [why], requested=True)
         if size < len(self._members):
             self._ask_to_leave()
             return None
@@ -317,11 +304,10 @@ class Membership:
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""
-        able = min(self._most, self._present - self._elastic.spares)
-        most = next((size for size in self._elastic.sizes if size <= able), 0)
+        most = self._sizes.below(min(self._sizes.most, self._present - self._elastic.spares))
         if most > len(self._members) and self.is_settled:
             self._size = most
-            self._change = _Change(time.time(), [why], requested=True)
+            self._change = Change(time.time(), [why], requested=True)
             self._form_if_all_ready()
 
     def _ask_to_leave(self) -> None:
@@ -349,15 +335,24 @@ class Membership:
         if change is not None and not change.lost and not change.requested and self._stuck > _TRIES:
             self._give_up(f"{'; '.join(change.reasons)}; no step was complete since the last {_TRIES} interruptions")
             return
-        chosen = (self._members + able)[: self._size]
-        self._spares = [state for state in self._members + self._spares if state not in chosen]
-        self._form(chosen)
+        self._form((self._members + able)[: self._size])
+
+    def _set_aside(self, chosen: list[RankState]) -> None:
+        """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
+        self._holders &= {member.key for member in self._members}
+        rest = [state for state in self._spares + self._members if state not in chosen]
+        kept = max(self._elastic.spares, self._sizes.most - self._size)
+        self._spares = rest[:kept]
+        for state in rest:
+            state.dismissed = state not in self._spares
+            self._processes.send(state, {"end" if state.dismissed else "wait": True})
 
     def _form(self, chosen: list[RankState]) -> None:
+        self._set_aside(chosen)
         self.generation += 1
         self._joined.clear()
         self._enter("forming")
-        change, self._change = self._change or _Change(time.time()), None
+        change, self._change = self._change or Change(time.time()), None
         nodes = {node: numbered([s for s in chosen if s.node == node]) for node in sorted({s.node for s in chosen})}
         self._members = [state for states in nodes.values() for state in states]
         for rank, state in enumerate(self._members):
@@ -370,6 +365,7 @@ class Membership:
                 "local_world_size": len(nodes[state.node]),
                 "node_rank": list(nodes).index(state.node),
                 "generation": self.generation,
+                "failures": self.failures,
                 "began": change.began,
                 "reason": "; ".join(change.reasons),
                 "lost": change.lost,
@@ -380,8 +376,8 @@ class Membership:
     # --- silence ------------------------------------------------------------------------------------------------
 
     def find_late(self) -> list[RankState]:
-        """Return ranks that do not leave or join for too long."""
-        late = time.monotonic() - self._since > max(_LEAST_PATIENCE, _PATIENCE * self._elastic.silence_seconds)
+        """Return ranks that have not left or joined for long; those of them that make no progress are to be killed."""
+        late = time.monotonic() - self._since > patience(self._elastic.silence_seconds)
         if self._state not in ("leaving", "forming") or not late or (self._change and self._change.requested):
             return []
         done = self._steps.keys() if self._state == "leaving" else self._joined

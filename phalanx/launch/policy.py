@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.errors import EXIT_USAGE
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
+_PATIENCE = 6.0
+"""So many times longer than a stopped process is waited for one that may be in a long batch."""
+_LEAST_PATIENCE = 30.0
+"""Seconds, also where heartbeats are expected more often."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,44 @@ class Decision:
     size: int
     why: str
     pause: float = 0.0
+
+
+class Sizes:
+    """The numbers of ranks that a run may have."""
+
+    def __init__(self, allowed: Sequence[int]) -> None:
+        """`allowed`: the largest first."""
+        self.allowed = allowed
+        self.most = allowed[0]
+        """The most ranks that the run shall have: as many as it may, unless fewer were requested."""
+        self._fixed = ""
+
+    def fix(self, size: int, why: str) -> None:
+        """Keep a number of ranks from now on; `why`: a sentence for who requests another."""
+        if why and not self._fixed:
+            self._fixed, self.allowed, self.most = why, (size,), size
+
+    def below(self, ranks: int) -> int:
+        """Return the largest number that so many ranks are enough for; 0 where there is none."""
+        return next((size for size in self.allowed if size <= ranks), 0)
+
+    def refusal(self, size: int) -> str | None:
+        """Return why a number is not possible, if so."""
+        if size in self.allowed:
+            return None
+        allowed = ", ".join(str(each) for each in sorted(self.allowed))
+        return f"{size} ranks are not possible here. Possible: {allowed}. {self._fixed}".strip()
+
+
+@dataclass
+class Change:
+    """Why the group changes, for the event that reports it."""
+
+    began: float
+    reasons: list[str] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    requested: bool = False
+    """Whether the ranks leave at a step's boundary, which may take long, and not because of an error."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +113,11 @@ def decide(facts: Facts) -> Decision:
     if not able:
         return Decision("give_up", 0, f"{facts.present} ranks are left: fewer than the run may have")
     return Decision("give_up", 0, f"max_restarts = {facts.max_restarts} is used up")
+
+
+def patience(silence_seconds: float) -> float:
+    """Return the seconds without progress after which a rank that does not leave or join is killed."""
+    return max(_LEAST_PATIENCE, _PATIENCE * silence_seconds)
 
 
 def pause(without_progress: int) -> float:

@@ -1,6 +1,6 @@
 """Requests to change the number of ranks of a run that is in progress, as small files in its log folder.
 
-`request_ranks` is for another process (`phalanx scale`); the launcher calls `answer_requests`.
+`request_ranks` is for another process (`phalanx scale`); the launcher has `Requests`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,31 @@ def request_ranks(log_dir: Path, ranks: int) -> None:
         raise UsageError(refused)
 
 
-def answer_requests(log_dir: Path, resize: Callable[[int, str], str | None]) -> None:
-    """Carry out a request, if there is one."""
-    request = log_dir / _REQUEST
-    try:
-        wanted = json.loads(request.read_text())["ranks"]
-    except FileNotFoundError:
-        return
-    except (ValueError, KeyError, TypeError):  # not written by `request_ranks`
-        wanted = 0
-    request.unlink(missing_ok=True)
-    refused = resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
-    replace_file(log_dir / _ANSWER, json.dumps({"refused": refused}))
+class Requests:
+    """The requests in a log folder, for the launcher; what goes wrong with one is reported and ends nothing."""
+
+    def __init__(self, log_dir: Path, notice: Callable[[str], None]) -> None:
+        self._log_dir, self._notice = log_dir, notice
+        self._problem = ""
+
+    def answer(self, resize: Callable[[int, str], str | None]) -> None:
+        """Carry out a request, if there is one."""
+        try:
+            self._answer(resize)
+        except OSError as error:  # a full disk, no permission: the run goes on
+            problem = f"a request for another number of ranks cannot be read or answered: {error}"
+            if problem != self._problem:
+                self._notice(problem)
+            self._problem = problem
+
+    def _answer(self, resize: Callable[[int, str], str | None]) -> None:
+        request = self._log_dir / _REQUEST
+        try:
+            wanted = json.loads(request.read_text())["ranks"]
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError):  # not written by `request_ranks`
+            wanted = 0
+        request.unlink(missing_ok=True)
+        refused = resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
+        replace_file(self._log_dir / _ANSWER, json.dumps({"refused": refused}))

@@ -19,6 +19,7 @@ from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.membership import Membership
+from phalanx.launch.policy import patience
 from phalanx.launch.spec import LaunchSpec
 
 _CHECK_SECONDS = 0.5
@@ -39,7 +40,10 @@ class Hands:
     later: Callable[[float, Callable[[], None]], None]
     report: Callable[[dict[str, Any]], None]
     post: Post
-    fail: Callable[[FailureReport], None]
+    fail: Callable[..., None]
+    """Gets a `FailureReport`; with `publish=False` it ends this machine only."""
+    is_stuck: Callable[[RankState, float], bool]
+    """Whether a rank of this machine has made no progress for so many seconds."""
 
 
 class LocalRanks:
@@ -101,6 +105,11 @@ class LocalRanks:
             elif now - state.stopped_since >= limit:
                 found.append(state)
         return found
+
+    def _is_stuck(self, state: RankState) -> bool:
+        """Whether a rank of this machine, which does not leave or join, makes no progress either."""
+        assert self._hands.spec.elastic is not None, "only then there is a role"
+        return self._hands.is_stuck(state, patience(self._hands.spec.elastic.silence_seconds))
 
     @property
     def next_deadline(self) -> float:
@@ -180,7 +189,8 @@ class Leading(LocalRanks):
             self._start_here(count, generation)
             return {self._hands.node.own: count}
         started: dict[str, int] = {}
-        living = [state for state in (*self._hands.group.ranks.values(), *self._remote.values()) if state.code is None]
+        known = (*self._hands.group.ranks.values(), *self._remote.values())
+        living = [state for state in known if state.code is None and not state.dismissed]
         for node, (_, ranks) in self._machines.items():
             free = min(count - sum(started.values()), ranks - sum(state.node == node for state in living))
             if free <= 0:
@@ -252,6 +262,8 @@ class Leading(LocalRanks):
                 self.take_end(state)
         elif "ended" in mail:
             self._ended.add(node)
+        elif "hello" in mail:  # after this launcher has begun to lead without that machine
+            self._hands.post(node, {"left_out": "it reported too late after the machine that decided was lost"})
         elif "arrival" in mail:
             self._take_arrival(mail["arrival"], mail["node"])
         return False
@@ -312,13 +324,19 @@ class Leading(LocalRanks):
         """When the ranks began to train in this group; infinity while it changes."""
         return self.members.unchanged_since
 
+    @property
+    def members_here(self) -> list[RankState]:
+        """The ranks of this machine that train."""
+        return [state for state in self.members.members if state.node == self._hands.node.own and state.alive]
+
     def find_silent(self) -> list[RankState]:
-        """Return ranks to be killed: stopped ones, and those that do not leave or join for too long."""
+        """Return ranks to be killed: stopped ones, and those that neither leave or join nor make progress."""
         late = self.members.find_late()
         for state in late:
             if state.node != self._hands.node.own:
-                self._hands.post(state.node, {"kill": state.key})
-        return [*super().find_silent(), *(state for state in late if state.node == self._hands.node.own)]
+                self._hands.post(state.node, {"late": state.key})
+        here = [state for state in late if state.node == self._hands.node.own]
+        return [*super().find_silent(), *filter(self._is_stuck, here)]
 
     def end(self) -> None:
         """Let ranks that wait for a position end, also those that are only starting."""

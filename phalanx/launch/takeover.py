@@ -20,13 +20,15 @@ class TakingOver:
         self.lost = lost
         self._missing = set(others)
         self._reports = {hands.node.own: before.ranks()}
-        self._generation = before.generation
-        self.deadline = time.monotonic() + _HELLO_SECONDS
+        self._generation, self._failures = before.generation, before.failures
+        assert hands.spec.elastic is not None, "only then there is a role"
+        self.deadline = time.monotonic() + max(_HELLO_SECONDS, hands.spec.elastic.silence_seconds)
 
     def take_hello(self, mail: dict[str, Any]) -> None:
         """Take the report of a machine."""
         self._reports[mail["sender"]] = mail["hello"]
         self._generation = max(self._generation, mail["generation"])
+        self._failures = max(self._failures, mail["failures"])
         self._missing.discard(mail["sender"])
 
     @property
@@ -35,7 +37,10 @@ class TakingOver:
         return not self._missing or time.monotonic() > self.deadline
 
     def lead(self, failures: int, address: tuple[str, int]) -> Leading:
-        """Return the role that decides from now on; the ranks of the lost machine are replaced, or left out."""
+        """Return the role that decides from now on; the ranks of the lost machine are replaced, or left out.
+
+        `failures`: before this attempt; those since then are known from the lost launcher.
+        """
         members, ready = [], []
         self._reports[self._hands.node.own] = self._before.ranks()  # as it is now
         own = {state.key: state for state in self._hands.group.ranks.values()}
@@ -59,6 +64,7 @@ class TakingOver:
         ]
         members = sorted([*members, *gone], key=lambda state: state.rank)
         self._hands.node = self._hands.node.without(set(self.lost) | self._missing)
+        failures = max(failures, self._failures)
         role = Leading(self._hands, failures=failures, inherited=members, generation=max(1, self._generation))
         role.move_to(*address)
         role.take_lost_nodes({machine: self.lost[machine]})

@@ -37,8 +37,8 @@ class AutoInterval:
         self._formation = formation
         self._clock = clock
         self._given = formation.config.mtbf_seconds
-        self.failures = formation.world.env.attempt + formation.world.env.generation
-        """How often this launch has failed; recovery in place adds to it."""
+        self.failures = formation.world.env.failures
+        """How often this launch has failed; a change of the number of ranks on request is not a failure."""
         self._steps: int | None = None
         self._next: int | None = None
         self._mark = (0, 0.0)

@@ -22,6 +22,7 @@ from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.strategies.base import Strategy
+from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
 
@@ -101,9 +102,10 @@ class PreparedLoader:
         """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
 
     def __iter__(self) -> Iterator[Any]:
+        board = current_heartbeat()
         if self._gradients is None:
-            board = current_heartbeat()
             for number, batch in enumerate(self.sharded):
+                raise_if_aborted()
                 board.count(number)
                 yield batch
             return
@@ -115,8 +117,10 @@ class PreparedLoader:
                 batch = next(batches, _END)
                 if not device_has_work():
                     self.waited_s += perf_counter() - began
+                raise_if_aborted()
                 if batch is _END:
                     break
+                board.alive()
                 begin(sharded.current)
                 yield batch
         except GeneratorExit:

@@ -21,6 +21,7 @@ from torch import nn
 
 from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
+from phalanx.host.signals import STOPS
 from phalanx.loop.checks import compare_ranks
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.neighbours import Neighbours
@@ -90,7 +91,7 @@ class Survivor:
     def _interrupted(self, loop: TrainLoop) -> None:
         self._loop = None
         self._run_id = loop.formation.run_id
-        loop.formation.saver.release(_SAVE_SECONDS)
+        loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=True)
         self.stop_requested = loop.stop.from_outside or self.stop_requested
         self._captured = self._capture(loop, self._committed)
         self.is_stale = self._captured is None and loop.step > 0
@@ -141,11 +142,11 @@ class Survivor:
             share_weights(loop.formation.unwrap(loop.model), always=True)
         return state
 
-    def ask(self, reason: str) -> None:
+    def ask(self, reason: str, *, regroup: bool = False) -> None:
         """Let the running loop stop at a step's boundary; called by other threads."""
         loop = self._loop
         if loop is not None:
-            loop.stop.ask(reason)
+            loop.stop.ask(reason, regroup=regroup)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -157,6 +158,8 @@ class Survivor:
 
         in_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
         before = {number: signal.signal(number, handle) for number in stop_signals(read_rank_env()) if in_main}
+        if in_main:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # what came since this rank was forked
         try:
             yield
         finally:
@@ -170,22 +173,10 @@ class Recovering(Survivor):
     def __init__(self, member: membership.Member) -> None:
         super().__init__()
         self._member = member
-        self._regroup = ""
         self._change: membership.Position | None = None
         self._neighbours: Neighbours | None = None
         self._step_before = -1
-        member.on_regroup = self._take_regroup
-        member.on_abort = self._interrupt
-
-    def _take_regroup(self, why: str) -> None:
-        self._regroup = why
-        self.ask(why)
-
-    def _interrupt(self, why: str) -> None:
-        """Let the loop leave at the end of its step, where no collective tells it before."""
-        loop = self._loop
-        if loop is not None:
-            loop.stop.interrupt(why)
+        member.on_regroup = lambda why: self.ask(why, regroup=True)
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""
@@ -193,7 +184,6 @@ class Recovering(Survivor):
         if self._neighbours is not None:
             self._neighbours.leave()
         self._change = self._member.await_position(max(self.step, self._step_before), why)
-        self._regroup = ""
 
     def prepare(self, loop: TrainLoop) -> None:
         """Restore from memory after a change, and leave for the next one at a step's boundary."""
@@ -203,7 +193,7 @@ class Recovering(Survivor):
 
         def restore_and_join() -> dict[str, Any] | None:
             state = began()
-            self._member.joined()
+            self._member.joined(loop.train_loader.sharded.fixed_ranks)
             return state
 
         loop.restore = restore_and_join
@@ -231,9 +221,9 @@ class Recovering(Survivor):
 
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"
-        if self._regroup and self._loop.stop.reason == self._regroup:
+        if self._loop.stop.regroups:
             self._loop.losses_checked()  # all ranks are here: none of these losses is lost
-            raise membership.Regroup(self._regroup)
+            raise membership.Regroup(self._loop.stop.reason)
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import CommunicationError, PreemptedError
+from phalanx.errors import PreemptedError
 from phalanx.observe import control
 from phalanx.observe.control import TrialControl
 from phalanx.observe.format import duration
+from phalanx.world.abort import raise_if_aborted
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
+_REGROUP, _END = "regroup", "end"
 
 
 class StopRequest:
@@ -36,8 +38,7 @@ class StopRequest:
         self._store = world.store if world.world_size > 1 else None
         self._key = f"stop_request/{world.env.attempt}"
         self._signal: str | None = None
-        self._asked: str | None = None
-        self._interrupted = ""
+        self._asked: tuple[str, bool] | None = None
         self._sent = False
         self._previous: dict[signal.Signals, Any] = {}
         self._ranks_synced = ranks_synced
@@ -45,6 +46,8 @@ class StopRequest:
         self._started = 0.0
         self._seen = 0
         self.reason: str | None = None
+        self.regroups = False
+        """Whether all ranks stop in order to go on with other ranks; agreed, as `reason` is."""
         self._notices: StopNotices | None = None
 
     def listen(self, notices: StopNotices | None = None) -> None:
@@ -78,28 +81,28 @@ class StopRequest:
         self._signal = self._signal or control.stop_reason()
         return self._signal
 
-    def ask(self, reason: str) -> None:
-        """Request that all ranks stop at a step boundary, as a signal does; from any thread."""
-        self._asked = self._asked or reason
+    def ask(self, reason: str, *, regroup: bool = False) -> None:
+        """Request that all ranks stop at a step boundary, as a signal does; from any thread.
+
+        `regroup`: to go on with other ranks. The store has it too, for ranks that were not asked themselves yet.
+        """
+        self._asked = self._asked or (reason, regroup)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
 
-    def interrupt(self, why: str) -> None:
-        """Let the next `agreed` raise: other ranks were lost; from any thread."""
-        self._interrupted = why
-
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
-        if self._interrupted:
-            raise CommunicationError(self._interrupted)
-        reason = self.from_outside or self._asked
+        raise_if_aborted()
+        outside = self.from_outside
+        wanted = self._asked if outside is None else (outside, False)
         if self._store is None:
-            self.reason = reason
-            return reason is not None
-        if reason is not None and not self._sent:
+            self.reason, self.regroups = wanted or (None, False)
+            return wanted is not None
+        if wanted is not None and not self._sent:
             self._sent = True
-            self._store.compare_set(self._key, "", f"{step}:{reason}")
+            reason, regroup = wanted
+            self._store.compare_set(self._key, "", f"{step}:{_REGROUP if regroup else _END}:{reason}")
         if self._ranks_synced is not None:
             return self._ranks_synced(step) and self._read(self._store, step)
         if self._period is None:
@@ -123,7 +126,8 @@ class StopRequest:
     def _read(self, store: dist.Store, step: int) -> bool:
         if not store.check([self._key]):
             return False
-        requested_after, _, self.reason = store.get(self._key).decode().partition(":")
+        requested_after, kind, self.reason = store.get(self._key).decode().split(":", 2)
+        self.regroups = kind == _REGROUP
         return step > int(requested_after)
 
 

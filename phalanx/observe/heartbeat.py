@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -19,10 +20,17 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from phalanx.host.files import replace_file
+from phalanx.host.processes import cpu_seconds
 
 _BEAT = struct.Struct("=qdq")
 _PART = struct.Struct("=dq")
+_TIME = struct.Struct("=d")
 _PART_OFFSET = 8
+BOARD_VARIABLE = "PHALANX_HEARTBEATS"
+"""The path of a rank's board: its machine may get another number while it runs."""
+_BUSY_SECONDS = 1.0
+_BUSY_SHARE = 0.2
+"""Of one core: a process that only polls for others uses less."""
 _NEVER = -1
 _UNKNOWN = math.nan
 
@@ -127,6 +135,14 @@ class HeartbeatBoard:
         """Write that this rank is alive, and how many batches of an evaluation are done."""
         _PART.pack_into(self._map, self._offset + _PART_OFFSET, time.time(), part)
 
+    def alive(self) -> None:
+        """Write that this rank makes progress within a step, or before its first one."""
+        _TIME.pack_into(self._map, self._offset + _PART_OFFSET, time.time())
+
+    def last_progress(self, rank: int) -> float:
+        """Return when `rank` last wrote anything, also before its first step; 0 for never."""
+        return float(_TIME.unpack_from(self._map, rank * _ENTRY_BYTES + _PART_OFFSET)[0])
+
     def read(self, rank: int) -> Beat | None:
         """Return the last beat of `rank`, or None when it never gave one."""
         offset = rank * _ENTRY_BYTES
@@ -155,6 +171,11 @@ class LocalBoard:
         if self._beat is not None:
             self._beat = Beat(self._beat.step, time.time(), part, self._beat.gauges)
 
+    def alive(self) -> None:
+        """Keep when this process made progress."""
+        if self._beat is not None:
+            self.count(self._beat.part)
+
     def gauge(self, gauges: Gauges) -> None:
         """Keep what this rank measured about itself."""
         if self._beat is not None:
@@ -173,9 +194,8 @@ _LOCAL = LocalBoard()
 
 
 @functools.cache
-def _open(log_dir: str, node_rank: str, rank: str) -> Board:
-    path = board_path(Path(log_dir), int(node_rank))
-    return HeartbeatBoard(path, int(rank)) if path.exists() else _LOCAL
+def _open(path: str, rank: str) -> Board:
+    return HeartbeatBoard(Path(path), int(rank)) if os.path.exists(path) else _LOCAL
 
 
 def previous_beat() -> Beat | None:
@@ -198,7 +218,38 @@ def current() -> Board:
         return _LOCAL
     # The number of the process: its rank may change while it runs.
     slot = os.environ.get("PHALANX_SLOT") or os.environ.get("RANK", "0")
-    return _open(log_dir, os.environ.get("GROUP_RANK", "0"), slot)
+    path = os.environ.get(BOARD_VARIABLE) or board_path(Path(log_dir), int(os.environ.get("GROUP_RANK", "0")))
+    return _open(str(path), slot)
+
+
+class BusyBeat:
+    """Beats about once per second, between `begin` and `end`, while this process and those it started use the CPU.
+
+    For what computes long without a batch or a step: building a model, compiling.
+    """
+
+    def __init__(self) -> None:
+        self._ended: threading.Event | None = None
+
+    def begin(self) -> None:
+        """Start, unless it was started."""
+        if self._ended is None:
+            self._ended = threading.Event()
+            watched = (self._ended, current())
+            threading.Thread(target=self._watch, args=watched, name="phalanx-busy", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop, if it was started."""
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+    def _watch(self, ended: threading.Event, board: Board) -> None:
+        used = cpu_seconds()
+        while not ended.wait(_BUSY_SECONDS):
+            before, used = used, cpu_seconds()
+            if used - before > _BUSY_SHARE * _BUSY_SECONDS:
+                board.alive()
 
 
 def read_beats(log_dir: Path, *, own: bool = False) -> dict[int, Beat]:

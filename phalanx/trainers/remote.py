@@ -18,6 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.host.files import replacing
 from phalanx.launch import CallTarget
 from phalanx.launch.scratch import scratch_folder
+from phalanx.observe.history import History
 from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
@@ -50,7 +51,8 @@ def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None =
         target = CallTarget("phalanx.worker:run_job_file", str(folder / "job.pkl"))
         spec = launch_spec(job.config, layout, target, logs, env=_tracking_environment(), data=data)
         run_on_ranks(spec, job.config, waiting=layout.starting)
-        return read_result(folder)
+        may_have_none = spec.starter is None and spec.elastic is not None and spec.num_nodes > 1
+        return read_result(folder, may_have_none=may_have_none)
 
 
 def _tracking_environment() -> Mapping[str, str]:
@@ -75,8 +77,15 @@ def _write(content: object, path: Path) -> None:
         torch.save(content, file)
 
 
-def read_result(folder: Path) -> Any:
-    """Read the result; it was written by ranks that this process started from its own pickle."""
+def read_result(folder: Path, *, may_have_none: bool = False) -> Any:
+    """Read the result; it was written by ranks that this process started from its own pickle.
+
+    `may_have_none`: whether all ranks of this machine may have been scaled away before the end of the run.
+    """
+    if may_have_none and not (folder / RESULT_NAME).exists():
+        reason = "the run has finished on other machines, and this one had no rank left"
+        _say_untrained(reason)
+        return JobResult(history=History(status="finished", reason=reason))
     if not (folder / RESULT_NAME).exists():
         raise UsageError(
             "the ranks have ended well, but their result did not come back from the machine that holds it",
@@ -88,10 +97,14 @@ def read_result(folder: Path) -> Any:
     if (folder / WEIGHTS_NAME).exists():
         heavy = torch.load(folder / WEIGHTS_NAME, map_location="cpu", weights_only=False)
         return dataclasses.replace(result, **heavy)
+    _say_untrained("the trained weights did not come back")
+    return dataclasses.replace(result, weights=None)
+
+
+def _say_untrained(why: str) -> None:
     print(
-        "phalanx: the trained weights did not come back: the model here is as it was before. Load them from a "
-        "checkpoint, trainer.load(checkpoint_dir), or train by phalanx train --script and save them there.",
+        f"phalanx: {why}: the model here is as it was before. Load the weights from a checkpoint, "
+        "trainer.load(checkpoint_dir), or train by phalanx train --script and save them there.",
         file=sys.stderr,
         flush=True,
     )
-    return dataclasses.replace(result, weights=None)

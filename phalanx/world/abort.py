@@ -1,10 +1,10 @@
 """Abort collectives from another thread: a rank that waits for a lost one gets an error at once, not at a timeout.
 
 What waits in shared memory registers itself (`abortable`). gloo has no call for it, so its connections are shut down:
-they are found as the sockets that appear while a process group is made. nccl has a call of its own. A gloo group that
-is being made cannot be woken: it is made in a thread, which an abort leaves behind until it fails by itself. Waiting
-for a value in the store polls (`AbortableStore`). An abort holds until the next group begins (`begin_group`), also for
-what a rank enters after it.
+they are the sockets between the addresses that ranks exchange in the store while a process group is made, and no
+others: user code has sockets, too. nccl has a call of its own. A gloo group that is being made cannot be woken: it is
+made in a thread, which an abort leaves behind until it fails by itself. Waiting for a value in the store polls
+(`AbortableStore`). An abort holds until the next group begins (`begin_group`), also for what a rank enters after it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
+from phalanx.errors import CommunicationError
 from phalanx.world.groups import forget_groups
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -39,11 +41,11 @@ _watching = False
 _aborted: str | None = None
 """Why this rank has to leave its group."""
 _stores: list[Any] = []
-"""torch calls their methods without owning them."""
+"""Those of the present groups: torch calls their methods without owning them."""
 _connections: set[int] = set()
 """Inodes of the sockets of gloo's groups."""
 _left: list[tuple[float, list[Any]]] = []
-"""Groups that were left after an abort, and when."""
+"""Groups that were left after an abort, with their stores, and when."""
 
 
 class Abortable(Protocol):
@@ -63,6 +65,12 @@ def abortable(waits: Abortable) -> None:
         waits.abort(_aborted)
 
 
+def raise_if_aborted() -> None:
+    """Raise where this rank has to leave its group: for what computes long without a collective."""
+    if _aborted is not None:
+        raise CommunicationError(_aborted)
+
+
 def begin_group() -> None:
     """Forget the last abort: what follows belongs to the next group."""
     global _aborted
@@ -77,19 +85,26 @@ def watch_groups() -> None:
         torch_compat.around_new_groups(_make_group)
 
 
-def _make_group(make: Callable[[], Any]) -> Any:
+def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     """Make a process group; raise at an abort. With nccl in this thread: threads have a current GPU of their own."""
     before = _open_sockets()
     made: Future[Any] = Future()
+    values: list[bytes] = []
+    if store is not None and "nccl" not in backend:  # whose threads would call Python for every value
+        store = AbortableStore(store, values)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        made.set_result(make())
+        made.set_result(make(store))
     else:
-        threading.Thread(target=_fulfil, args=(made, make), name="phalanx-new-group", daemon=True).start()
+        call = (made, lambda: make(store))
+        threading.Thread(target=_fulfil, args=call, name="phalanx-new-group", daemon=True).start()
     while not made.done() and _aborted is None:
         wait([made], timeout=_POLL_SECONDS[1])
     if not made.done():
         raise ConnectionAbortedError(f"making a process group was ended: {_aborted}")
-    _connections.update(_open_sockets().keys() - before.keys())
+    if values:
+        new = {inode: descriptor for inode, descriptor in _open_sockets().items() if inode not in before}
+        _connections.update(inode for inode, descriptor in new.items() if _is_among(descriptor, values))
+        store.stop_noting()
     if _aborted is not None:
         abort_collectives(_aborted)
     return made.result()
@@ -110,6 +125,24 @@ def _open_sockets() -> dict[int, int]:
             if match := _SOCKET.match(os.readlink(f"{_DESCRIPTORS}/{name}")):
                 found[int(match[1])] = int(name)
     return found
+
+
+def _is_among(descriptor: int, values: list[bytes]) -> bool:
+    """Whether a connection begins or ends at an address in these values, which hold it as the system does."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        ends = [_as_the_system(end) for end in (connection.getsockname(), connection.getpeername())]
+        return any(end in value for end in ends if end for value in values)
+    return False  # closed meanwhile, or not connected
+
+
+def _as_the_system(address: Any) -> bytes:
+    """Return an IP address and port as in a sockaddr; empty for what is neither IPv4 nor IPv6."""
+    if not isinstance(address, tuple):
+        return b""
+    host, port = address[:2]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    flow = struct.pack("!I", address[2]) if family == socket.AF_INET6 else b""
+    return struct.pack("=H", family) + struct.pack("!H", port) + flow + socket.inet_pton(family, host.partition("%")[0])
 
 
 def abort_collectives(why: str) -> None:
@@ -139,21 +172,24 @@ def leave_groups() -> None:
         _left.pop(0)
     forget_groups()
     if dist.is_initialized():
-        _left.append((now, torch_compat.all_groups()))
+        _left.append((now, [*_stores, *torch_compat.all_groups()]))  # a list frees its last first
         abort_collectives("this rank left")  # the others get an error too, instead of waiting for this one
         dist.destroy_process_group()
     torch_compat.number_groups_from_zero()
     _abortable.clear()
     _connections.clear()
+    _stores.clear()
 
 
 class AbortableStore(dist.Store):
     """A store in which an abort ends the waiting for a value: its writer may be lost."""
 
-    def __init__(self, inner: dist.Store) -> None:
+    def __init__(self, inner: dist.Store, noted: list[bytes] | None = None) -> None:
+        """`noted`: gets the values that are written and read, until `stop_noting`."""
         super().__init__()
         self._inner: Any = inner  # torch's stubs lack some of its methods
         self._why: str | None = None
+        self._noted = noted
         _stores.append(self)
         abortable(self)
 
@@ -165,7 +201,13 @@ class AbortableStore(dist.Store):
         """Wait for a value and return it."""
         self.wait([key])
         found: bytes = self._inner.get(key)
+        if self._noted is not None:
+            self._noted.append(bytes(found))
         return found
+
+    def stop_noting(self) -> None:
+        """Note no more values."""
+        self._noted = None
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value; raise at an abort, and after the timeout."""
@@ -180,9 +222,11 @@ class AbortableStore(dist.Store):
             pause = min(2 * pause, longest)
 
     # torch calls overrides by name, so each has to be there.
-    def set(self, *arguments: Any) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._inner.set(*arguments)
+        if self._noted is not None and not isinstance(value, str):
+            self._noted.append(bytes(value))
+        self._inner.set(key, value)
 
     def compare_set(self, *arguments: Any) -> bytes:
         """Write a value where the key holds the expected one; return what it holds now."""

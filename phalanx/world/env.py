@@ -53,6 +53,8 @@ class RankEnv:
     """An id that the attempts of one launch share; empty where the starter restarts nothing."""
     generation: int = 0
     """How often the group has changed while this process ran or waited (`membership`)."""
+    failures: int = 0
+    """How many failures the launch has survived, by restarts or in place."""
     planned: int = 0
     """Ranks that the run was started with; 0: as many as now."""
     knows_local_size: bool = True
@@ -180,6 +182,7 @@ def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
         "supervised": _SUPERVISED in env,
         "launch_id": _launch_id(env),
         "generation": _integer(env, "PHALANX_GENERATION", 0),
+        "failures": _integer(env, "PHALANX_FAILURES", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         "planned": _integer(env, "PHALANX_PLANNED_RANKS", 0),
     }
 

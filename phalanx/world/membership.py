@@ -6,6 +6,7 @@ that an abort reaches a rank that waits in a collective.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
@@ -14,8 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx import torch_compat
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
+from phalanx.host.signals import JOINS_LATE
+from phalanx.observe.heartbeat import BusyBeat
 from phalanx.world.abort import abort_collectives, begin_group, watch_groups
 
 _VARIABLE = "PHALANX_CONTROL_FD"
@@ -39,6 +43,8 @@ class Position:
     """When the change began, by the launcher's clock."""
     reason: str
     lost: list[int] = field(default_factory=list)
+    failures: int = 0
+    """How many the run has survived so far."""
     master_addr: str = ""
     """Where the store is, if it has moved."""
     master_port: int = 0
@@ -54,6 +60,7 @@ class Position:
             ROLE_WORLD_SIZE=str(self.world_size),
             GROUP_RANK=str(self.node_rank),
             PHALANX_GENERATION=str(self.generation),
+            PHALANX_FAILURES=str(self.failures),
         )
         if self.master_addr:
             os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))
@@ -69,9 +76,8 @@ class Member:
         self._generation = int(os.environ.get("PHALANX_GENERATION", "0"))
         self.on_regroup: Callable[[str], None] | None = None
         """Called by the thread when all ranks have to leave at a step's boundary."""
-        self.on_abort: Callable[[str], None] | None = None
-        """Called by the thread when ranks were lost."""
-        self.joins_late = os.environ.get("PHALANX_JOINS_LATE") == "1"
+        self._forming = BusyBeat()
+        self.joins_late = os.environ.get(JOINS_LATE) == "1"
         watch_groups()
         threading.Thread(target=self._listen, name="phalanx-member", daemon=True).start()
 
@@ -87,8 +93,6 @@ class Member:
             if "abort" in message:
                 self._why = message["abort"]
                 abort_collectives(self._why)
-                if self.on_abort is not None:
-                    self.on_abort(self._why)
             elif "regroup" in message and self.on_regroup is not None:
                 self.on_regroup(message["regroup"])
             elif "form" in message:
@@ -105,17 +109,28 @@ class Member:
 
     def await_position(self, step: int, why: str) -> Position:
         """Report the last complete step of a rank that has left its groups, and wait for a place in the next one."""
+        self._forming.end()
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)
         position.export()
         self._generation = position.generation
+        self._forming.begin()  # a large model takes long to build
         return position
 
-    def joined(self) -> None:
-        """Report that this rank is in the group and has the state."""
-        messages.send(self._control, {"joined": self._generation})
+    def joined(self, fixed: str = "") -> None:
+        """Report that this rank is in the group and has the state; `fixed`: why the number of ranks cannot change."""
+        self._forming.end()
+        _beat_during_compiles()
+        messages.send(self._control, {"joined": self._generation, "fixed": fixed})
+
+
+@functools.cache
+def _beat_during_compiles() -> None:
+    """Let a rank that compiles, which may take minutes, count as one that makes progress; once per process."""
+    compiling = BusyBeat()
+    torch_compat.around_compiles(compiling.begin, compiling.end)
 
 
 def without_frames(error: BaseException) -> str:

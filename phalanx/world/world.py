@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,6 +25,8 @@ from phalanx.world.mesh import Mesh, plan_mesh
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}
+_CONNECTED: dict[Hashable, dist.Store] = {}
+"""Stores by where they are, their timeout, and whether values are signed."""
 _JOINS: dict[int, Iterator[int]] = {}
 """Counts by generation. A rank may join several times (fit, evaluate, fit): values of an earlier group must not be read
 from the store, and a rank that came later has not counted them."""
@@ -124,14 +125,25 @@ def join_world(config: DistributedConfig) -> World:
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
 
-@functools.cache
 def _connect(env: RankEnv, seconds: float, *, signed: bool) -> dist.Store:
-    """Connect to the ranks' store, once: if it were opened again, a quick rank could connect to the one that closes."""
-    if signed:
-        return sign_store(_connect(env, seconds, signed=False))
+    """Connect to the ranks' store, once: if it were opened again, a quick rank could connect to the one that closes.
+
+    A launcher's store is the same for a rank that gets another position.
+    """
+    hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = (env.master_addr, env.master_port, env.attempt) if hosted_by_a_launcher else env
+    known = (place, seconds, signed)
+    if known not in _CONNECTED:
+        if signed:
+            _CONNECTED[known] = sign_store(_connect(env, seconds, signed=False))
+        else:
+            _CONNECTED[known] = _open_store(env, seconds, hosted_by_a_launcher=hosted_by_a_launcher)
+    return _CONNECTED[known]
+
+
+def _open_store(env: RankEnv, seconds: float, *, hosted_by_a_launcher: bool) -> dist.Store:
     export_rank_env(env)
     timeout = timedelta(seconds=seconds)
-    hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store
     if env.on_one_machine and not hosted_by_a_launcher:
         port = env.master_port  # opened once: `env` may differ between two runs, the port does not

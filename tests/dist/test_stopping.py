@@ -63,6 +63,23 @@ def test_one_rank_alone_stops_at_once():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def regroup_steps() -> tuple[int, str | None, bool]:
+    """Rank 1 alone is asked to go on with other ranks, as where the messages to the others are late."""
+    world = join_world(DistributedConfig(device="cpu"))
+    request = stopping.StopRequest(world)
+    for step in range(1, 100):
+        dist.all_reduce(torch.ones(1))
+        if (world.rank, step) == (1, 3):
+            request.ask("a request for 2 ranks: in time", regroup=True)
+        if request.agreed(step):
+            return step, request.reason, request.regroups
+    raise AssertionError("never stopped")
+
+
+def test_all_ranks_know_that_they_go_on_with_others_though_one_was_asked(ranks):
+    assert ranks(regroup_steps, world_size=3) == [(4, "a request for 2 ranks: in time", True)] * 3
+
+
 class Signalled(Callback):
     """Rank 1 is slow, and receives a signal after its fifth step, when rank 0 is well ahead of it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command import phalanx, write_script
+from torch.utils.data import Dataset, TensorDataset
 
+from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.loop import notices
@@ -127,3 +131,50 @@ def test_a_notice_that_came_while_ranks_were_replaced_counts(monkeypatch, tmp_pa
     assert len(watched(config, {"PHALANX_LAUNCHED_AT": str(now - 60)})) == 1
     assert watched(config, {"PHALANX_LAUNCHED_AT": str(now + 60)}) == [], "it was there before the launch"
     assert watched(config, {}) == []
+
+
+class Rows(Dataset):
+    """Asks the launcher to stop while a rank that takes over reads its job, before it handles signals."""
+
+    def __init__(self, launcher: int) -> None:
+        self.launcher = launcher
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if os.environ.get("PHALANX_JOINS_LATE"):
+            os.kill(self.launcher, signal.SIGTERM)
+            time.sleep(0.5)
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(4), torch.ones(1)
+
+
+class Lost(Callback):
+    """Kills rank 1 at step 5; with `launcher` after a request to stop, which is not known everywhere then."""
+
+    def __init__(self, launcher: int | None) -> None:
+        self.launcher = launcher
+
+    def on_step_end(self, trainer: Any, info: Any) -> None:
+        if trainer.formation.rank == 1 and info.step == 5:
+            if self.launcher is not None:
+                os.kill(self.launcher, signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["before the loss is known", "while the new rank starts"])
+def test_a_stop_while_a_rank_is_replaced_saves(tmp_path, moment, capfd):
+    early = moment.startswith("before")
+    trainer = PyTorchDDPTrainer(
+        torch.nn.Linear(4, 1), loss_fn="mse", batch_size=1, device="cpu", num_workers=2, strategy="ddp", max_restarts=2,
+        threads_per_rank=1, progress=False, checkpoint_dir="kept", checkpoint_frequency="1000 steps",
+        callbacks=[Lost(os.getpid() if early else None), lambda info: time.sleep(0.01)],
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(TensorDataset(torch.ones(4000, 4), torch.ones(4000, 1)) if early else Rows(os.getpid()))
+    assert ended.value.code == EXIT_PREEMPTED
+    assert "stopped by SIGTERM after step" in capfd.readouterr().err
+    assert saved_steps()

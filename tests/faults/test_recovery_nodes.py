@@ -14,7 +14,9 @@ import pytest
 import torch
 from command import ROOT, clean_environment
 from long_proofs import long_proof
-from network_hosts import HostNamespace, network
+from network_hosts import HostNamespace, named, network
+
+from phalanx.launch.resize import request_ranks
 
 SCRIPT = """
 import os, sys, time
@@ -62,14 +64,14 @@ class Cluster:
     def __init__(
         self, hosts: list[HostNamespace], folder: Path, *, ranks: tuple[int, int], pause: float = 0.04
     ) -> None:
-        self.hosts, self.folder, self.ranks = hosts, folder, ranks
+        self.hosts, self.folder, self.ranks, self.name = hosts, folder, ranks, ""
         (folder / "train.py").write_text(SCRIPT)
         self.env = {**clean_environment(), "PYTHONPATH": str(ROOT), "PAUSE": str(pause), "STEPS": str(STEPS)}
         self.launchers: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, *numbers: int) -> None:
         for number in numbers:
-            endpoint = f"{self.hosts[0].address}:29415"
+            endpoint = f"{self.name or self.hosts[0].address}:29415"
             numbered = [*self.ranks, len(self.hosts), number]
             words = [sys.executable, "train.py", str(self.folder), *map(str, numbered), endpoint]
             output = (self.folder / f"out{number}").open("a")
@@ -193,6 +195,35 @@ def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
     assert_equal(quiet, two.weights(0))
 
 
+def test_an_address_is_that_of_a_card_though_the_name_maps_to_loopback():
+    code = "from phalanx.host.addresses import own_address; print(own_address('machine0'))"
+    with network(2) as hosts, named(hosts):
+        for host in hosts:
+            answer = subprocess.run(
+                host.command(sys.executable, "-c", code),
+                env={**clean_environment(), "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+            )
+            assert answer.stdout.strip() == host.address, answer.stderr
+
+
+@long_proof
+def test_a_cut_network_does_not_let_both_halves_go_on_where_names_map_to_loopback(cluster, quiet):
+    two = cluster(2, ranks=(2, 4))
+    with named(two.hosts) as names:
+        two.name = names[0]
+        two.start(0, 1)
+        two.wait_for_step(10)
+        two.hosts[1].cut()
+        two.end(0)
+        assert two.launchers[1].wait(timeout=60) == 1
+    assert "no longer sees" in (two.folder / "out1").read_text()
+    assert not (two.folder / "weights-1.pt").exists()
+    assert [event["world_size"] for event in two.events("recovered")] == [2]
+    assert_equal(quiet, two.weights(0))
+
+
 @long_proof
 def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
     two = cluster(2, ranks=(2, 4), pause=0.3)
@@ -206,6 +237,25 @@ def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
     sizes = [event["world_size"] for event in two.events("recovered")]
     assert sizes == [2, 4], two.outputs()
     assert max(event["seconds"] for event in two.events("recovered")[1:]) < 3
+    assert_equal(quiet, two.weights(0))
+
+
+@long_proof
+def test_requests_for_other_numbers_of_ranks_until_a_machine_has_none(cluster, quiet):
+    """Messages to the second machine are later than what its ranks read in the store."""
+    two = cluster(2, ranks=(2, 4), pause=0.05)
+    two.start(0, 1)
+    two.wait_for_step(10)
+    wanted = (2, 4, 2)  # fixed_order takes powers of two
+    for number, ranks in enumerate(wanted):
+        request_ranks(two.folder / "run0" / "logs", ranks)
+        deadline = time.monotonic() + 20
+        while len(two.events("recovered")) == number:
+            assert time.monotonic() < deadline, two.outputs()
+            time.sleep(0.05)
+    two.end(0, 1)
+    assert [event["world_size"] for event in two.events("recovered")] == list(wanted)
+    assert "this one had no rank left" in (two.folder / "out1").read_text()
     assert_equal(quiet, two.weights(0))
 
 

@@ -109,3 +109,33 @@ def test_fewer_ranks_load_the_newest_complete_step(ranks, step_lost, step):
     first, second, _ = ranks(recover_in_a_smaller_group, step_lost, world_size=3)
     values = [step * 10.0 + number for number in range(4)]
     assert first == second == (step, values)
+
+
+def traffic(layers: int) -> tuple[list[int], int, int]:
+    """Return the bytes of what a rank sends for a step, the size of its shard, and the collectives of objects."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    fully_shard(model)
+    memory = NeighbourMemory(dist.new_group(backend="gloo"))
+    for step in (1, 2):
+        memory.keep(snapshot(model, step))
+    sent: list[int] = []
+    objects: list[str] = []
+    isend = dist.isend
+    dist.isend = lambda tensor, **to: (sent.append(tensor.nbytes), isend(tensor, **to))[1]
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+        setattr(dist, name, lambda *_, name=name, **__: objects.append(name))
+    memory.keep(snapshot(model, 3))
+    return sent, memory._used[next(reversed(memory._held))].view().nbytes, len(objects)
+
+
+def test_a_step_is_sent_to_one_rank_and_without_the_names_of_all_tensors(ranks):
+    described = []
+    for layers in (2, 40):
+        for sent, shard, objects in ranks(traffic, layers, world_size=3):
+            assert objects == 0
+            sizes, description, data = sent
+            assert (sizes, data) == (16, shard)
+            described.append(description)
+    assert max(described) < 2000

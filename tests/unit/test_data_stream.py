@@ -49,6 +49,17 @@ class Sharded(Counting):
         yield from range(self.first, self.length, self.step)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_that_shards_itself_at_some_number_of_ranks_fixes_it(ranks):
+    def why(data, **options):
+        return shard_loader(data, batch_size=2, dp_size=ranks, **options).fixed_ranks
+
+    assert "shards itself" in why(Sharded(12))
+    assert why(Sharded(12), in_order=True) == ""
+    assert why(Counting(12)) == ""
+    assert why(list(range(12))) == ""
+
+
 class BatchesByIndex(Dataset):
     """A map-style data set whose items are whole batches of different sizes."""
 

@@ -28,10 +28,10 @@ class Clock:
         return self.now
 
 
-def interval(clock: Clock, *, attempt: int = 0, ranks: int = 8, **settings: Any) -> AutoInterval:
+def interval(clock: Clock, *, failures: int = 0, ranks: int = 8, **settings: Any) -> AutoInterval:
     formation: Any = SimpleNamespace(
         config=DistributedConfig(checkpoint_frequency="auto", **settings),
-        world=SimpleNamespace(env=SimpleNamespace(attempt=attempt, generation=0)),
+        world=SimpleNamespace(env=SimpleNamespace(failures=failures)),
         world_size=ranks,
         is_main=True,
         reduce=lambda value, op: value,
@@ -78,7 +78,7 @@ def test_it_adapts_when_the_cost_changes_by_much_and_only_then():
 def test_failures_of_this_launch_count(monkeypatch):
     monkeypatch.setenv(LAUNCHED_AT, str(time.time() - 7200))
     clock = Clock()
-    auto = interval(clock, attempt=2)
+    auto = interval(clock, failures=2)
     step = steps_until_due(auto, clock, 0, 0.5)
     assert "every 1.0 h (2 failures in 2.0 h)" in auto.saved(step, 0.4)
 

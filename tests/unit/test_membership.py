@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from phalanx.errors import EXIT_USAGE
@@ -162,6 +164,17 @@ def test_ranks_that_finish_before_a_requested_change_end_the_run():
     assert case.given_up == []
 
 
+def test_a_rank_that_ended_before_a_requested_change_is_not_waited_for():
+    case = Case(2, sizes=(2, 1))
+    case.join(*case.ranks)
+    case.members.resize(1, "a request")
+    case.ranks[0].code = 75
+    case.members.take_end(case.ranks[0])
+    assert case.given_up == [], "the other may end, too"
+    case.ready(case.ranks[1])
+    assert case.given_up == ["a request, and rank 0 has finished already"]
+
+
 def test_ranks_lost_together_are_one_failure():
     case = Case(3, max_restarts=1)
     case.join(*case.ranks)
@@ -207,6 +220,72 @@ def test_a_rank_in_a_long_step_is_not_killed_for_a_request(monkeypatch):
     case.members.take_loss(rank_state(9), how="was killed")
     case.lose(case.ranks[1])
     case.ready(rank_state(8))
+
+
+def test_ranks_that_leave_after_a_request_have_time_from_the_loss_on(monkeypatch):
+    case = Case(3, sizes=(3, 2))
+    case.join(*case.ranks)
+    case.members.resize(2, "a request")
+    case.ready(case.ranks[0])
+    asked = time.monotonic()
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: asked + 1000)
+    case.lose(case.ranks[2])
+    assert case.members.find_late() == []
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: asked + 2000)
+    assert case.members.find_late() == [case.ranks[1]], "the other has left"
+
+
+def scaled(case: Case, size: int) -> None:
+    """Join, and go on with fewer ranks."""
+    case.join(*case.ranks)
+    case.members.resize(size, "a request")
+    case.ready(*case.members.members)
+    case.join(*case.members.members)
+
+
+def test_ranks_that_were_scaled_away_end_and_do_not_count_as_ranks_that_are_left():
+    case = Case(4, sizes=(4, 3, 2, 1), max_restarts=0)
+    scaled(case, 2)
+    assert case.processes.take("end") == ["r2", "r3"]
+    assert case.members.spares == []
+    assert case.lose(case.ranks[1])
+    assert [(report["action"], report["size"]) for report in case.reports] == [("shrink", 1)]
+    case.ready(case.ranks[0])
+    case.join(case.ranks[0])
+    assert not case.lose(case.ranks[0])
+
+
+def test_a_rank_that_was_scaled_away_and_waits_does_not_hold_the_state():
+    case = Case(3, sizes=(3, 2, 1), spares=1)
+    scaled(case, 1)
+    assert [state.key for state in case.members.spares] == ["r1"]
+    assert not case.lose(case.ranks[0]), "newer than its state are the checkpoints"
+    case = Case(3, sizes=(3, 2, 1), spares=1)
+    scaled(case, 1)
+    case.members.resize(2, "a request")
+    case.ready(case.ranks[0])
+    assert case.forms()
+    assert not case.lose(case.ranks[0]), "it was lost before it gave its state to the other"
+
+
+def test_ranks_for_which_a_size_has_no_place_wait_for_more():
+    case = Case(4, sizes=(4, 2, 1), max_restarts=0)
+    case.join(*case.ranks)
+    case.lose(case.ranks[3])
+    case.ready(*case.ranks[:3])
+    assert [len(case.members.members), len(case.members.spares)] == [2, 1]
+    assert case.processes.take("end") == []
+
+
+def test_where_the_data_shards_itself_the_number_of_ranks_stays():
+    case = Case(2, sizes=(4, 2, 1), max_restarts=0)
+    for state in case.ranks:
+        case.members.take(state, {"joined": 0, "fixed": "The data shards itself."})
+    refused = "1 ranks are not possible here. Possible: 2. The data shards itself."
+    assert case.members.resize(1, "a request") == refused
+    case.members.take_arrival("b", 2, "the machine b")
+    assert case.members.is_settled
+    assert not case.lose(case.ranks[1]), "a restart has as many ranks, fewer could not go on"
 
 
 def test_machines_that_arrive_together_are_all_taken_in():

@@ -61,3 +61,49 @@ def test_the_batches_of_an_evaluation_are_counted_and_the_next_step_forgets_them
         each.beat(8)
         assert (each.read(0).step, each.read(0).part) == (8, 0)
     board.close()
+
+
+def test_progress_within_a_step_and_before_the_first_one_is_seen(tmp_path):
+    board = heartbeat.HeartbeatBoard.create(tmp_path / "heartbeats", 2)
+    assert board.last_progress(0) == 0.0
+    board.alive()
+    first = board.last_progress(0)
+    assert abs(first - time.time()) < 5
+    assert board.read(0) is None, "no step was taken"
+    for each in (board, heartbeat.LocalBoard()):
+        each.beat(7)
+        each.count(3)
+        each.alive()
+        assert (each.read(0).step, each.read(0).part) == (7, 3)
+    assert board.last_progress(0) > first
+    board.close()
+
+
+def test_a_machine_that_gets_another_number_keeps_its_board(tmp_path, monkeypatch):
+    mine = heartbeat.HeartbeatBoard.create(heartbeat.board_path(tmp_path, 1), 4)
+    for name, value in {"PHALANX_LOG_DIR": str(tmp_path), "GROUP_RANK": "0", "PHALANX_SLOT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(heartbeat.BOARD_VARIABLE, str(heartbeat.board_path(tmp_path, 1)))
+    heartbeat.current().beat(5)
+    assert mine.read(2).step == 5
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_process_that_uses_the_cpu_beats_and_one_that_waits_does_not(monkeypatch, busy):
+    beats: list[float] = []
+
+    class Board(heartbeat.LocalBoard):
+        def alive(self) -> None:
+            beats.append(time.time())
+
+    monkeypatch.setattr(heartbeat, "_LOCAL", Board())
+    monkeypatch.setattr(heartbeat, "_BUSY_SECONDS", 0.1)
+    monkeypatch.delenv("PHALANX_LOG_DIR", raising=False)
+    beat = heartbeat.BusyBeat()
+    beat.begin()
+    until = time.monotonic() + (5.0 if busy else 0.4)
+    while time.monotonic() < until and not beats:
+        if not busy:
+            time.sleep(0.02)
+    beat.end()
+    assert bool(beats) is busy

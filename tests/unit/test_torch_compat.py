@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ def test_hooks_know_the_backward_pass_and_its_end():
 def test_new_groups_are_noticed_and_all_are_listed():
     entered: list[str] = []
 
-    def noting(make: Callable[[], Any]) -> Any:
+    def noting(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
         entered.append("begin")
-        made = make()
+        assert backend == "gloo"
+        made = make(store)
         entered.append("end")
         return made
 
@@ -257,3 +259,12 @@ def test_fake_tensors_are_known():
     with torch_fakes.fake_mode():
         assert torch_fakes.is_fake(torch.zeros(2))
     assert not torch_fakes.is_fake(torch.zeros(2))
+
+
+def test_the_begin_and_end_of_a_compilation_are_known():
+    seen: list[str] = []
+    torch_compat.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
+    doubled = torch.compile(lambda x: 2 * x, backend="eager")
+    assert doubled(torch.ones(2)).sum() == 4
+    assert seen == ["begin", "end"]
+    import_module("torch._dynamo.callback").callback_handler.clear()

@@ -43,3 +43,10 @@ def test_metrics_have_no_weights_to_miss(tmp_path, capsys):
 def test_a_result_that_did_not_come_back_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="result did not come back"):
         read_result(tmp_path)
+
+
+def test_a_machine_whose_ranks_were_all_scaled_away_ends_well(tmp_path, capsys):
+    result = read_result(tmp_path, may_have_none=True)
+    assert (result.history.status, result.weights) == ("finished", None)
+    assert "this one had no rank left" in result.history.reason
+    assert "the model here is as it was before" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from phalanx.host import messages
 from phalanx.host.processes import die_with, kill_group, outlive_parent, send_signal, set_name
+from phalanx.host.signals import JOINS_LATE, STOPS
 from phalanx.launch.collectives import ASK
 from phalanx.launch.forkserver.preload import preload, preload_for
 
@@ -95,11 +96,13 @@ class ForkServer:
         parent = os.getpid()
         # A signal for the child waits until it has reset the handlers: before, it would be lost, or go to this
         # process's pipe.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_LEFT_TO_THE_SUPERVISOR})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_LEFT_TO_THE_SUPERVISOR, *STOPS})
         try:
             pid = os.fork()
             if pid == 0:
                 self._reset_handlers()
+                if JOINS_LATE in request.get("env", {}):  # others wait for it: it stops with them, not before
+                    mask |= set(STOPS)
         except OSError as error:
             self._send(session, {"refused": request["key"], "why": str(error)})
             pid = -1

@@ -1,0 +1,104 @@
+"""Survivors that are busy when a rank is lost leave soon, and are not killed while they make progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import phalanx
+from phalanx.checkpoint.files import HashedFile
+
+LONG = 8.0
+"""Seconds that a survivor would be busy; a recovery takes below one."""
+
+
+class Rows(Dataset):
+    """Rank 1 is killed, once, by a sample of its evaluation, in which the others are for `LONG` seconds."""
+
+    def __init__(self, mark: Path | None = None) -> None:
+        self.x, self.mark = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), mark
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        if self.mark is not None and not self.mark.exists() and os.environ["RANK"] == "1":
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.mark is not None and "PHALANX_GENERATION" not in os.environ:
+            time.sleep(LONG / 32)
+        return self.x[index], self.x[index].sum(0, keepdim=True)
+
+
+class SlowDisk(phalanx.Callback):
+    """The disk of rank 0 holds a save up, in the background or in the foreground, while rank 1 is killed."""
+
+    def __init__(self, mark: Path, *, foreground: bool) -> None:
+        self.mark, self.foreground = mark, foreground
+
+    def on_fit_start(self, trainer) -> None:
+        write, mark, foreground = HashedFile.write, self.mark, self.foreground
+
+        def slow_write(file, data):
+            if file.path.name.startswith("shard-00000") and not mark.exists():
+                mark.touch()
+                time.sleep(LONG)
+            if file.path.name.startswith("shard-00001") and foreground and not mark.with_suffix(".killed").exists():
+                mark.with_suffix(".killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(file, data)
+
+        HashedFile.write = slow_write
+
+    def on_step_end(self, trainer, info) -> None:
+        time.sleep(0.01)
+        killed = self.mark.with_suffix(".killed")
+        if self.mark.exists() and not self.foreground and trainer.formation.rank == 1 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recovered(tmp_path: Path, val: Dataset | None = None, **settings) -> list[dict]:
+    trainer = phalanx.PyTorchDDPTrainer(
+        model=nn.Linear(8, 1),
+        num_workers=2,
+        device="cpu",
+        batch_size=1,
+        strategy="ddp",
+        loss_fn="mse",
+        max_restarts=2,
+        threads_per_rank=1,
+        progress=False,
+        run_dir=str(tmp_path / "run"),
+        **settings,
+    )
+    trainer.fit(Rows(), val)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "run_started" for event in events) == 1, "no restart"
+    return [event for event in events if event["event"] == "recovered"]
+
+
+def test_an_evaluation_is_left_at_once(tmp_path, fork_server):
+    (event,) = recovered(tmp_path, Rows(tmp_path / "killed"), epochs=2)
+    assert (event["step"], event["lost_steps"]) == (32, 0)
+    assert event["seconds"] < LONG / 2
+
+
+@pytest.mark.parametrize("foreground", [False, True])
+def test_a_save_that_the_disk_holds_up_is_left_behind(tmp_path, foreground, fork_server):
+    settings = {"checkpoint_frequency": "20 steps", "max_steps": 40, "async_checkpoint": not foreground}
+    disk = SlowDisk(tmp_path / "slow", foreground=foreground)
+    (event,) = recovered(tmp_path, callbacks=[disk], checkpoint_dir=str(tmp_path / "kept"), **settings)
+    assert event["lost_steps"] == 0
+    assert event["seconds"] < LONG / 2
+    steps = sorted(path.name for path in (tmp_path / "kept").glob("step-*") if path.name[-1].isdigit())
+    assert steps[-1] == "step-00000040"
+    assert "step-00000020" not in steps, "a save that was given up is not published"

@@ -1,0 +1,200 @@
+"""Launchers of several machines: their messages, one that takes over, requests, and whose errors are lost ranks."""
+
+from __future__ import annotations
+
+import json
+import queue
+import selectors
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.errors import CommunicationError
+from phalanx.host.lost_peers import lost_peers
+from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.launch.attempt import Attempt
+from phalanx.launch.board import Board
+from phalanx.launch.environment import NodeInfo
+from phalanx.launch.following import Following
+from phalanx.launch.group import RankState
+from phalanx.launch.resize import Requests
+from phalanx.launch.roles import Hands, Leading
+from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
+from phalanx.launch.takeover import TakingOver
+from phalanx.world.env import read_rank_env
+from phalanx.world.membership import Position
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board():
+    """A board whose thread does not run: `_exchange` is called by the test."""
+    store = dist.HashStore()
+    made = Board.__new__(Board)
+    made._store, made._own, made._out, made._in = store, "00002", queue.SimpleQueue(), queue.SimpleQueue()
+    made._read, made._expected, made._watched, made._beats = 0, [], [], {}
+    return made
+
+
+def test_a_message_that_was_counted_and_not_written_holds_nothing_up(board):
+    store = board._store
+    store.add("mail/00002", 1)  # its sender is killed here
+    store.add("mail/00002", 1)
+    store.set("mail/00002/2", json.dumps({"number": 2}))
+    board._exchange()
+    assert board.receive() == [{"number": 2}]
+    store.set("mail/00002/1", json.dumps({"number": 1}))  # or was only slow
+    board._exchange()
+    board._exchange()
+    assert board.receive() == [{"number": 1}]
+
+
+def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(board, capsys):
+    inner = board._store
+    board._store = sign_store(inner, {VARIABLE: "secret"})
+    inner.add("mail/00002", 2)
+    inner.set("mail/00002/1", json.dumps({"abort": "all"}))
+    board._store.set("mail/00002/2", json.dumps({"number": 2}))
+    board._exchange()
+    assert board.receive() == [{"number": 2}]
+    assert "that no rank of this job has signed" in capsys.readouterr().err
+
+
+# --- taking over ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hands(tmp_path):
+    """What a launcher with one rank has; `sent` and `failed` note what it does."""
+    near, far = socket.socketpair()
+    state = RankState(1, "r1", "r1", 1)
+    group: Any = SimpleNamespace(ranks={"r1": state}, alive=[state], controls={"r1": near}, signal=lambda *_: None)
+    group.retire = lambda state: None
+    elastic = Elastic((3, 2, 1), silence_seconds=0.0)
+    spec = LaunchSpec(target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=elastic, max_restarts=3)
+    machines = [["00001", "a", 1], ["00002", "b", 1], ["00003", "c", 1]]
+    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", machines=machines)
+    selector = selectors.DefaultSelector()
+    sent: list[tuple[str, dict]] = []
+    failed: list[dict] = []
+    made = Hands(
+        spec, group, node, selector, lambda seconds, action: None, lambda event: None,
+        lambda to, message: sent.append((to, message)), lambda report, **how: failed.append(how), lambda *_: False,
+    )  # fmt: skip
+    yield SimpleNamespace(hands=made, sent=sent, failed=failed)
+    selector.close()
+    near.close()
+    far.close()
+
+
+def form(**fields) -> dict[str, Any]:
+    given = {"rank": 1, "local_rank": 0, "world_size": 3, "local_world_size": 1, "node_rank": 1, "generation": 4}
+    return {"to": "r1", "message": {"form": {**given, "began": 0.0, "reason": "", "failures": 2, **fields}}}
+
+
+def test_failures_that_the_lost_launcher_counted_are_not_forgotten(hands):
+    following = Following(hands.hands, "00001")
+    following.take_mail(form())
+    following.follow("00002")
+    assert hands.sent[-1][1]["failures"] == 2
+    takeover = TakingOver(hands.hands, following, {"00001": "a"}, ["00003"])
+    others = {"sender": "00003", "hello": [], "generation": 4, "failures": 3}
+    takeover.take_hello(others)
+    assert takeover.lead(0, ("127.0.0.1", 1)).failures == 4, "and the loss of that machine"
+
+
+def test_a_machine_that_reports_after_another_took_over_is_left_out(hands):
+    """Its launcher ends; the others, which it must not stop, go on."""
+    following = Following(hands.hands, "00001")
+    following.take_mail(form())
+    takeover = TakingOver(hands.hands, following, {"00001": "a"}, ["00003"])
+    deadline = time.monotonic() + 10
+    takeover.deadline = 0.0
+    assert takeover.is_complete
+    assert time.monotonic() < deadline
+    attempt: Any = Attempt.__new__(Attempt)
+    attempt._takeover, attempt._waiting_mail = None, []
+    attempt._role = takeover.lead(0, ("127.0.0.1", 1))
+    assert isinstance(attempt._role, Leading)
+    hands.sent.clear()
+    attempt._take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
+    assert attempt._waiting_mail == []
+    ((to, message),) = hands.sent
+    assert (to, list(message)) == ("00003", ["left_out"])
+    following.take_mail({"sender": "00002", **message})
+    assert hands.failed == [{"publish": False}]
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_cannot_be_answered_is_reported_once_and_ends_nothing(tmp_path):
+    notices: list[str] = []
+    requests = Requests(tmp_path / "logs", notices.append)
+    requests.answer(lambda ranks, why: None)
+    assert notices == [], "there is none"
+    (tmp_path / "logs" / "ranks.request").mkdir(parents=True)  # cannot be read as a file
+    for _ in range(3):
+        requests.answer(lambda ranks, why: None)
+    (notice,) = notices
+    assert "cannot be read or answered" in notice
+
+
+def test_requests_are_no_failures_of_the_run(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    names = ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "PHALANX_GENERATION", "PHALANX_FAILURES")
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("PHALANX_FAILURES")
+    assert read_rank_env().failures == 1, "without Phalanx's launcher: the restarts"
+    monkeypatch.setenv("PHALANX_FAILURES", "0")
+    Position(0, 0, 2, 2, 0, generation=7, began=0.0, reason="a request for 2 ranks", failures=1).export()
+    env = read_rank_env()
+    assert (env.generation, env.failures) == (7, 1)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def caught(action) -> BaseException:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def closed_connection() -> None:
+    one, other = socket.socketpair()
+    other.close()
+    with one:
+        one.send(b"x")
+
+
+def test_a_broken_connection_of_the_users_is_not_a_lost_rank(tmp_path):
+    error = caught(closed_connection)
+    assert "Broken pipe" in str(error)
+    assert not lost_peers(error)
+    with pytest.raises(ConnectionResetError) as reset:
+        raise ConnectionResetError("Connection reset by peer")
+    assert not lost_peers(reset.value)
+
+
+def test_broken_connections_between_ranks_are_lost_ranks():
+    assert lost_peers(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"))
+    assert lost_peers(CommunicationError("the exchange with rank 3 broke off"))
+
+    from phalanx.host import messages
+
+    one, other = socket.socketpair()
+    other.close()
+    with one:
+        assert lost_peers(caught(lambda: messages.send(one, {"x": 1})))

@@ -1,0 +1,62 @@
+"""stall_timeout: which processes of a machine are asked where they are, and killed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.launch.diagnosis import Evidence, StallWatch
+from phalanx.launch.environment import NodeInfo
+from phalanx.launch.group import RankState, stack_path
+from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
+from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+
+STACK = 'Current thread 0x1 (most recent call first):\n  File "{}", line 1 in function\n'
+WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.format("train.py")
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Three processes: two ranks, of which the second sleeps, and a spare one, which waits for a place."""
+    target, elastic = CallTarget("module:function", ""), Elastic((2,), 1)
+    spec = LaunchSpec(target=target, ranks_per_node=2, log_dir=tmp_path, elastic=elastic)
+    evidence = Evidence(spec, NodeInfo(0, 1, 0, 2, "127.0.0.1", 1))
+    states = [RankState(number, f"r{number}", f"r{number}", number) for number in range(3)]
+    for state, stack in zip(states, (WAITS, SLEEPS, SLEEPS), strict=True):
+        stack_path(tmp_path, state.slot).write_text(stack)
+    for slot in (0, 1):
+        HeartbeatBoard(board_path(tmp_path), slot).beat(5)
+    killed: list[tuple[int, list[str]]] = []
+    group = SimpleNamespace(signal=lambda number, which: killed.append((number, [each.key for each in which])))
+    questions: list = []
+    ask = lambda then, which: questions.append((then, [each.key for each in which]))  # noqa: E731
+    console = SimpleNamespace(notice=lambda text: None)
+    watch = StallWatch(Elastic((2,), stall_seconds=0.0), group, evidence, ask, console)
+    role = SimpleNamespace(unchanged_since=time.monotonic() - 1, members_here=states[:2])
+    yield SimpleNamespace(watch=watch, role=role, questions=questions, killed=killed)
+    evidence.close()
+
+
+def test_the_stalled_rank_is_killed_and_a_spare_one_is_not(machine):
+    machine.watch.check(machine.role)
+    ((then, asked),) = machine.questions
+    assert asked == ["r0", "r1"]
+    then([])
+    assert machine.killed == [(signal.SIGKILL, ["r1"])]
+
+
+def test_a_rank_that_took_a_place_while_the_others_answered_is_not_killed(machine):
+    machine.watch.check(machine.role)
+    machine.role.unchanged_since = time.monotonic()
+    machine.questions[0][0]([])
+    assert machine.killed == []
+
+
+def test_a_rank_with_progress_is_not_stuck(machine):
+    evidence, (one, *_) = machine.watch._evidence, machine.role.members_here
+    assert not evidence.is_stuck(one, 60.0)
+    assert evidence.is_stuck(one, -1.0)
+    assert evidence.is_stuck(RankState(2, "r2", "r2", 2), 60.0), "it has never shown any"
