@@ -75,6 +75,7 @@ class LRSchedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
+        self._scale = scale
         self._optimizer = optimizer  # not its groups: loading a state replaces them
         self._bases = [float(group["lr"]) * scale for group in optimizer.param_groups]
         self._factor = factor
@@ -83,10 +84,13 @@ class LRSchedule:
     def apply(self, step: int) -> None:
         """Set the rate for the step about to be taken (steps count from 0)."""
         factor = self._factor(step)
-        if factor == self._applied:
+        groups, known = self._optimizer.param_groups, len(self._bases)
+        if factor == self._applied and len(groups) == known:
             return
+        self._bases += [float(group["lr"]) * self._scale for group in groups[known:]]  # add_param_group, since
+        first = known if factor == self._applied else 0
         self._applied = factor
-        for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
+        for group, base in zip(groups[first:], self._bases[first:], strict=True):
             group["lr"] = base * factor
 
     def reshape(self, factor: Callable[[int], float]) -> None:

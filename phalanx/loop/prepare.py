@@ -50,7 +50,11 @@ class Prepared:
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
-        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
+        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
+
+    def _followed(self) -> None:
+        if self.average is not None:
+            self.average.follow()
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Which parameters of the prepared models an optimizer holds."""
+"""Which parameters of the prepared models an optimizer holds, and their gradients between two boundaries."""
 
 from __future__ import annotations
 
@@ -96,6 +96,24 @@ class HeldParameters:
                         f"({type(optimizer).__name__}) belongs to no prepared model",
                         hint="Make it a parameter of the model, or prepare() the module that has it.",
                     )
+
+
+class KeptGradients:
+    """An optimizer's gradients at its last call of `step` between two boundaries, after so many backward passes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
+        self.passes = passes
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._kept = [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Drop what was added to the gradients since."""
+        for parameter, gradient in self._kept:
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None if gradient is None else gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:

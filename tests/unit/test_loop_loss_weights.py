@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import Formation, PyTorchDDPTrainer
+from phalanx.errors import UsageError
 from phalanx.loop.metrics import MetricSums
+
+
+def gradient_of_two_calls(*weights: float | None) -> torch.Tensor:
+    """Two backward calls for one batch, with these weights."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    with Formation(device="cpu", batch_size=4) as formation:
+        data = TensorDataset(torch.arange(8.0).view(4, 2))
+        wrapped, _, loader = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), data)
+        (x,) = next(iter(loader))
+        for weight, power in zip(weights, (1, 2), strict=True):
+            formation.backward(wrapped(x).pow(power).mean(), weight)
+        formation.grad_norm()
+        return model.weight.grad.clone()
+
+
+def test_the_weights_of_several_calls_for_one_batch_do_not_add_up():
+    torch.testing.assert_close(gradient_of_two_calls(4.0, 4.0), gradient_of_two_calls(None, None))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((4.0, 2.0), "the weights 4, 2 in all.*\n.*f.backward\\(first \\+ second, weight=n\\)"),
+        ((4.0, None), "some have none"),
+        ((None, 4.0), "some have none"),
+    ],
+)
+def test_weights_that_no_one_divisor_fits_are_refused(weights, message):
+    with pytest.raises(UsageError, match=message):
+        gradient_of_two_calls(*weights)
 
 
 class Tagger(nn.Module):
