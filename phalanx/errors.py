@@ -145,7 +145,7 @@ def frozen_later(strategy: str, names: Sequence[str]) -> UsageError:
     return UsageError(
         f"{shown}: frozen or unfrozen during training, but strategy = {strategy!r} trains what wanted gradients when "
         "the optimizer was prepared",
-        hint="Freeze before prepare(), and give the layer a parameter group with lr=0 until then; or use strategy='ddp'.",
+        hint="Freeze before prepare(), or give the layer a parameter group whose lr you change; or use strategy='ddp'.",
     )
 
 

@@ -16,11 +16,12 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.loss_weights import LossWeights
 from phalanx.loop.precision import Precision
-from phalanx.loop.sharing import HeldParameters, KeptGradients
+from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.data.loader import ShardedLoader
     from phalanx.data.order import MicroInfo
 
 
@@ -62,11 +63,14 @@ class Gradients:
         self._ready = False
         self._direct = False
         self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []
         self._accumulating: set[int] = set()
         self._kept: dict[int, KeptGradients] = {}
         self._calls = self._passes = 0
+        self._read: dict[ShardedLoader, MicroInfo] = {}
+        self._read_at = 0
         self.steps = 0
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
@@ -91,8 +95,13 @@ class Gradients:
             self._set_sync(self.boundary)
         self.held.add_optimizer(optimizer)
 
-    def begin(self, micro: MicroInfo) -> None:
+    def begin(self, micro: MicroInfo, loader: ShardedLoader) -> None:
         """Set the loader's description of the batch it is about to yield."""
+        if self._read_at != self._passes or loader in self._read:
+            self._read, self._read_at = {}, self._passes
+        self._read[loader] = micro
+        if len(self._read) > 1:
+            check_read_together(self._read)
         if self.boundary or self.micro is None:  # the first of a step
             self._follow()
         self.micro = micro
@@ -145,7 +154,9 @@ class Gradients:
         self._passes += 1
         scale: torch.Tensor | None = None
         if self._scaler is not None:
-            self.update_scale()
+            # While an optimizer waits for its step with micro-batches of this scale, another's must not change it.
+            if not (self._accumulating and self.boundary) or self._unscaled.issuperset(self._adopted):
+                self.update_scale()
             scale = self._scaler.scale(torch.ones((), device=self._world.device))
             factor = scale * factor
         if self._strategy.wants_loss_scale and self.boundary:  # gradients are averaged, and compressed, in this pass
@@ -212,6 +223,7 @@ class Gradients:
         """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""
         if self._scaler is not None and self._unscaled:
             self._unscaled.clear()
+            self._stepped.clear()
             self._scaler.update()
 
     def clip(
@@ -262,6 +274,11 @@ class Gradients:
             if len(self._adopted) > 1 and not self._strategy.owns_step:
                 self._kept[id(optimizer)] = KeptGradients(optimizer, self._passes)
             return
+        if id(optimizer) in self._stepped and self._accumulating:
+            raise UsageError(
+                "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
+                hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
+            )
         self._accumulating.discard(id(optimizer))
         self._kept.pop(id(optimizer), None)
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
@@ -276,7 +293,7 @@ class Gradients:
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         self._tried[id(optimizer)] += 1
-        if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
+        if self._skip_nonfinite and not bool(torch.isfinite(self._norm_of(optimizer))):
             self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
             return
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
@@ -288,8 +305,14 @@ class Gradients:
                 skips = self._any_overflow(optimizer).sign()
                 self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)
                 self._scaler.step(optimizer)
+                self._stepped.add(id(optimizer))
         finally:
             self._direct = False
+
+    def _norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Return the norm that an optimizer's step depends on: what another one has left does not count."""
+        one = self._strategy.owns_step or len(self._adopted) == 1
+        return self._strategy.grad_norm(self.held.trained if one else self.held.part(optimizer))
 
     @property
     def skipped_steps(self) -> int:

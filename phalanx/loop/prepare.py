@@ -50,6 +50,7 @@ class Prepared:
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
+        self._weighs_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
 
     def _followed(self) -> None:
@@ -121,7 +122,7 @@ class PreparedLoader:
                     self.waited_s += perf_counter() - began
                 if batch is _END:
                     break
-                begin(sharded.current)
+                begin(sharded.current, sharded)
                 yield batch
         except GeneratorExit:
             if not sharded.current.boundary:
