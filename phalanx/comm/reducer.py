@@ -64,9 +64,10 @@ class GradientReducer(BackwardHooks):
 
     def follow(self) -> None:
         """Leave parameters that are frozen now out of the buckets, and take those back that are not any more."""
-        if self._compressor.name == "none":  # else the layout stays, and zeros are sent
+        wanted = [number for number in self._every if self._parameters[number].requires_grad]
+        if self._compressor.name == "none" and wanted and wanted != self._order:  # else zeros are sent
             self._detach_gradients()
-            self._build([number for number in self._every if self._parameters[number].requires_grad])
+            self._build(wanted)
 
     def drop(self) -> None:
         """Drop what backward passes have left outside of the parameters."""

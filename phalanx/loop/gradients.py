@@ -102,8 +102,6 @@ class Gradients:
         self._read[loader] = micro
         if len(self._read) > 1:
             check_read_together(self._read)
-        if self.boundary or self.micro is None:  # the first of a step
-            self._follow()
         self.micro = micro
         self._calls = 0
         if micro.boundary is not self.boundary:
@@ -117,7 +115,7 @@ class Gradients:
             self._strategy.set_sync(wrapped, sync)
 
     def _follow(self) -> None:
-        """Let the strategy adapt where parameters were frozen or unfrozen since the last step."""
+        """Let the strategy adapt where parameters were frozen or unfrozen since the last backward pass."""
         wanted = list(map(_wants_gradient, self._parameters))
         if wanted != self._wanted:
             self._wanted = wanted
@@ -135,10 +133,10 @@ class Gradients:
     def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
         """Begin a backward pass; return the factor on its loss. `leave` ends it."""
         self._ready = False
+        self._follow()
         if self.micro is None:  # not a prepared loader: count the micro-batches here
             self._counted += 1
             self.boundary = self._counted % self._accumulation == 0
-            self._follow()
             if self._accumulation > 1:
                 self._calls = 0
         if self._calls and not self._strategy.adds_passes:

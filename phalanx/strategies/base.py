@@ -214,7 +214,8 @@ class Strategy:
     def follow(self, wrapped: nn.Module) -> None:
         """Adapt to parameters that were frozen or unfrozen since the model was wrapped, or since the last call.
 
-        Called before the first backward pass that they affect, by all ranks, which must have changed the same.
+        Called before the first backward pass that they affect, by all ranks, which must have changed the same. A model
+        may be frozen as a whole for one pass, as in adversarial training: that should cost nothing.
         """
 
     # One step.

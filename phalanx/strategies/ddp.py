@@ -35,6 +35,7 @@ class DDP(CompressesGradients):
         # Not held: torch can deadlock where a group is destroyed while its DDP lives.
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
         self._hooks: dict[int, CompressionHook] = {}
+        self._built: dict[int, set[int]] = {}
         self._steps = self._counted = 0
         self._times = (0.0, 0.0)
 
@@ -64,6 +65,7 @@ class DDP(CompressesGradients):
             self.lanes.append(Lane(compressor, exchange, hook.comm_thread))
         wrapped.register_forward_pre_hook(_arm)
         self._wrapped.append(weakref.ref(wrapped))
+        self._built[id(wrapped)] = _trained(wrapped)
         return wrapped
 
     @property
@@ -81,7 +83,9 @@ class DDP(CompressesGradients):
                     hint="Prepare it while some of its parameters want gradients, and freeze those afterwards.",
                 )
             return
-        if any(parameter.requires_grad for parameter in wrapped.parameters()):
+        trained = _trained(wrapped)
+        if trained and trained != self._built[id(wrapped)]:
+            self._built[id(wrapped)] = trained
             state = wrapped.__getstate__()  # type: ignore[no-untyped-call]
             wrapped.__setstate__(state)  # type: ignore[no-untyped-call] # as unpickling does: the group stays
             wrapped.__dict__[_ARMED] = False
@@ -151,9 +155,13 @@ class DDP(CompressesGradients):
             wrapped.require_backward_grad_sync = sync
 
 
-def _arm(model: nn.Module, inputs: Any) -> None:
+def _trained(model: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def _arm(model: Any, inputs: Any) -> None:
     """Note a call of a wrapped model that prepares its reducer for a backward pass."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and model.require_backward_grad_sync:
         model.__dict__[_ARMED] = True
 
 

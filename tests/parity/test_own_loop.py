@@ -93,9 +93,9 @@ def on_ranks(accumulation: int, freezes: bool, two: bool, **settings: Any) -> tu
         made = list(prepared[len(bare) : -1])
         seen = []
         for epoch in range(2):
-            if freezes:
-                freeze(model, epoch)
             for x, numbers in loader:
+                if freezes:
+                    freeze(model, epoch)
                 micro = loader.current
                 seen.append((numbers.tolist(), micro.samples, micro.offset, micro.boundary))
                 f.reseed(epoch, micro.offset)
