@@ -145,6 +145,16 @@ def unused_parameters(names: Sequence[str], when: str = "in the first step") -> 
     )
 
 
+def frozen_later(strategy: str, names: Sequence[str]) -> UsageError:
+    """Return the error for parameters that were frozen or unfrozen when a strategy could not follow any more."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return UsageError(
+        f"{shown}: frozen or unfrozen during training, but strategy = {strategy!r} trains what wanted gradients when "
+        "the optimizer was prepared",
+        hint="Freeze before prepare(), or give the layer a parameter group whose lr you change; or use strategy='ddp'.",
+    )
+
+
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the allowed name closest to `name`, or None when nothing is close."""
     import difflib  # most commands never need it

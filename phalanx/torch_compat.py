@@ -53,6 +53,7 @@ PRIVATE = {
     "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention_backward": "context parallelism on GPUs",
     "torch:ops._c10d_functional.all_reduce": "selective activation checkpointing",
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "an epoch left between the micro-batches of a step: fsdp",
     "torch.nn:Module._call_impl": "compile",
     "torch.nn:Module._compiled_call_impl": "compile",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
@@ -231,6 +232,15 @@ def ddp_times(ddp: Any) -> tuple[float, float] | None:
     return (busy / 1e9, max(0.0, busy - overlap) / 1e9) if busy else None
 
 
+def drop_unreduced(model: Any) -> None:
+    """Drop the gradients that an FSDP module has of backward passes without a reduction."""
+    group = model._get_fsdp_state()._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
 def is_own_host(host: str) -> bool:
     """Whether a host name or address means this machine, by torchrun's rule."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
@@ -303,9 +313,6 @@ def draws_each_once(sampler: torch.utils.data.RandomSampler) -> bool:
     return not sampler.replacement and sampler._num_samples is None
 
 
-# operators
-
-
 def argument_names(operator: Any) -> list[str]:
     """Return the names of an operator's arguments, in order."""
     return [argument.name for argument in operator._schema.arguments]
@@ -362,9 +369,6 @@ def flash_cuda_backward(
 def cuda_runtime() -> Any:
     """Return the CUDA runtime's functions, to page-lock memory that torch has not allocated."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-# profiling
 
 
 def profiler_config(*, all_threads: bool) -> Any:

@@ -85,7 +85,8 @@ def verify_parser() -> FlagParser:
     """Return the parser of `phalanx verify`."""
     parser = FlagParser(
         prog="phalanx verify",
-        usage="phalanx verify <recipe or model> | --script FILE [--resume | --reshard LAYOUT | --faults] [options]",
+        usage="phalanx verify <recipe or model> | --script FILE "
+        "[--resume | --reshard LAYOUT | --faults | --own-loop] [options]",
         description=_VERIFY,
     )
     names = ", ".join(recipe_names())
@@ -95,6 +96,7 @@ def verify_parser() -> FlagParser:
     parser.add_argument("--resume", action="store_true", help="stop half-way, resume, and compare bits")
     parser.add_argument("--reshard", metavar="LAYOUT", help="save here, load on another layout: ddp:1, fsdp:4")
     parser.add_argument("--faults", action="store_true", help="kill, remove and add ranks, and compare the weights")
+    parser.add_argument("--own-loop", action="store_true", help="train by loops of a Formation, as users write them")
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured (- for standard output)")
     add_config_flags(parser)
     return parser

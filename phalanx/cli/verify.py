@@ -23,8 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     prestart()
     from phalanx.verification.proofs import prove
 
-    proofs = {"resume": namespace.resume, "reshard": namespace.reshard, "faults": namespace.faults}
-    verdict = prove(subject, resolved.config, **proofs)
+    asked = {name: getattr(namespace, name) for name in ("resume", "reshard", "faults", "own_loop")}
+    verdict = prove(subject, resolved.config, **asked)
     print(verdict)
     if namespace.json:
         write_json(verdict.to_dict(), namespace.json)

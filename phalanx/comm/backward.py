@@ -32,6 +32,11 @@ class BackwardHooks(ABC):
             for number, parameter in enumerate(self._parameters)
         ]
 
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose gradients are taken."""
+        return self._parameters
+
     def _hook(self, number: int) -> Callable[[torch.nn.Parameter], None]:
         def gradient_is_there(parameter: torch.nn.Parameter) -> None:
             if self.sync or self._takes_every_pass:

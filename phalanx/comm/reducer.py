@@ -53,13 +53,24 @@ class GradientReducer(BackwardHooks):
         self._passes = 0
         self._memory = memory  # one block: a lack of memory is found before the first step
         # The layers that forward uses last come first in backward.
-        self._build(range(len(self._parameters) - 1, -1, -1))
+        self._every: Sequence[int] = range(len(self._parameters) - 1, -1, -1)
+        self._build(self._every)
 
     def close(self) -> None:
         """Remove the hooks, and copy the gradients out of the buckets."""
         self._remove_hooks()
         self._detach_gradients()
         self.comm_thread.close()
+
+    def follow(self) -> None:
+        """Leave parameters that are frozen now out of the buckets, and take those back that are not any more."""
+        wanted = [number for number in self._every if self._parameters[number].requires_grad]
+        if self._compressor.name == "none" and wanted and wanted != self._order:  # else zeros are sent
+            self._detach_gradients()
+            self._build(wanted)
+
+    def drop(self) -> None:
+        """Drop what backward passes have left outside of the parameters."""
 
     def _detach_gradients(self) -> None:
         for parameter in self._parameters:
@@ -167,7 +178,8 @@ class GradientReducer(BackwardHooks):
             self._reorder(self._arrivals)
 
     def _check_use(self) -> None:
-        unused = [number for number, here in enumerate(self._here) if not here]
+        wanted = [parameter.requires_grad for parameter in self._parameters]
+        unused = [number for number, here in enumerate(self._here) if wanted[number] and not here]
         if unused and not self._allow_unused:
             raise self._unused(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 
@@ -177,7 +189,7 @@ class GradientReducer(BackwardHooks):
         self._exchange.all_reduce(used, "max")
         anywhere = used.tolist()
         for number, parameter in enumerate(self._parameters):
-            if not self._here[number]:
+            if not self._here[number] and number in self._bucket_of:
                 index = self._bucket_of[number]
                 part = self._buckets[index].parts[self._members[index].index(number)]
                 parameter.grad = part if anywhere[number] else None
@@ -190,6 +202,7 @@ class GradientReducer(BackwardHooks):
         order = self._exchange.all_gather(seen)[0].tolist()
         self._arrivals = None
         if order != self._order:
+            self._every = [*order, *(number for number in self._every if number not in order)]
             self._detach_gradients()
             self._build(order)
 
@@ -234,6 +247,10 @@ class FixedOrderReducer(GradientReducer):
             parameter.grad = None
         return super()._forget_pass()
 
+    def drop(self) -> None:
+        """Drop the micro-batches of a step that will not come."""
+        self._accumulator = TreeAccumulator(self._accumulator.count)
+
     def _take(self, number: int) -> None:
         self._here[number] = True
 
@@ -245,7 +262,7 @@ class FixedOrderReducer(GradientReducer):
         if not self.sync:
             return
         for parameter, total in zip(self._parameters, self._accumulator.take(), strict=True):
-            parameter.grad = total
+            parameter.grad = total if parameter.requires_grad else None
         for index in range(len(self._buckets)):
             self._send(index)
         self.comm_thread.drain()

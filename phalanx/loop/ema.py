@@ -20,8 +20,14 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model = model
         self._decay = decay
-        kept = set(model.state_dict())
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.other: dict[str, torch.Tensor] = {}
+        """By name: the average, and while that is in the model (`swap`), the weights that are trained."""
+        self.follow()
+
+    def follow(self) -> None:
+        """Average what wants gradients now, too: parameters that were unfrozen begin at their value."""
+        model, kept = self._model, set(self._model.state_dict())
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad or name in self.other}
         buffers = {name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
         held = {**trained, **buffers}
         low = next((f"{name} is {t.dtype}" for name, t in held.items() if t.dtype.itemsize < 4), None)
@@ -30,8 +36,9 @@ class WeightAverage:
                 f"ema_decay averages weights in their own precision, which is too low: {low}",
                 hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
             )
-        self.other = {name: tensor.detach().clone() for name, tensor in held.items()}
-        """By name: the average, and while that is in the model (`swap`), the weights that are trained."""
+        before = self.other
+        self.other = {name: before.get(name, tensor.detach().clone()) for name, tensor in held.items()}
+        self._buffers = list(buffers.items())
         self._here = [local(tensor.detach()) for tensor in held.values()]
         self._there = [local(tensor) for tensor in self.other.values()]
 
@@ -41,12 +48,19 @@ class WeightAverage:
 
     def update(self, step: int) -> None:
         """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""
+        self._look_for_buffers()
         decay = min(self._decay, (1 + step) / (10 + step))
         torch_compat.foreach_lerp_(self._there, self._here, 1.0 - decay)
+
+    def _look_for_buffers(self) -> None:
+        """Find the buffers again where a module has put another tensor in the place of one."""
+        if any(self._model.get_buffer(name) is not held for name, held in self._buffers):
+            self.follow()
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the average and the model's weights, in place."""
+        self._look_for_buffers()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else weights that were gathered in a forward pass would stay in use

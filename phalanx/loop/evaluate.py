@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.data.device import map_batch
 from phalanx.errors import UsageError
-from phalanx.loop.forward import count_labels, decide_forward, positional_parameters
+from phalanx.loop.forward import decide_forward, positional_parameters
 from phalanx.loop.losses import LossFn
 from phalanx.loop.metrics import Metric, MetricSums
 from phalanx.loop.shapes import raise_explained
@@ -39,7 +39,6 @@ def evaluate(
     was_training = bare.training
     bare.eval()
     sums = MetricSums(metrics, formation.device)
-    by_tokens = formation.config.loss_weighting == "tokens"
     forward = None
     try:
         for batch in _first_batches(loader, limit):
@@ -47,7 +46,8 @@ def evaluate(
             with formation.autocast():
                 loss, output = forward.call(bare, batch)
             target = forward.target(batch)
-            weight = count_labels(target) if by_tokens and loss is not None else None
+            by_labels = loss is not None and formation.weighs_labels(forward, model, batch, loader)
+            weight = forward.count_labels(batch) if by_labels else None
             sums.add(loss, output, target, loader.current.samples, weight, may_shift=forward.may_shift)
     finally:
         bare.train(was_training)

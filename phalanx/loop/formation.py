@@ -36,7 +36,7 @@ from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.activation import spare_activations
-from phalanx.loop.forward import decide_forward
+from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.losses import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.phases import StepPhases
@@ -195,6 +195,19 @@ class Formation(Prepared):
         loss = self.strategy.train_batch(model, batch, passes)
         self.phases.enter("other")
         return loss
+
+    def weighs_labels(self, forward: Forward, model: nn.Module, batch: Any, loader: PreparedLoader) -> bool:
+        """Whether batches count by their labels, not by their samples: as the config says, or as the loss averages.
+
+        Decided on the first batch, by all ranks together. A step of one micro-batch has no shares to weigh.
+        """
+        if self.config.loss_weighting == "tokens":
+            return True
+        if self._weighs_labels is None:
+            # Without a wait for each other in every step, ranks cannot add up the labels of all.
+            found = self.config.resolved_server_mode == "sync" and forward.averages_labels(self.unwrap(model), batch)
+            self._weighs_labels = bool(self.reduce(float(found), "max") > 0)
+        return self._weighs_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
 
     def clip_grad_norm(
         self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None

@@ -8,6 +8,7 @@ targets imply the usual loss.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from phalanx.loop.losses import LossFn, cross_entropy
 from phalanx.loop.shapes import raise_explained, shape_text
 from phalanx.models.contract import LossFromOutput, implements
 
+_CAUSAL = re.compile("CausalLM|LMHead")
+"""In the names of transformers' classes that compare each output with the next label."""
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
 
 
@@ -38,6 +41,26 @@ class Forward:
     """The loss of (output, target), where it can be computed without calling the model."""
     may_shift: bool = False
     """Whether only the model knows which output belongs to which target: a causal language model may shift them."""
+
+    unlabelled: int = 0
+    """How many labels at the beginning of each sequence have no part in the loss."""
+
+    def averages_labels(self, model: nn.Module, batch: Any) -> bool:
+        """Whether the loss of a batch is a mean over labels of which some count less, or not at all."""
+        labels = self.target(batch)
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return False
+        if isinstance(self.loss_fn, _MEANS_OF_LABELS):
+            given = self.loss_fn.weight is not None or self.loss_fn.ignore_index != IGNORED_LABEL
+            return self.loss_fn.reduction == "mean" and (given or _ignores_some(labels))
+        if self.loss_fn is None and isinstance(batch, Mapping) and labels.ndim > 1:  # Hugging Face's models
+            return not any("CTC" in type(module).__name__ for module in model.modules())  # a mean over sequences
+        return _ignores_some(labels)
+
+    def count_labels(self, batch: Any) -> torch.Tensor:
+        """Return how many labels of a batch count, by the loss's weights of classes; still on the device."""
+        labels = self.target(batch)
+        return count_labels(labels[:, self.unlabelled :] if self.unlabelled else labels, self.loss_fn)
 
     def call(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""
@@ -65,7 +88,9 @@ class Forward:
 def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:
     """Look at the model, the loss function and one batch, and return how to get from batch to loss."""
     if isinstance(batch, Mapping):
-        return Forward(partial(_from_mapping, loss_fn=loss_fn), _labels, may_shift=loss_fn is None)
+        shifts = loss_fn is None and hasattr(model, "loss_type") and _CAUSAL.search(type(model).__name__) is not None
+        run = partial(_from_mapping, loss_fn=loss_fn)
+        return Forward(run, _labels, may_shift=loss_fn is None, unlabelled=int(shifts))
     if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) < 2:
         return Forward(partial(_self_target, loss_fn=loss_fn), _whole)
     if loss_fn is not None:
@@ -77,15 +102,30 @@ def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forw
     return Forward(_with_implied_loss, itemgetter(-1), note, loss_fn=implied_loss)
 
 
-def count_labels(target: Any) -> torch.Tensor:
-    """Return how many labels count in a target (all but the ignored ones), still on the device."""
+_MEANS_OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def _ignores_some(labels: torch.Tensor) -> bool:
+    return bool((labels == IGNORED_LABEL).any())
+
+
+def count_labels(target: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
+    """Return how many labels of a target count (all but the ignored ones), by the weights of their classes.
+
+    What is ignored, and the weights, are those of a loss of torch's; the result is still on the device.
+    """
     labels = target.get("labels") if isinstance(target, Mapping) else target
     if not isinstance(labels, torch.Tensor):
         raise ModelError(
             "loss_weighting = 'tokens' needs a tensor of labels in the batch",
             hint="Give batches as (inputs, labels) or as a dict with 'labels'.",
         )
-    return (labels != IGNORED_LABEL).sum()
+    if not isinstance(loss_fn, _MEANS_OF_LABELS):
+        return (labels != IGNORED_LABEL).sum()
+    counts = labels != loss_fn.ignore_index
+    if loss_fn.weight is None:
+        return counts.sum()
+    return (loss_fn.weight.to(labels.device).double()[labels.where(counts, 0)] * counts).sum()
 
 
 def _from_mapping(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor | None, Any]:

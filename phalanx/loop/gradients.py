@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,55 +14,39 @@ from torch import nn
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.loop.loss_weights import LossWeights
 from phalanx.loop.precision import Precision
-from phalanx.loop.sharing import HeldParameters
+from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.data.loader import ShardedLoader
     from phalanx.data.order import MicroInfo
 
 
-class LossWeights:
-    """The weights of a step's micro-batches on this rank, and their mean over the ranks that average gradients."""
+_wants_gradient = attrgetter("requires_grad")
 
-    def __init__(self, device: torch.device, ranks: int) -> None:
-        self._device = device
-        self._ranks = ranks
-        self._here: torch.Tensor | None = None
-        self._mean: torch.Tensor | None = None
 
-    def add(self, weight: float | torch.Tensor) -> torch.Tensor:
-        """Count a micro-batch; return its weight as a tensor, the factor on its loss."""
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
-        self._here = weight.clone() if self._here is None else self._here + weight
-        self._mean = None
-        return weight
-
-    def mean(self) -> torch.Tensor | None:
-        """Return the divisor of the averaged gradient, or None without weights; all ranks call this.
-
-        One all-reduce, at the first call. Each sample counts once for every rank that saw it, so the sum is divided by
-        the world's size, not by dp_size.
-        """
-        if self._here is None or self._mean is not None:
-            return self._mean
-        total = self._here.clone()
-        if self._ranks > 1:
-            dist.all_reduce(total)
-        # A step without any weight has no gradient either: divided by one it stays zero, by zero it would be NaN.
-        self._mean = torch.where(total == 0, 1.0, total / self._ranks)
-        return self._mean
-
-    def clear(self) -> None:
-        """Begin the next step."""
-        self._here = self._mean = None
+def _one_pass(strategy: str) -> UsageError:
+    return UsageError(
+        f"backward was called twice for one micro-batch, and {strategy} does not add the gradients of the calls up",
+        hint="Add the losses up and call backward once: f.backward(first + second).",
+    )
 
 
 class Gradients:
     """Accumulates, scales, clips and applies the gradients of the prepared models."""
 
-    def __init__(self, config: DistributedConfig, world: World, strategy: Strategy, precision: Precision) -> None:
+    def __init__(
+        self,
+        config: DistributedConfig,
+        world: World,
+        strategy: Strategy,
+        precision: Precision,
+        followed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`followed`: called after parameters were frozen or unfrozen during training."""
         self._config = config
         self._world = world
         self._strategy = strategy
@@ -70,15 +55,23 @@ class Gradients:
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
         self._wrapped: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._wanted: list[bool] = []
+        self._followed = followed
         self.held = HeldParameters(strategy, unused_allowed=config.find_unused_parameters)
         self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size)
         self._ready = False
         self._direct = False
         self._unscaled: set[int] = set()
         self._unscaled_at = 0
+        self._stepped: set[int] = set()
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []
         self._accumulating: set[int] = set()
+        self._kept: dict[int, KeptGradients] = {}
+        self._calls = self._passes = 0
+        self._read: dict[ShardedLoader, MicroInfo] = {}
+        self._read_at = 0
         self.steps = 0
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
@@ -89,6 +82,8 @@ class Gradients:
     def watch(self, wrapped: nn.Module) -> None:
         """Add a wrapped model."""
         self._wrapped.append(wrapped)
+        self._parameters += wrapped.parameters()
+        self._wanted = list(map(_wants_gradient, self._parameters))
         self.held.add_model(wrapped)
         if self._accumulation > 1:
             self._strategy.set_sync(wrapped, False)
@@ -97,15 +92,37 @@ class Gradients:
         """Add an optimizer whose step goes through the transaction; the first one counts the steps."""
         self._primary = self._primary or optimizer
         self._adopted.append(id(optimizer))
+        if len(self._adopted) > 1:
+            self._set_sync(self.boundary)
         self.held.add_optimizer(optimizer)
 
-    def begin(self, micro: MicroInfo) -> None:
+    def begin(self, micro: MicroInfo, loader: ShardedLoader) -> None:
         """Set the loader's description of the batch it is about to yield."""
+        if self._read_at != self._passes or loader in self._read:
+            self._read, self._read_at = {}, self._passes
+        self._read[loader] = micro
+        if len(self._read) > 1:
+            check_read_together(self._read)
         self.micro = micro
+        self._calls = 0
         if micro.boundary is not self.boundary:
             self.boundary = micro.boundary
+            self._set_sync(micro.boundary)
+
+    def _set_sync(self, boundary: bool) -> None:
+        """Let gradients be synchronised at a boundary; with several optimizers `step` and zero_grad must see them."""
+        sync = boundary or (len(self._adopted) > 1 and self._strategy.hides_gradients)
+        for wrapped in self._wrapped:
+            self._strategy.set_sync(wrapped, sync)
+
+    def _follow(self) -> None:
+        """Let the strategy adapt where parameters were frozen or unfrozen since the last backward pass."""
+        wanted = list(map(_wants_gradient, self._parameters))
+        if wanted != self._wanted:
+            self._wanted = wanted
             for wrapped in self._wrapped:
-                self._strategy.set_sync(wrapped, micro.boundary)
+                self._strategy.follow(wrapped)
+            self._followed()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
@@ -117,18 +134,28 @@ class Gradients:
     def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
         """Begin a backward pass; return the factor on its loss. `leave` ends it."""
         self._ready = False
+        self._follow()
         if self.micro is None:  # not a prepared loader: count the micro-batches here
             self._counted += 1
             self.boundary = self._counted % self._accumulation == 0
+            if self._accumulation > 1:
+                self._calls = 0
+        if self._calls and not self._strategy.adds_passes:
+            raise _one_pass(self._strategy.name)
         factor: float | torch.Tensor
         if weight is not None:
             empty = self.micro is not None and self.micro.samples == 0
-            factor = self._weight.add(0.0 if empty else weight)
+            factor = self._weight.add(0.0 if empty else weight, self._calls)
         else:
+            self._weight.none()
             factor = 1.0 / self._accumulation if self.micro is None else self.micro.scale
+        self._calls += 1
+        self._passes += 1
         scale: torch.Tensor | None = None
         if self._scaler is not None:
-            self.update_scale()
+            # While an optimizer waits for its step with micro-batches of this scale, another's must not change it.
+            if not (self._accumulating and self.boundary) or self._unscaled.issuperset(self._adopted):
+                self.update_scale()
             scale = self._scaler.scale(torch.ones((), device=self._world.device))
             factor = scale * factor
         if self._strategy.wants_loss_scale and self.boundary:  # gradients are averaged, and compressed, in this pass
@@ -138,19 +165,27 @@ class Gradients:
     def leave(self) -> None:
         """End a backward pass: note whether the gradient is complete."""
         if self.micro is None:
-            for wrapped in self._wrapped:  # here, for DDP reads its flag in forward, and FSDP in backward
-                self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
+            # Here, for DDP reads its flag in forward, and FSDP in backward.
+            self._set_sync((self._counted + 1) % self._accumulation == 0)
         if not self.boundary:
             self._accumulating.update(self._adopted)
         elif len(self._adopted) == 1:  # the gradient is complete: it may be dropped without a step
             self._accumulating.clear()
 
-    def may_zero(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called.
+    def zeroed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Do what zero_grad must do instead of dropping all of an optimizer's gradients, if that is something else.
 
-        An engine clears its own buffers after a step.
+        Between the micro-batches of one step it drops what was added since the optimizer's last call of `step`, such as
+        another optimizer's loss; an engine drops its own buffers.
         """
-        return not self._strategy.owns_step and id(optimizer) not in self._accumulating
+        if id(optimizer) in self._accumulating:
+            kept = self._kept.get(id(optimizer))
+            if kept is not None and kept.passes != self._passes:
+                kept.put_back()
+            return True
+        if self._strategy.owns_step:
+            self._strategy.drop_gradients(self.held.trained)
+        return self._strategy.owns_step
 
     def finish(self) -> None:
         """At a boundary: unscale, divide by the global weight; once per step, at the first call (clip or step)."""
@@ -160,7 +195,7 @@ class Gradients:
         weight = self._weight.mean()
         if weight is not None:
             self._strategy.divide_gradients(self.held.trained, weight)
-            self._weight.clear()
+        self._weight.clear()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Remove fp16's loss scale from an optimizer's gradients, once per step."""
@@ -189,6 +224,7 @@ class Gradients:
         """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""
         if self._scaler is not None and self._unscaled:
             self._unscaled.clear()
+            self._stepped.clear()
             self._scaler.update()
 
     def settle_scale(self) -> None:
@@ -241,19 +277,28 @@ class Gradients:
             return
         self._tried.setdefault(id(optimizer), 0)
         if not self.boundary:
+            if len(self._adopted) > 1 and not self._strategy.owns_step:
+                self._kept[id(optimizer)] = KeptGradients(optimizer, self._passes)
             return
+        if id(optimizer) in self._stepped and self._accumulating:
+            raise UsageError(
+                "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
+                hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
+            )
         self._accumulating.discard(id(optimizer))
+        self._kept.pop(id(optimizer), None)
         self.held.check(optimizer)
         self.finish()
         self.unscale(optimizer)
         self._apply(optimizer, inner)
+        self._calls = 0
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
             self.steps += 1  # after the last collective: a step that lost ranks interrupt was not taken
             self._strategy.after_step()
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         self._tried[id(optimizer)] += 1
-        if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
+        if self._skip_nonfinite and not bool(torch.isfinite(self._norm_of(optimizer))):
             self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
             return
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
@@ -265,8 +310,14 @@ class Gradients:
                 skips = self._any_overflow(optimizer).sign()
                 self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)
                 self._scaler.step(optimizer)
+                self._stepped.add(id(optimizer))
         finally:
             self._direct = False
+
+    def _norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Return the norm that an optimizer's step depends on: what another one has left does not count."""
+        one = self._strategy.owns_step or len(self._adopted) == 1
+        return self._strategy.grad_norm(self.held.trained if one else self.held.part(optimizer))
 
     @property
     def skipped_steps(self) -> int:
@@ -284,8 +335,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """Drop the gradients of micro-batches whose step will not come: their epoch was interrupted."""
-        if not self._strategy.owns_step:
-            for parameter in (*self.held.trained, *self.held.strays):
-                parameter.grad = None
+        self._strategy.drop_gradients((*self.held.trained, *self.held.strays))
         self._accumulating.clear()
+        self._kept.clear()
         self._weight.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,24 @@ import torch.distributed as dist
 from phalanx.world.world import World
 
 
+class StepLoss(NamedTuple):
+    """The mean loss of a step, and how many samples (or labels) it is the mean of."""
+
+    loss: float
+    weight: float
+
+
+Losses = dict[int, StepLoss]
+"""By step."""
+
+
+def totals(losses: Losses) -> tuple[float, float]:
+    """Return the sum of some losses over all samples (or labels), and their number."""
+    return sum(each.loss * each.weight for each in losses.values()), sum(each.weight for each in losses.values())
+
+
 class LossLog:
-    """Collects each micro-batch's loss and its share; `read` gives the global-batch loss of every step since."""
+    """Collects each micro-batch's loss and its weight; `read` gives the global-batch loss of every step since."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -21,12 +38,12 @@ class LossLog:
         self._first_step = 0
 
     def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
-        """Add a micro-batch's mean loss and its share of (or weight in) the global batch."""
+        """Add a micro-batch's mean loss and its samples, or labels."""
         self._losses.append(loss.detach())
         self._shares.append(share)
         self._step_of.append(step)
 
-    def read(self) -> dict[int, float]:
+    def read(self) -> Losses:
         """Return step -> loss of its global batch, and clear the log; all ranks must call this together."""
         if not self._losses:
             return {}
@@ -47,7 +64,7 @@ class LossLog:
         totals, weights = table.tolist()
         rows_read = zip(itertools.count(first), totals, weights, strict=False)
         # A step in which no label counts has no loss to report.
-        return {step: total / weight for step, total, weight in rows_read if weight}
+        return {step: StepLoss(total / weight, weight) for step, total, weight in rows_read if weight}
 
     def _sums(self, losses: list[float], shares: list[float]) -> torch.Tensor:
         """Return two rows, by step: the weighted losses and the weights.

@@ -35,7 +35,7 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
         setattr(step, torch_compat.SCHEDULED_MARK, True)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        if not gradients.may_zero(optimizer):
+        if gradients.zeroed(optimizer):
             return
         if not set_to_none:
             inner_zero(set_to_none=False)

@@ -51,7 +51,12 @@ class Prepared:
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
-        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
+        self._weighs_labels: bool | None = None
+        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
+
+    def _followed(self) -> None:
+        if self.average is not None:
+            self.average.follow()
 
     @property
     def rank(self) -> int:
@@ -121,7 +126,7 @@ class PreparedLoader:
                 if batch is _END:
                     break
                 board.alive()
-                begin(sharded.current)
+                begin(sharded.current, sharded)
                 yield batch
         except GeneratorExit:
             if not sharded.current.boundary:

@@ -20,6 +20,7 @@ from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
 from phalanx.loop.gauges import RankGauges
 from phalanx.loop.hooks import StepInfo
+from phalanx.loop.loss_log import Losses, totals
 from phalanx.loop.phases import StepPhases
 from phalanx.loop.speed import TokenRate, token_rate
 from phalanx.observe.events import (
@@ -86,11 +87,9 @@ class Reporter:
         self._time_before = 0.0
         self._first_step = 0
         self._total_steps: int | None = None
-        self.samples = self._first_samples = 0
+        self.samples = self._first_samples = self._epoch_samples = 0
         self._epoch_began = time.monotonic()
-        self._epoch_samples = 0
-        self._loss_sum = 0.0
-        self._loss_count = 0
+        self._loss_sum = self._loss_count = 0.0
         self._said: set[str] = set()
         self.next_commands: list[str] = []
         """What the summary of the run proposes to run next."""
@@ -227,18 +226,19 @@ class Reporter:
         if self.ledger.is_due:
             self._report_goodput()
 
-    def losses(self, losses: dict[int, float]) -> float | None:
-        """Add losses to the epoch's mean; return their own mean."""
-        self._loss_sum += sum(losses.values())
-        self._loss_count += len(losses)
-        return sum(losses.values()) / len(losses) if losses else None
+    def losses(self, losses: Losses) -> float | None:
+        """Add losses to the epoch's mean over samples; return their own mean."""
+        total, count = totals(losses)
+        self._loss_sum += total
+        self._loss_count += count
+        return total / count if count else None
 
     @property
     def epoch_loss(self) -> float:
         """The mean training loss of the epoch so far."""
         return self._loss_sum / self._loss_count if self._loss_count else float("nan")
 
-    def step_done(self, info: StepInfo, losses: dict[int, float], grad_norm: torch.Tensor | None, skipped: int) -> None:
+    def step_done(self, info: StepInfo, losses: Losses, grad_norm: torch.Tensor | None, skipped: int) -> None:
         """Report a logging step; `skipped`: steps so far whose gradient was not finite."""
         mean = self.losses(losses)
         if mean is None:

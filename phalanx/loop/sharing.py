@@ -1,12 +1,19 @@
-"""Which parameters of the prepared models an optimizer holds."""
+"""Which parameters of the prepared models an optimizer holds, and their gradients between two boundaries."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from phalanx.errors import UsageError, unused_parameters
 from phalanx.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from phalanx.data.loader import ShardedLoader
+    from phalanx.data.order import MicroInfo
 
 
 class HeldParameters:
@@ -96,6 +103,47 @@ class HeldParameters:
                         f"({type(optimizer).__name__}) belongs to no prepared model",
                         hint="Make it a parameter of the model, or prepare() the module that has it.",
                     )
+
+
+class KeptGradients:
+    """An optimizer's gradients at its last call of `step` between two boundaries, after so many backward passes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
+        self.passes = passes
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._kept = [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Drop what was added to the gradients since."""
+        for parameter, gradient in self._kept:
+            if gradient is None or parameter.grad is None:
+                parameter.grad = None if gradient is None else gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
+
+
+def check_read_together(read: Mapping[ShardedLoader, MicroInfo]) -> None:
+    """Raise for batches of several loaders that one backward call cannot weigh: it takes the last one's share.
+
+    A loader whose end is ragged, and comes first, is found with its first batch.
+    """
+    differs = len({(micro.scale, micro.boundary) for micro in read.values()}) > 1
+    ends = [(steps, _last(loader)) for loader in read if (steps := loader.steps_per_epoch) is not None]
+    if len(ends) == len(read) and min(ends)[1] != 1.0 and any(loader.layout.blocks > 1 for loader in read):
+        differs = differs or len(set(ends)) > 1
+    if differs:
+        raise UsageError(
+            f"{len(read)} prepared loaders are read together, but their last batches are not equally full: a sample of "
+            "one would count more than it should",
+            hint="Leave such batches out: Formation(drop_last=True); or give the loaders as many samples each.",
+        )
+
+
+def _last(loader: ShardedLoader) -> float:
+    """Return how full the last global batch of an epoch is."""
+    samples, whole = loader.num_samples or 0, loader.layout.global_batch
+    return (samples % whole or whole) / whole
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:

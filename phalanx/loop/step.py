@@ -59,7 +59,7 @@ class BatchPasses:
         """Return the weight of a part of the batch: its labels where there are any, else its samples."""
         target = self.target(batch)
         if isinstance(target, torch.Tensor) and not target.is_floating_point():
-            return count_labels(target).double()  # shares of it must not be rounded to single precision
+            return count_labels(target, self.loss_fn).double()  # shares of it must not be rounded to single precision
         return float(count_rows(target))
 
 
@@ -94,9 +94,9 @@ def train_step(
     phases.enter("data")
     for batch in batches:
         phases.enter("forward")
-        share: float | torch.Tensor = gradients.current.scale
+        share: float | torch.Tensor = float(gradients.current.samples)
         if by_tokens:
-            share = count_labels(forward.target(batch)) if gradients.current.samples else 0.0
+            share = forward.count_labels(batch) if gradients.current.samples else 0.0
         if reseed is not None:
             reseed(step, gradients.current.offset)
         passes = BatchPasses(gradients, precision, forward, phases, share if by_tokens else None)

@@ -15,7 +15,7 @@ from phalanx.loop.evaluate import batches_to_measure, evaluate
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
-from phalanx.loop.loss_log import LossLog
+from phalanx.loop.loss_log import Losses, LossLog
 from phalanx.loop.notices import StopNotices
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
@@ -100,6 +100,7 @@ class TrainLoop:
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._forward: Forward | None = None
+        self._by_labels = False
         self.ending = RunEnding()
         self.state = LoopState(self)
         self.time_limit = TimeLimit(self.config.max_seconds)
@@ -184,7 +185,7 @@ class TrainLoop:
                 batches,
                 self.ledger,
                 self.formation.phases,
-                by_tokens=config.loss_weighting == "tokens",
+                by_tokens=self._by_labels,
                 clip=config.gradient_clipping,
                 measure_norm=due,
                 reseed=self.reseed,
@@ -235,10 +236,11 @@ class TrainLoop:
             self.saves.begin()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
-        """Decide on the first batch how the model is called, then yield all batches."""
+        """Decide on the first batch how the model is called and batches are weighed, then yield all batches."""
         if self._forward is None:
             for first in batches:
                 self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
+                self._by_labels = self.formation.weighs_labels(self._forward, self.model, first, self.train_loader)
                 if not self.continues:
                     self.report.say(self._forward.note)
                 self.report.first_batch(self.task.model, first)
@@ -343,13 +345,13 @@ class TrainLoop:
     def _report_end(self, status: str, reason: str) -> None:
         self.report.ended(status, self.step, self.saving.last_path, reason)
 
-    def _losses(self) -> dict[int, float]:
+    def _losses(self) -> Losses:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
         losses = self.ledger.read()
-        bad = next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
+        bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            raise self.failed(f"the loss is {losses[bad]} at step {bad}")
-        return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+            raise self.failed(f"the loss is {losses[bad].loss} at step {bad}")
+        return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
 
     def failed(self, what: str) -> NonFiniteLossError:
         """Report that the run failed, and return the error to raise."""

@@ -39,6 +39,17 @@ class Auto(RingDDP):
         """Return the user's own model."""
         return self._ddp.unwrap(wrapped)
 
+    def follow(self, wrapped: nn.Module) -> None:
+        """Average the gradients of unfrozen parameters too; a model that was wholly frozen joins here."""
+        if isinstance(wrapped, DistributedDataParallel):
+            self._ddp.follow(wrapped)
+        else:
+            super().follow(wrapped)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward; gradients of models in torch's DDP are averaged there."""
+        self._ddp.backward(loss)
+
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Set whether the next backward pass ends with averaged gradients."""
         if isinstance(wrapped, DistributedDataParallel):
@@ -62,6 +73,5 @@ class Auto(RingDDP):
         return share_gradients(gather_text, world.rank, world.world_size, nbytes, timeout=self.config.timeout)
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
-        assert self._shared is not None, "wrap() has opened it"
-        shared, self._shared = self._shared, None
-        return shared
+        shared, self._shared = self._shared, None  # wrap() has opened it; parameters that are unfrozen need another
+        return super()._open_exchange(nbytes) if shared is None else shared

@@ -6,7 +6,7 @@ A strategy decides how ranks share one training run. Subclasses override what th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -86,6 +86,11 @@ def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
         torch_compat.broadcast_coalesced(parts, group)
 
 
+def newly_trained(model: nn.Module, known: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that want gradients, with their names, apart from the known ones (by id)."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+
+
 def is_laid_out(model: nn.Module) -> bool:
     """Whether a run in this process has sharded a model, or cut it into stages."""
     return _LAYOUT in model.__dict__
@@ -163,6 +168,10 @@ class Strategy:
     """Whether the engine does mixed precision; else the loop runs forward under autocast."""
     owns_gradients: ClassVar[bool] = False
     """Whether the engine hides gradients; else each parameter's `.grad` holds this rank's gradient until the step."""
+    hides_gradients: bool = False
+    """Whether `.grad` lacks what backward passes without synchronisation have added."""
+    adds_passes: bool = True
+    """Whether the gradients of several backward passes of one micro-batch add up."""
     optional_state: ClassVar[tuple[str, ...]] = ()
     """Keys of `state` that a checkpoint of another strategy may lack: they then keep their initial values."""
 
@@ -202,6 +211,13 @@ class Strategy:
         """Prepare for batches of up to this size; return a note for the user, if any."""
         return None
 
+    def follow(self, wrapped: nn.Module) -> None:
+        """Adapt to parameters that were frozen or unfrozen since the model was wrapped, or since the last call.
+
+        Called before the first backward pass that they affect, by all ranks, which must have changed the same. A model
+        may be frozen as a whole for one pass, as in adversarial training: that should cost nothing.
+        """
+
     # One step.
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
@@ -225,6 +241,11 @@ class Strategy:
         """Add the gradient of a loss that is scaled already; at a step boundary, leave it averaged over the ranks."""
         GRADIENTS.began = time.time()
         torch.autograd.backward(loss)
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop the gradients of backward passes whose step will not come."""
+        for parameter in parameters:
+            parameter.grad = None
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
         """Divide the averaged gradient, at a step boundary, by the mean weight of its losses."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError
-from phalanx.strategies.base import BatchPass, equalise, local, share_weights
+from phalanx.strategies.base import BatchPass, equalise, local, newly_trained, share_weights
 from phalanx.strategies.context.sequence import SequenceSlices
 from phalanx.strategies.context.strategy import install_ring, split_context
 from phalanx.strategies.expert import expert_parameters, spread_experts
@@ -29,7 +29,7 @@ from phalanx.strategies.pipeline.placement import (
 )
 from phalanx.strategies.pipeline.strategy import Pipeline
 from phalanx.strategies.tensor.strategy import is_split, split_tensors, splits_sequence
-from phalanx.strategies.tensors import global_norm, is_meta, scale_to_norm
+from phalanx.strategies.tensors import average, global_norm, is_meta, scale_to_norm
 from phalanx.world.groups import build_axis_group
 from phalanx.world.schedules import SCHEDULES
 from phalanx.world.seed import seed_everything
@@ -149,6 +149,11 @@ class Composed(FSDP):
         super().load_state(wrapped, optimizers, rename_tied(state, names))
 
     @cached_property
+    def _completed(self) -> set[int]:
+        """The parameters (by id) whose gradients a hook completes."""
+        return set()
+
+    @cached_property
     def _copies(self) -> dict[int, int]:
         """How many stages hold a copy of a parameter (by its id)."""
         return {}
@@ -220,10 +225,14 @@ class Composed(FSDP):
             if by_hand and self._data_group.size() > 1:  # replicas initialised different weights
                 equalise(model.parameters(), self._data_group)
         self._seed()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
+        self._complete_gradients(model)
         return model
+
+    def _complete_gradients(self, model: nn.Module) -> None:
+        """Complete the gradients of parameters that want them, once each."""
+        for _, parameter in newly_trained(model, self._completed):
+            parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
+            self._completed.add(id(parameter))
 
     def _materialise(self, model: nn.Module) -> None:
         """Initialise weights, and make replicas of experts equal, which were initialised differently."""
@@ -249,14 +258,8 @@ class Composed(FSDP):
         for parameter in parameters:
             _complete_gradient(parameter)
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        group = self._data_group
-        if group.size() == 1 or not gradients:
-            return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        flat /= group.size()
-        parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
-        torch_compat.foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        if self._data_group.size() > 1:
+            average(gradients, self._data_group)
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:

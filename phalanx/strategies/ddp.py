@@ -6,6 +6,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,10 +15,14 @@ from phalanx import torch_compat
 from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 from phalanx.comm.exchange import is_emulated, open_exchange
 from phalanx.config import DistributedConfig
+from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import CommStats
 from phalanx.strategies.compressing import CompressesGradients, Lane
-from phalanx.strategies.tensors import is_meta, materialise
+from phalanx.strategies.tensors import average, is_meta, materialise
 from phalanx.world.world import World
+
+_ARMED = "_phalanx_armed"
+"""Whether a wrapped model was called since its gradients were averaged last: torch averages once after each call."""
 
 
 class DDP(CompressesGradients):
@@ -28,7 +33,9 @@ class DDP(CompressesGradients):
     def __init__(self, config: DistributedConfig, world: World) -> None:
         super().__init__(config, world)
         # Not held: torch can deadlock where a group is destroyed while its DDP lives.
-        self._plain: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
+        self._hooks: dict[int, CompressionHook] = {}
+        self._built: dict[int, set[int]] = {}
         self._steps = self._counted = 0
         self._times = (0.0, 0.0)
 
@@ -47,16 +54,80 @@ class DDP(CompressesGradients):
             "init_sync": self.world.env.generation == 0,  # after that rank 0 may be a new rank, without the state
         }
         if self.config.compression == "none" and not is_emulated():
-            plain = DistributedDataParallel(model, **options)
-            self._plain.add(plain)
-            return plain
-        compressor = self.compressor_for(model)
-        wrapped = FixedBuckets(model, **options)
-        exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
-        hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
-        wrapped.register_comm_hook(None, hook.take)
-        self.lanes.append(Lane(compressor, exchange, hook.comm_thread))
+            wrapped = DistributedDataParallel(model, **options)
+        else:
+            compressor = self.compressor_for(model)
+            wrapped = FixedBuckets(model, **options)
+            exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
+            hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
+            wrapped.register_comm_hook(None, hook.take)
+            self._hooks[id(wrapped)] = hook
+            self.lanes.append(Lane(compressor, exchange, hook.comm_thread))
+        wrapped.register_forward_pre_hook(_arm)
+        self._wrapped.append(weakref.ref(wrapped))
+        self._built[id(wrapped)] = _trained(wrapped)
         return wrapped
+
+    @property
+    def _models(self) -> list[DistributedDataParallel]:
+        """The wrapped models, in the same order on all ranks."""
+        return [model for held in self._wrapped if (model := held()) is not None]
+
+    def follow(self, wrapped: nn.Module) -> None:
+        """Build torch's reducer anew, which takes the parameters that want gradients when it is made."""
+        if not isinstance(wrapped, DistributedDataParallel):
+            if self.world.world_size > 1 and any(p.requires_grad for p in wrapped.parameters()):
+                raise UsageError(
+                    f"all parameters of {type(wrapped).__name__} were frozen when it was prepared, so torch's DDP does "
+                    "not average its gradients",
+                    hint="Prepare it while some of its parameters want gradients, and freeze those afterwards.",
+                )
+            return
+        trained = _trained(wrapped)
+        if trained and trained != self._built[id(wrapped)]:
+            self._built[id(wrapped)] = trained
+            state = wrapped.__getstate__()  # type: ignore[no-untyped-call]
+            wrapped.__setstate__(state)  # type: ignore[no-untyped-call] # as unpickling does: the group stays
+            wrapped.__dict__[_ARMED] = False
+            if id(wrapped) in self._hooks:
+                wrapped.register_comm_hook(None, self._hooks[id(wrapped)].take)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward, and average what torch leaves to each rank: a second pass after one call of the model."""
+        models = [model for model in self._models if model.require_backward_grad_sync]
+        if len(models) == 1 and models[0].__dict__.get(_ARMED, False):  # the usual case, without looking at gradients
+            self._run(loss)
+            models[0].__dict__[_ARMED] = False
+            return
+        before = [_versions(model) for model in models]
+        self._run(loss)
+        for model, versions in zip(models, before, strict=True):
+            if _versions(model)[0] != versions[0]:
+                if not model.__dict__.get(_ARMED, False):
+                    self._average(model)
+                model.__dict__[_ARMED] = False
+
+    def _run(self, loss: torch.Tensor) -> None:
+        try:
+            super().backward(loss)
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise ModelError(
+                "a backward pass adds to gradients that torch's DDP has sent in the pass before, without a call of the "
+                "model in between",
+                hint="Add the losses up and call backward once: f.backward(first + second).",
+            ) from error
+
+    def _average(self, model: DistributedDataParallel) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.config.find_unused_parameters:  # another rank may have used some that this one has not
+            used = torch.tensor([int(p.grad is not None) for p in parameters], device=self.world.device)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+            for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+                if anywhere and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        average([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def after_step(self) -> None:
         """Count a step."""
@@ -64,9 +135,11 @@ class DDP(CompressesGradients):
 
     def comm_stats(self) -> CommStats | None:
         """Return the times of plain DDP: the mean of those that torch takes (ten steps, then every hundredth)."""
-        times = [found for model in self._plain if (found := torch_compat.ddp_times(model)) is not None]
-        if not times:
+        if self.lanes:
             return super().comm_stats()
+        times = [found for model in self._models if (found := torch_compat.ddp_times(model)) is not None]
+        if not times:
+            return None
         busy, waited = (sum(each) * (self._steps - self._counted) for each in zip(*times, strict=True))
         self._times = (self._times[0] + busy, self._times[1] + waited)
         self._counted = self._steps
@@ -80,3 +153,19 @@ class DDP(CompressesGradients):
         """Do what `no_sync` does: the reducer reads this flag in forward."""
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.require_backward_grad_sync = sync
+
+
+def _trained(model: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def _arm(model: Any, inputs: Any) -> None:
+    """Note a call of a wrapped model that prepares its reducer for a backward pass."""
+    if torch.is_grad_enabled() and model.require_backward_grad_sync:
+        model.__dict__[_ARMED] = True
+
+
+def _versions(model: nn.Module) -> tuple[list[tuple[int, int] | None], list[torch.Tensor | None]]:
+    """Return what tells whether a backward pass has changed a gradient, and the gradients, so that ids stay unique."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [None if g is None else (id(g), torch_compat.version_of(g)) for g in gradients], gradients

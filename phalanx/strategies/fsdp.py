@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx import torch_compat
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError, unknown_name
 from phalanx.strategies.base import Strategy, share_weights
@@ -46,6 +48,10 @@ def _is_block(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,6 +71,7 @@ class FSDP(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model in place: its blocks first, then what is left. With one rank it stays whole."""
         if isinstance(model, FSDPModule):
+            self._sharded += _sharded_modules(model)
             return model
         if self.world.world_size == 1:
             if is_meta(model):
@@ -84,6 +91,7 @@ class FSDP(Strategy):
         for block in blocks.values():
             fully_shard(block, **options)
         fully_shard(model, **options)
+        self._sharded += _sharded_modules(model)
         if is_meta(model):
             self._materialise(model)
         self._seed()
@@ -100,9 +108,26 @@ class FSDP(Strategy):
                 wrapped.set_reshard_after_backward(sync)
 
     @property
+    def hides_gradients(self) -> bool:  # type: ignore[override]
+        """Whether gradients are whole, and apart from the parameters, until they are reduced; in a pipeline they are
+        reduced with each batch."""
+        return self.world.world_size > 1 and self.world.mesh.pp == 1
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop the gradients, also those that were not reduced yet."""
+        super().drop_gradients(parameters)
+        for module in self._sharded:
+            torch_compat.drop_unreduced(module)
+
+    @property
     def _whole_during_step(self) -> bool:
         """Whether parameters stay whole through forward and backward, over all ranks or within each group."""
         return self.config.resolved_sharding in ("grad-op", "hybrid-grad-op")
+
+    @cached_property
+    def _sharded(self) -> list[FSDPModule]:
+        """The modules that were sharded here."""
+        return []
 
     @cached_property
     def _apart(self) -> set[nn.Parameter]:

@@ -13,7 +13,7 @@ from phalanx import torch_compat
 from phalanx.comm.compress.base import ring_bytes
 from phalanx.comm.exchange import Exchange
 from phalanx.config import DistributedConfig
-from phalanx.strategies.base import CommStats, Strategy, share_weights
+from phalanx.strategies.base import CommStats, Strategy, newly_trained, share_weights
 from phalanx.strategies.optimizer_state import level_moments
 from phalanx.strategies.ring_ddp import open_exchange_for
 from phalanx.strategies.tensors import is_meta, materialise
@@ -37,13 +37,22 @@ class LocalSGD(Strategy):
         """Broadcast rank 0's weights; within a round each rank then trains its own copy."""
         if is_meta(model):
             materialise(model, self.world.device)
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.follow(model)
+        return model
+
+    def follow(self, wrapped: nn.Module) -> None:
+        """Average parameters that are unfrozen now, too; those that are frozen stay, since they may differ still."""
+        known = {id(parameter) for each in self._rounds for parameter in each.parameters.values()}
+        trained = newly_trained(wrapped, known)
         if self.world.world_size > 1 and trained:
-            share_weights(model)
+            if not any(id(parameter) in known for parameter in wrapped.parameters()):
+                share_weights(wrapped)
             nbytes = sum(parameter.nbytes for _, parameter in trained)
             exchange, memory = open_exchange_for(self.config, self.world, nbytes)
-            self._rounds.append(Round(dict(trained), exchange, memory))
-        return model
+            self._rounds.append(self._round(Round(dict(trained), exchange, memory)))
+
+    def _round(self, made: Round) -> Round:
+        return made
 
     def after_step(self) -> None:
         """Average the weights when the round is over."""
@@ -162,25 +171,19 @@ class DiLoCo(LocalSGD):
     name = "diloco"
     optional_state = (OUTER,)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's weights, and keep a copy."""
-        before = len(self._rounds)
-        wrapped = super().wrap(model)
-        for number in range(before, len(self._rounds)):
-            made = self._rounds[number]
-            self._rounds[number] = OuterRound(
-                made, rate=self.config.outer_learning_rate, momentum=self.config.outer_momentum
-            )
-        return wrapped
+    def _round(self, made: Round) -> Round:
+        """Keep a copy of the parameters, where the round begins."""
+        return OuterRound(made, rate=self.config.outer_learning_rate, momentum=self.config.outer_momentum)
 
     def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what this rank has trained, and the outer momentum."""
         state = super().own_state(wrapped, optimizers)
         own = {id(parameter) for parameter in wrapped.parameters()}
+        momentum: dict[str, torch.Tensor] = {}
         for each in self._rounds:
             if isinstance(each, OuterRound) and any(id(p) in own for p in each.parameters.values()):
-                return {**state, OUTER: each.momentum_by_name()}
-        return state
+                momentum |= each.momentum_by_name()
+        return {**state, OUTER: momentum} if momentum else state
 
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]

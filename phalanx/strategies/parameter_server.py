@@ -20,9 +20,9 @@ from phalanx.comm.ps.bundle import VALUE
 from phalanx.comm.ps.state import plain_settings
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, frozen_later
 from phalanx.observe.events import ServersReported
-from phalanx.strategies.base import Strategy, share_weights
+from phalanx.strategies.base import Strategy, newly_trained, share_weights
 from phalanx.strategies.server_group import LAST_SECONDS, ServerGroup
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
@@ -50,7 +50,7 @@ class ParameterServer(Strategy):
         self._by_rows: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         self._sync = True
-        self._whole = False
+        self._pushes_early = True
         self._divisor = 1.0
         self._clip = 1.0
         self.relocations = 0
@@ -87,13 +87,19 @@ class ParameterServer(Strategy):
         self._hook()
         return optimizer
 
+    def follow(self, wrapped: nn.Module) -> None:
+        """Raise for parameters that the shards do not have: what they hold is fixed with the optimizer."""
+        fresh = newly_trained(wrapped, {id(parameter) for parameter in self._named.values()})
+        if self._group is not None and fresh:
+            raise frozen_later(self.name, [name for name, _ in fresh])
+
     def _hook(self) -> None:
         """Push each gradient when it is complete, and write new values before the model is used."""
         assert self._model is not None, "wrapped before"
         for name, parameter in self._named.items():
 
             def push(parameter: torch.Tensor, name: str = name) -> None:
-                if self._sync and self._group is not None and parameter.grad is not None:
+                if self._sync and self._pushes_early and self._group is not None and parameter.grad is not None:
                     self._group.client.push(name, parameter.grad, find_rows=name in self._by_rows)
 
             handle = parameter.register_post_accumulate_grad_hook(push)  # type: ignore[no-untyped-call]
@@ -107,13 +113,15 @@ class ParameterServer(Strategy):
         self._undo.append(self._model.register_forward_pre_hook(hook).remove)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward; at a step boundary gradients are sent meanwhile."""
-        if self._whole:  # the last step was skipped: drop its gradient, here and on the shards
-            self._running.client.commit(factor=None)
-            self._drop_gradients()
+        """Run backward; at a step boundary gradients are sent meanwhile, unless a later pass adds to them."""
+        client = self._running.client
+        if client.pushed:
+            self._pushes_early = False
+            client.commit(factor=None)
+            for parameter in self._named.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()  # the memory that was pushed may still be sent
         torch.autograd.backward(loss)
-        if self._sync:
-            self._whole = True
 
     @property
     def _running(self) -> ServerGroup:
@@ -150,20 +158,26 @@ class ParameterServer(Strategy):
         groups = [plain_settings(group) for group in optimizer.param_groups]
         client.commit(factor=self._clip / self._divisor, groups=groups)
         torch_compat.note_step(optimizer)
-        self._drop_gradients()
+        self._clear_step()
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop the gradient of a step that will not come, here and on the shards."""
+        if self._group is not None and self._group.client.pushed:
+            self._group.client.commit(factor=None)
+        self._clear_step()
 
     def _push_rest(self) -> None:
-        """Push the gradients of parameters that only earlier micro-batches of the step used."""
+        """Push the gradients that were not pushed during backward: those of earlier passes alone, or all."""
         client = self._running.client
         for name, parameter in self._named.items():
             if parameter.grad is not None and name not in client.pushed:
                 client.push(name, parameter.grad, find_rows=name in self._by_rows)
 
-    def _drop_gradients(self) -> None:
+    def _clear_step(self) -> None:
         """Drop the gradients without changing their memory, which may still be sent."""
         for parameter in self._named.values():
             parameter.grad = None
-        self._whole, self._divisor, self._clip = False, 1.0, 1.0
+        self._divisor, self._clip = 1.0, 1.0
 
     def consolidate(self, wrapped: nn.Module) -> None:
         """Pull the same state of the shards on every rank, with all steps so far."""

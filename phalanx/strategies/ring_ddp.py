@@ -6,6 +6,7 @@ torch's DDP, with equal bits where additions have the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from phalanx.comm.reducer import FixedOrderReducer, GradientReducer, bytes_for
 from phalanx.comm.shm.bootstrap import group_text_gatherer
 from phalanx.comm.shm.setup import share_gradients
 from phalanx.config import DistributedConfig
-from phalanx.strategies.base import share_weights
+from phalanx.strategies.base import newly_trained, share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
@@ -31,17 +32,29 @@ class RingDDP(CompressesGradients):
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         super().__init__(config, world)
-        self._reducers: dict[int, GradientReducer] = {}
+        self._reducers: dict[int, list[GradientReducer]] = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Broadcast rank 0's weights, and average gradients from now on."""
         if is_meta(model):
             materialise(model, self.world.device)
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._reduce(model)
+        return model
+
+    def follow(self, wrapped: nn.Module) -> None:
+        """Leave frozen parameters out, and average the gradients of unfrozen ones too."""
+        for reducer in self._reducers.get(id(wrapped), ()):
+            reducer.follow()
+        self._reduce(wrapped)
+
+    def _reduce(self, model: nn.Module) -> None:
+        """Average the gradients of the model's parameters that no reducer has yet."""
+        reducers = self._reducers.setdefault(id(model), [])
+        named = newly_trained(model, {id(parameter) for reducer in reducers for parameter in reducer.parameters})
         alone = self.world.world_size == 1
         if not named or (alone and not self.config.fixed_order):
-            return model
-        if not alone:
+            return
+        if not alone and not reducers:
             share_weights(model)
         exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
         settings: dict[str, Any] = {
@@ -53,20 +66,33 @@ class RingDDP(CompressesGradients):
         if self.config.fixed_order:
             settings["micro_batches"] = self.world.accumulation(self.config.gradient_accumulation_steps)
         kind = FixedOrderReducer if self.config.fixed_order else GradientReducer
-        reducer = self._reducers[id(model)] = kind(named, exchange, **settings)
+        reducer = kind(named, exchange, **settings)
+        reducer.sync = all(other.sync for other in reducers)
+        reducers.append(reducer)
         self.lanes.append(Lane(settings["compressor"], exchange, reducer.comm_thread))
-        return model
+
+    @property
+    def adds_passes(self) -> bool:  # type: ignore[override]
+        """Whether a step is not a fixed tree of micro-batches, in which each has its place."""
+        return not self.config.fixed_order or self.world.accumulation(self.config.gradient_accumulation_steps) == 1
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop the gradients, also those that a fixed order has added up."""
+        super().drop_gradients(parameters)
+        for reducers in self._reducers.values():
+            for reducer in reducers:
+                reducer.drop()
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Set whether the next backward pass ends with averaged gradients."""
-        reducer = self._reducers.get(id(wrapped))
-        if reducer is not None:
+        for reducer in self._reducers.get(id(wrapped), ()):
             reducer.sync = sync
 
     def close(self) -> None:
         """Remove the hooks from the models and release everything else."""
-        for reducer in self._reducers.values():
-            reducer.close()
+        for reducers in self._reducers.values():
+            for reducer in reducers:
+                reducer.close()
         self._reducers.clear()
         super().close()
 

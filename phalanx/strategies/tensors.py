@@ -1,4 +1,4 @@
-"""Memory for models on the meta device, and the norm of sharded tensors."""
+"""Memory for models on the meta device, the mean of tensors over ranks, and the norm of sharded tensors."""
 
 from __future__ import annotations
 
@@ -51,6 +51,23 @@ def _share_replicas(model: nn.Module) -> None:
                     replicas.setdefault(mesh.get_group(axis), []).append(local(tensor.detach()))
     for group, tensors in replicas.items():
         torch_compat.broadcast_coalesced(tensors, group)
+
+
+def average(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Average tensors over the ranks of a group, in place and in one message for each dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        else:
+            dist.all_reduce(tensor, group=group)
+            tensor /= dist.get_world_size(group)
+    for same in by_dtype.values():
+        flat = torch.cat([tensor.flatten() for tensor in same])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        parts = flat.split([tensor.numel() for tensor in same])  # type: ignore[no-untyped-call]
+        torch_compat.foreach_copy_(same, [part.view_as(tensor) for part, tensor in zip(parts, same, strict=True)])
 
 
 def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -20,6 +20,13 @@ Some gradients are zero in exact arithmetic (a bias before a softmax or a normal
 rounding, whose relative difference is always large.
 """
 
+FLOAT64 = 1e-10
+FLOAT32 = 1e-5
+_ROUNDINGS = 10
+"""A layout may be this many times as far from one process as rounding alone takes one process from itself."""
+_FINER = 2.0**-29
+"""Float64 has 29 bits more than float32: the effect of rounding in one is known from the other."""
+
 
 def compare(
     title: str,
@@ -32,6 +39,17 @@ def compare(
     """Return how far `other` is from `reference`, by step and by module, and how far it may be."""
     allowed = dict.fromkeys(MEASURES, limits) if isinstance(limits, float) else dict(limits)
     return Comparison(title, labels, _steps(reference, other), _modules(reference, other), allowed)
+
+
+def limits_of(exact: Recording, rounded: Recording) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far two float64 and two float32 runs may be apart, from one run in both precisions.
+
+    Where a gradient is zero but for rounding, Adam divides rounding by rounding: such weights differ more than 1e-10
+    between any two runs, and float32 shows it.
+    """
+    rounding = compare("rounding", exact, rounded, 0.0).worst
+    fine = {measure: max(FLOAT64, _ROUNDINGS * rounding[measure] * _FINER) for measure in MEASURES}
+    return fine, {measure: max(FLOAT32, _ROUNDINGS * rounding[measure]) for measure in MEASURES}
 
 
 def same_bits(first: Tensors, second: Tensors) -> str | None:

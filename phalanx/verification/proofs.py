@@ -21,7 +21,8 @@ from phalanx.reliability.faults import Fault, Marks, to_json
 from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
-from phalanx.verification.compare import compare, same_bits
+from phalanx.verification.compare import FLOAT32, compare, limits_of, same_bits
+from phalanx.verification.own_loop import LOOPS, loops_for
 from phalanx.verification.probe import Recording
 from phalanx.verification.rank import Run, VerifyRequest, read_recording
 from phalanx.verification.report import MEASURES, Comparison, Verdict
@@ -74,12 +75,6 @@ _QUIET_RUN: dict[str, Any] = {
 
 _PARTS = 2
 """Every proof starts ranks twice: on the layout, and on what it is compared with."""
-FLOAT64 = 1e-10
-FLOAT32 = 1e-5
-_ROUNDINGS = 10
-"""A layout may be this many times as far from one process as rounding alone takes one process from itself."""
-_FINER = 2.0**-29
-"""Float64 has 29 bits more than float32: the effect of rounding in one is known from the other."""
 FAULT_STEPS = 12
 """Steps of a run under faults where none are given: each fault needs some before the next."""
 _FEWEST_FAULT_STEPS = 8
@@ -94,6 +89,7 @@ def verify(
     resume: bool = False,
     reshard: str | None = None,
     faults: bool = False,
+    own_loop: bool = False,
     **settings: Any,
 ) -> Verdict:
     """Prove that a layout trains a model like one process; the settings are those of `DistributedConfig`.
@@ -101,12 +97,14 @@ def verify(
     `model` is a module or a function that makes one, `data` a data set or a DataLoader over one. The verdict is true
     when they agree, and printing it shows the tables. With `resume` a stopped and resumed run is
     compared with one that never stopped, with `reshard="fsdp:4"` the checkpoint is loaded on another layout, with
-    `faults` a run whose ranks are killed, fewer and more again is compared with one that nothing disturbs.
+    `faults` a run whose ranks are killed, fewer and more again is compared with one that nothing disturbs, with
+    `own_loop` loops of a `Formation` train in place of the trainer.
     """
     name = getattr(model, "__name__", type(model).__name__)
     defaults = {**DEFAULTS, "max_steps": FAULT_STEPS} if faults else DEFAULTS
     config = resolve(settings, recipe=defaults, recipe_name="verify").config
-    return prove(GivenSubject(name, model, data, loss_fn), config, resume=resume, reshard=reshard, faults=faults)
+    asked = {"resume": resume, "reshard": reshard, "faults": faults, "own_loop": own_loop}
+    return prove(GivenSubject(name, model, data, loss_fn), config, **asked)  # type: ignore[arg-type]
 
 
 def prove(
@@ -116,15 +114,19 @@ def prove(
     resume: bool = False,
     reshard: str | None = None,
     faults: bool = False,
+    own_loop: bool = False,
 ) -> Verdict:
     """Run the proof that was asked for."""
-    if resume + faults + (reshard is not None) > 1:
-        raise UsageError("--resume, --reshard and --faults are proofs of their own", hint="Run verify once for each.")
+    if resume + faults + own_loop + (reshard is not None) > 1:
+        names = "--resume, --reshard, --faults and --own-loop"
+        raise UsageError(f"{names} are proofs of their own", hint="Run verify once for each.")
     with closing(Proof(subject, config)) as proof:
         if reshard is not None:
             return proof.against_layout(reshard)
         if faults:
             return proof.under_faults()
+        if own_loop:
+            return proof.in_own_loops()
         return proof.against_resumption() if resume else proof.against_one_process()
 
 
@@ -153,12 +155,31 @@ class Proof:
         laid = self._launch(self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in precisions])
         one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
         exact, rounded = one["one-float64"], one["one-float32"]
-        fine, coarse = _limits(exact, rounded)
+        fine, coarse = limits_of(exact, rounded)
         comparisons = [
             compare("float64: one process and the layout", exact, laid["laid-float64"], fine),
             compare("float32: one process and the layout", rounded, laid["laid-float32"], coarse),
         ]
         return self._verdict("give what one process gives", laid["laid-float64"], comparisons)
+
+    def in_own_loops(self) -> Verdict:
+        """Compare loops as users write them on the layout with the same loops in one process."""
+        alone, loops = self.config.replace(**_ONE_PROCESS), loops_for(self.config)
+        laid, one = (
+            self._launch(config, [self._loop(loop, config, kind) for loop in loops for kind in ("float64", "float32")])
+            for config in (self.config, alone)
+        )
+        comparisons = []
+        for loop in loops:
+            fine, coarse = limits_of(one[f"{loop}-float64"], one[f"{loop}-float32"])
+            for kind, limits in (("float64", fine), ("float32", coarse)):
+                found = f"{loop}-{kind}"
+                comparisons.append(compare(f"{kind}: {LOOPS[loop]}", one[found], laid[found], limits))
+        claim = "give in loops of one's own what one process gives"
+        return self._verdict(claim, one[f"{loops[0]}-float64"], comparisons)
+
+    def _loop(self, loop: str, config: DistributedConfig, dtype: str) -> Run:
+        return dataclasses.replace(self._run(f"{loop}-{dtype}", config, dtype), own_loop=loop)
 
     def against_resumption(self) -> Verdict:
         """Stop after half the steps, resume in new processes, and compare bits with the run that never stopped."""
@@ -180,7 +201,7 @@ class Proof:
         found = self._launch(self.config, [*straight, self._stopped("float64")])
         resumed = self._resumed("float64", other)
         exact = _without_first_step(found["straight-float64"])
-        fine, _ = _limits(exact, found["straight-float32"])
+        fine, _ = limits_of(exact, found["straight-float32"])
         name = _layout_name(other, plan_layout(other, count_gpus()))
         title = f"float64: this layout, and {name} from step {self._half()} on"
         comparison = compare(title, exact, resumed, fine, labels=("this layout", "resharded"))
@@ -203,7 +224,7 @@ class Proof:
         disturbed = self._launch(hit, [self._run("faults", hit, precise, first_step=False)], {VARIABLE: str(plan)})
         limits = dict.fromkeys(MEASURES, FLOAT32) | {"parameters": 0.0}
         if not exact:
-            limits, _ = _limits(found["quiet-float64"], found["quiet-float32"])
+            limits, _ = limits_of(found["quiet-float64"], found["quiet-float32"])
         title = f"{'bits' if exact else precise}: undisturbed, and under faults"
         labels = ("undisturbed", "under faults")
         comparison = compare(title, undisturbed, disturbed["faults"], limits, labels=labels)
@@ -322,17 +343,6 @@ def _shown(what: str, *, enabled: bool) -> Iterator[None]:
         yield
     if enabled:
         say_to_user(f"{what}: {time.monotonic() - began:.1f} s")
-
-
-def _limits(exact: Recording, rounded: Recording) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how far two float64 and two float32 runs may be apart, from one run in both precisions.
-
-    Where a gradient is zero but for rounding, Adam divides rounding by rounding: such weights differ more than 1e-10
-    between any two runs, and float32 shows it.
-    """
-    rounding = compare("rounding", exact, rounded, 0.0).worst
-    fine = {measure: max(FLOAT64, _ROUNDINGS * rounding[measure] * _FINER) for measure in MEASURES}
-    return fine, {measure: max(FLOAT32, _ROUNDINGS * rounding[measure]) for measure in MEASURES}
 
 
 def _quiet(config: DistributedConfig) -> DistributedConfig:

@@ -17,6 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.task import TrainTask
 from phalanx.torch_compat import pytree
 from phalanx.trainers.job import Job, run_job
+from phalanx.verification.own_loop import run_own_loop
 from phalanx.verification.probe import Probe, Recording
 from phalanx.verification.subject import Parts, Subject
 from phalanx.world.env import read_rank_env
@@ -42,6 +43,8 @@ class Run:
     stop_after: int | None = None
     first_step: bool = True
     """Whether the first step is recorded in detail; not where other ranks join later."""
+    own_loop: str = ""
+    """Which loop of `own_loop` trains, in place of the trainer."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def execute(run: Run, subject: Subject, folder: Path) -> Recording:
     data, own_batch = _loader(parts, run, dtype)
     probe = Probe(stop_after=run.stop_after, first_step=run.first_step)
     model = without_dropout(parts.model).to(dtype)
+    if run.own_loop:
+        return run_own_loop(run.own_loop, _fitting(run, own_batch, data), model, data, parts.loss_fn)
     task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[probe], name=subject.name)
     result = run_job(Job("fit", task, _fitting(run, own_batch, data), folder / run.name), in_place=True)
     assert result.history is not None, "a fit always has a history"

@@ -50,6 +50,19 @@ def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 
+def test_loops_of_ones_own_are_compared():
+    answer, found = verify(RIGHT, "--own-loop", "--gradient-accumulation-steps", 2)
+    assert answer.code == 0, answer.text
+    assert "AGREES" in answer.text
+    titles = [comparison["title"] for comparison in found["comparisons"]]
+    assert [title.partition(":")[0] for title in titles] == ["float64", "float32"] * 2
+    assert "unfrozen half-way" in titles[0]
+    assert "two optimizers" in titles[2]
+    answer, found = verify("x + torch.tanh(self.inner(x)) * (1 + RANK)", "--own-loop", steps=2)
+    assert answer.code == 1
+    assert "DIFFERS" in answer.text
+
+
 def verify(output: str = RIGHT, *words: object, extra: str = "pass", steps: int = 4) -> tuple[Answer, dict]:
     """Verify the small model with this forward pass; return the answer and what --json wrote."""
     write_script(Path("model.py"), MODEL.format(output=output, extra=extra))

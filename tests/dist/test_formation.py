@@ -140,6 +140,33 @@ def test_gradients_are_sent_only_on_the_last_micro_batch(ranks):
         assert counts == [0, 0, 0, 1] * 2
 
 
+def read_two_loaders(samples: tuple[int, int], *, refused: bool) -> None:
+    with make_formation(batch_size=4) as formation:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loaders = [DataLoader(make_data(each)) for each in samples]
+        wrapped, optimizer, *loaders = formation.prepare(model, optimizer, *loaders)
+        with pytest.raises(UsageError, match="read together") if refused else contextlib.nullcontext():
+            for (x, y), _ in zip(*loaders, strict=False):
+                formation.backward(F.cross_entropy(wrapped(x), y))
+                optimizer.step()
+        assert formation.step == (0 if refused else min(-(-each // 8) for each in samples))
+        for batches in map(iter, loaders):
+            x, y = next(batches)
+            formation.backward(F.cross_entropy(wrapped(x), y))
+        del wrapped
+
+
+def test_two_loaders_read_together_have_equal_shares_or_are_refused(ranks):
+    """At the first batch, before any step; one after the other, each with its backward call, they need not be equal."""
+
+    def run() -> None:
+        for samples, refused in (((16, 9), True), ((16, 8), False), ((9, 8), False), ((9, 12), True), ((9, 9), False)):
+            read_two_loaders(samples, refused=refused)
+
+    ranks(run, world_size=2)
+
+
 def _prepared(formation: Formation, samples: int) -> tuple:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -188,6 +188,41 @@ def test_a_custom_loop(ranks):
     assert [round(held, 2) for _, held, _ in both[0]] == [1.0, 0.5]
 
 
+def passes_and_epochs_left_early(stage: int | None) -> None:
+    """Leave an epoch between two micro-batches: they are dropped. Two passes add up, or are refused."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    expected = torch.ones(4, requires_grad=True)
+    (data @ expected).square().mean().backward()
+    settings = {"batch_size": 4, "gradient_accumulation_steps": 2, "zero_stage": stage}
+    with Formation(device="cpu", strategy="deepspeed", **settings) as f:
+        wrapped, optimizer, loader = f.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(data))
+        for leave in (True, False):
+            for (x,) in loader:
+                f.backward(wrapped(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if leave:
+                    break
+        weights = f.strategy.state(wrapped, [])["model"]["weight"].flatten()
+        torch.testing.assert_close(weights, (expected - 0.1 * expected.grad).detach())
+        for (x,) in loader:
+            f.backward(wrapped(x).mean())
+            if stage is None:
+                f.backward(wrapped(x).mean())
+                continue
+            with pytest.raises(UsageError, match=r"twice for one micro-batch.*\n.*first \+ second"):
+                f.backward(wrapped(x).mean())
+            break
+
+
+@installed
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_dropped_micro_batches_and_several_passes(ranks, stage):
+    ranks(lambda: passes_and_epochs_left_early(stage), world_size=1)
+
+
 def one_rank_and_bf16(folder: str) -> dict:
     common = {"batch_size": 8, "max_steps": 4, "gradient_clipping": 0.5}
     plain = train(Path(folder), **common)[0]

@@ -12,6 +12,7 @@ from phalanx import Callback
 from phalanx.checkpoint import find_best, list_checkpoints
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.loop.ema import WeightAverage
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import whole
 from phalanx.trainers.job import Job, run_job
@@ -123,3 +124,22 @@ def test_the_weights_of_a_checkpoint_are_the_average(ranks, tmp_path):
 def test_weights_of_low_precision_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"which is too low: layers\.0\.wide\.weight is torch\.bfloat16"):
         train(str(tmp_path), torch.bfloat16, batch_size=8)
+
+
+def test_what_is_unfrozen_or_put_in_the_place_of_a_buffer_is_averaged_too():
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model.register_buffer("seen", torch.zeros(1))
+    model[0].requires_grad_(False)
+    average = WeightAverage(model, 0.5)
+    model[0].requires_grad_(True)
+    before = model[0].weight.item()
+    average.follow()
+    model.seen = torch.ones(1)  # another tensor
+    with torch.no_grad():
+        model[0].weight += 1.0
+    average.update(100)
+    assert float(average.other["seen"]) == 0.5
+    assert float(average.other["0.weight"]) == pytest.approx(before + 0.5)
+    with average.applied():
+        assert float(model.seen) == 0.5
+    assert float(model.seen) == 1.0

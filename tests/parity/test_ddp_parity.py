@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.weights import whole_weights
 
 
 def make_model(dropout: float = 0.0) -> nn.Module:
@@ -199,3 +200,58 @@ def test_resume_at_another_number_of_ranks_reads_the_same_samples(ranks, tmp_pat
         world_size=1,
     )[0]
     assert_same(rest, whole, tolerance=1e-12)
+
+
+class Masked(nn.Module):
+    """A model of tokens as Hugging Face's are called: it takes the labels, and returns a mean over those that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.table(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Tokens(Dataset):
+    """Sequences of which one to six tokens have a label."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(9, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(6) > index * 5 % 6, -100)}
+
+
+def losses_over_labels(folder: str, batch_size: int, **layout) -> list[dict]:
+    """Train with each loss whose mean is not over samples; return the weights, and the loss of an evaluation."""
+    found = []
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64))
+    for loss in (weighted, nn.CrossEntropyLoss(ignore_index=0), None):
+        if loss is None and "pipeline_parallel" in layout:
+            continue  # it needs the loss apart from the model
+        torch.manual_seed(7)
+        model, data = (make_model(), make_data(21)) if loss else (Masked().double(), Tokens())
+        if loss:
+            model = nn.Sequential(*model[:2], model[3])
+        settings = {"batch_size": batch_size, "optimizer": "sgd", "learning_rate": 0.1, **layout}
+        config = DistributedConfig(device="cpu", progress=False, epochs=1, **settings)
+        task = TrainTask(model, DataLoader(data), DataLoader(data), loss_fn=loss)
+        result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+        weights = {name: value.clone() for name, value in whole_weights(model).items()}
+        found.append({**weights, "loss": torch.tensor(result.history.epochs[-1].val["loss"])})
+    return found
+
+
+LABEL_LAYOUTS = {"ranks": {"batch_size": 4}, "pipeline": {"batch_size": 8, "pipeline_parallel": 2, "microbatches": 2}}
+
+
+@pytest.mark.parametrize("name", LABEL_LAYOUTS)
+def test_losses_over_labels_do_not_depend_on_the_split(ranks, tmp_path, name):
+    """Class weights, a padding label of one's own, and a model that averages over its labels."""
+    expected = ranks(lambda: losses_over_labels(str(tmp_path / "one"), 8), world_size=1)[0]
+    for found in ranks(lambda: losses_over_labels(str(tmp_path / name), **LABEL_LAYOUTS[name]), world_size=2):
+        for ours, theirs in zip(found, expected, strict=False):
+            assert_same(ours, theirs, tolerance=1e-12)

@@ -226,6 +226,24 @@ def test_batch_norms_get_two_samples(ranks, tmp_path):
         ranks(lambda: run(pipeline_parallel=2, microbatches=8), world_size=2)
 
 
+def test_batch_norms_do_not_count_what_fills_a_short_batch(ranks, tmp_path):
+    """Twelve samples by eight, in microbatches of two: the last four are not filled up."""
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+
+    def run() -> torch.Tensor | None:
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 2))
+        settings = {"batch_size": 8, "pipeline_parallel": 2, "microbatches": 4, "learning_rate": 0.0}
+        config = DistributedConfig(device="cpu", progress=False, epochs=1, **settings)
+        task = TrainTask(model, DataLoader(TensorDataset(x, torch.zeros(12, 2))), loss_fn=nn.MSELoss())
+        run_job(Job("fit", task, config, tmp_path), in_place=True)
+        return whole_weights(model)["0.running_mean"].clone()
+
+    norm = nn.BatchNorm1d(6)
+    for start in range(0, 12, 2):
+        norm(x[start : start + 2])
+    torch.testing.assert_close(ranks(run, world_size=2)[0], norm.running_mean)
+
+
 def test_sampling_respects_the_longest_sequence():
     tokens = gpt("debug", block_size=15).generate(torch.zeros(1, 10, dtype=torch.long), 12, multiple=2)
     assert tokens.shape == (1, 22)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 
 DATA = TensorDataset(torch.linspace(-1, 1, 16).view(8, 2), torch.ones(8, 1))
@@ -99,3 +100,39 @@ def test_the_loss_scale_that_is_saved_is_that_of_the_last_complete_step():
         formation.clip_grad_norm(1.0)
         formation.gradients.settle_scale()
         assert scaler.get_scale() == 8, "the second step was not taken"
+
+
+def adversaries(*, passes: int = 1, spoil: bool = False, **settings) -> list[float]:
+    """Train two models whose losses meet, with an optimizer each; return their weights after a few steps."""
+    one, other = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
+    for model in (one, other):
+        nn.init.ones_(model.weight)
+    made = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other)]
+    with Formation(device="cpu", **settings) as formation:
+        first, second, *made, loader = formation.prepare(one, other, *made, TensorDataset(DATA.tensors[0]))
+        for (x,) in loader:
+            for _ in range(passes):
+                formation.backward(second(x[:, :1]).square().mean())
+                made[1].step()
+                made[1].zero_grad()
+            formation.backward(second(first(x)).square().mean())
+            if spoil:
+                other.weight.grad.fill_(torch.nan)
+            made[0].step()
+            made[0].zero_grad()
+            made[1].zero_grad()
+        return [*one.weight.flatten().tolist(), *other.weight.flatten().tolist()]
+
+
+def test_the_scale_of_fp16_stays_while_an_optimizer_waits_for_its_step(monkeypatch):
+    """A growth after every step: micro-batches before and after another optimizer's step need one scale."""
+    monkeypatch.setattr("phalanx.world.world.check_device", lambda config, device: None)  # fp16 needs a GPU otherwise
+    split = {"batch_size": 2, "gradient_accumulation_steps": 2}
+    scaled = adversaries(**split, mixed_precision="fp16", scaler_growth_interval=1, scaler_init_scale=8.0)
+    assert scaled == pytest.approx(adversaries(**split), rel=1e-5)
+    with pytest.raises(UsageError, match=r"steps twice.*\n.*bf16"):
+        adversaries(**split, passes=2, mixed_precision="fp16")
+
+
+def test_what_another_optimizer_has_left_does_not_skip_a_step():
+    assert adversaries(batch_size=4, on_nonfinite="skip", spoil=True) == adversaries(batch_size=4)

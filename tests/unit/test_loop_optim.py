@@ -59,6 +59,17 @@ def test_the_rate_grows_with_the_batch_or_its_root():
     assert rate_scale(DistributedConfig(lr_scaling="linear"), 256, 32) == 8, "without a base: one rank's batch"
 
 
+def test_a_group_that_is_added_later_has_its_own_rate():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = LRSchedule(optimizer, lambda step: [1.0, 0.5, 0.5][step], 2.0)
+    schedule.apply(0)
+    schedule.apply(1)
+    optimizer.param_groups[0]["lr"] = 7.0  # by a callback
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.1})
+    schedule.apply(2)
+    assert [group["lr"] for group in optimizer.param_groups] == [7.0, 0.1]
+
+
 def test_every_group_keeps_its_own_rate_and_a_constant_schedule_leaves_changes_alone():
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
     groups = [{"params": layers[0].parameters(), "lr": 0.1}, {"params": layers[1].parameters(), "lr": 0.4}]

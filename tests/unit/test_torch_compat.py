@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
 from phalanx import torch_compat, torch_fakes
@@ -150,6 +152,16 @@ def test_ddp_times_what_its_backward_waits_for(group):
         model(torch.ones(1, 2)).sum().backward()
     busy, waited = torch_compat.ddp_times(model)
     assert 0 <= waited <= busy < 10
+
+
+def test_fsdp_drops_what_it_has_not_reduced(group):
+    model = fully_shard(nn.Linear(2, 1), mesh=init_device_mesh("cpu", (1,)))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    torch_compat.drop_unreduced(model)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0]]
 
 
 def test_hosts():

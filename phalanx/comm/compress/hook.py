@@ -30,6 +30,10 @@ class FixedBuckets(DistributedDataParallel):
         super().__init__(module, **options)
         torch_compat.rebuild_buckets(self.reducer)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        torch_compat.rebuild_buckets(self.reducer)
+
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], sparse[::-1]

@@ -20,7 +20,7 @@ from phalanx.config import DistributedConfig
 from phalanx.config.deepspeed import batch_size_for
 from phalanx.engines.deepspeed.settings import build_settings
 from phalanx.engines.deepspeed.state import EngineState
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, frozen_later
 from phalanx.strategies.base import Strategy
 from phalanx.torch_compat import pytree
 from phalanx.world.env import rank_environment, show_local_rank
@@ -70,6 +70,8 @@ class DeepSpeed(Strategy):
         self._wrapped: EngineModule | None = None
         self._state: EngineState | None = None
         self._sync = True
+        self._has_gradients = False
+        self._trained: set[int] = set()
         self._divisor: torch.Tensor | None = None
         self._unset_local_rank: Callable[[], None] | None = None
         if world.world_size == 1:
@@ -118,12 +120,20 @@ class DeepSpeed(Strategy):
             raise UsageError(f"DeepSpeed refuses its settings: {error}", hint=f"They were: {settings}") from error
         state.connect(engine)
         self._state = state
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._wrapped.engine = engine
         self._unset_local_rank = show_local_rank(self.world.env)  # stage 3 reads it in every forward pass
         self._wrapped.dtype = next((d for n, d in _LOW.items() if settings.get(n, {}).get("enabled")), None)
         engine.set_gradient_accumulation_boundary(self._sync)
         stepping: torch.optim.Optimizer = getattr(made, "optimizer", made)
         return stepping
+
+    def follow(self, wrapped: nn.Module) -> None:
+        """Raise: the engine's partitions are fixed with the optimizer, and it steps all of them."""
+        named = self.unwrap(wrapped).named_parameters()
+        changed = [name for name, p in named if p.requires_grad != (id(p) in self._trained)]
+        if self._state is not None and changed:
+            raise frozen_later(self.name, changed)
 
     @property
     def engine(self) -> Any:
@@ -137,7 +147,26 @@ class DeepSpeed(Strategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the engine's backward on a loss that is scaled by its share of the global batch already."""
+        self._has_gradients = True
         self.engine.backward(loss, scale_wrt_gas=False)
+
+    @property
+    def adds_passes(self) -> bool:  # type: ignore[override]
+        """Whether gradients stay in the parameters: ZeRO keeps those of the last pass of a micro-batch."""
+        return not self._shards_gradients
+
+    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop what the engine has added up since its last step."""
+        if not self._has_gradients:
+            return
+        self._has_gradients = False
+        self.engine.zero_grad()
+        if self._shards_gradients:
+            zero = self.engine.optimizer
+            zero.zero_grad()
+            zero.micro_step_id = 0 if self.config.zero_stage == 3 else -1  # their values after a step
+            for partitions in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+                partitions.clear()
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
         """Divide the gradients; ZeRO divides them in its step, together with the loss scale."""
@@ -175,7 +204,7 @@ class DeepSpeed(Strategy):
         finally:
             if self._shards_gradients:
                 zero.clip_grad, zero.custom_loss_scaler, zero.external_loss_scale = 0.0, False, None
-            self._divisor = None
+            self._divisor, self._has_gradients = None, False
             engine.set_gradient_accumulation_boundary(self._sync)
 
     @property

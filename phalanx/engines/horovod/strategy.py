@@ -13,8 +13,8 @@ from phalanx.comm.backward import BackwardHooks
 from phalanx.config import DistributedConfig
 from phalanx.engines.horovod import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
-from phalanx.errors import ModelError, UsageError
-from phalanx.strategies.base import Strategy
+from phalanx.errors import ModelError, UsageError, frozen_later
+from phalanx.strategies.base import Strategy, newly_trained
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
 
@@ -81,8 +81,9 @@ class HorovodReducer(BackwardHooks):
 
     def _send_remaining(self) -> None:
         missing = [number for number, parameter in enumerate(self._parameters) if parameter.grad is None]
-        if missing and not self._allow_unused:
-            raise self._unused(missing, f"on rank {self._hvd.rank()}")
+        unused = [number for number in missing if self._parameters[number].requires_grad]  # others were frozen since
+        if unused and not self._allow_unused:
+            raise self._unused(unused, f"on rank {self._hvd.rank()}")
         if self._allow_unused:  # a parameter that some rank used gets the average; any other keeps no gradient
             used = torch.ones(len(self._parameters), dtype=torch.int32)
             used[missing] = 0
@@ -133,6 +134,13 @@ class Horovod(Strategy):
                 allow_unused=self.config.find_unused_parameters,
             )
         return model
+
+    def follow(self, wrapped: nn.Module) -> None:
+        """Raise for parameters whose gradients Horovod does not average: it was given those that wanted some."""
+        reducer = self._reducers.get(id(wrapped))
+        fresh = newly_trained(wrapped, {id(parameter) for parameter in reducer.parameters} if reducer else ())
+        if self._hvd is not None and fresh:
+            raise frozen_later(self.name, [name for name, _ in fresh])
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Set whether the next backward pass ends with averaged gradients."""

@@ -137,10 +137,12 @@ class Pipeline(nn.Module):
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise ModelError("a pipeline takes batches of (inputs, ..., targets)", hint="Let the loader yield tuples.")
         rows = count_rows(batch)
-        self._largest = max(rows, self._largest)  # shorter batches are filled up, so that shapes stay the same
-        count = self._microbatches(self._largest)
-        size = self._largest // count
-        padded = self._cut(tuple(batch) if rows == self._largest else fill_rows(batch, rows, self._largest))
+        self._largest = max(rows, self._largest)
+        # Shorter batches are filled up, so that shapes stay the same; but batch norms would count what fills them.
+        wanted = rows if self._has_batch_norm else self._largest
+        count = self._microbatches(wanted)
+        size = wanted // count
+        padded = self._cut(tuple(batch) if rows == wanted else fill_rows(batch, rows, wanted))
         weight = passes.weigh(cut_rows(padded, 0, rows))
         if self.slices is not None:
             weight = self.slices.mean(weight, self._device)
@@ -204,7 +206,12 @@ class Pipeline(nn.Module):
 
     def _microbatches(self, batch_size: int) -> int:
         row = self.row
-        return choose_microbatches(self._wanted, batch_size, row.size, row.schedule, smallest=self._smallest)
+        wanted = self._wanted if batch_size == self._largest else None  # a short batch is cut as it can be
+        return choose_microbatches(wanted, batch_size, row.size, row.schedule, smallest=self._smallest)
+
+    @property
+    def _has_batch_norm(self) -> bool:
+        return self._smallest > 1
 
     def _runner(self, batch: Any, size: int, count: int) -> _Runner:
         """Return the runner for inputs of this shape: torch fixes the shapes between stages when it first runs."""
