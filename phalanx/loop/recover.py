@@ -214,9 +214,9 @@ class Survivor:
             loop.stop.ask(self.stop_requested)
         try:
             return loop.run()
-        except BaseException:
+        except BaseException as error:
             self._run_id = loop.formation.run_id
-            loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=True)
+            loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=self.may_go_on(error))
             self.stop_requested = loop.stop.from_outside or self.stop_requested
             self._captured = self._capture(loop, committed)
             loop.report.interrupted()
@@ -231,6 +231,10 @@ class Survivor:
         except (CommunicationError, OSError, EOFError) as error:
             loop.report.say(f"the state is not in memory any more: {error}", "warning")
             return None
+
+    def may_go_on(self, error: BaseException) -> bool:
+        """Whether an error only says that the ranks change, so that the others must not wait for this one."""
+        return False
 
     def prepare(self, loop: TrainLoop) -> None:
         """Set how the loop restores its state, and what it does where all ranks stop."""
@@ -282,6 +286,10 @@ class Recovering(Survivor):
         self._neighbours: Neighbours | None = None
         self._step_before = -1
         member.on_regroup = lambda why: self.ask(why, regroup=True)
+
+    def may_go_on(self, error: BaseException) -> bool:
+        """Whether an error only says that the ranks change."""
+        return self._member.may_go_on(error)
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""
