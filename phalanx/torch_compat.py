@@ -149,11 +149,11 @@ def all_groups() -> list[Any]:
 
 def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> None:
     """Let `run(make, store, backend)` make each process group, of new_group too; `make(store)` makes it."""
-    original = dist.distributed_c10d._new_process_group_helper
+    original: Any = dist.distributed_c10d._new_process_group_helper
 
     @functools.wraps(original)
-    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(lambda used: original(size, rank, ranks, backend, used, *args, **kwargs), store, str(backend))
+    def make(*args: Any, **kwargs: Any) -> Any:  # size, rank, ranks, backend, store, ...
+        return run(lambda used: original(*args[:4], used, *args[5:], **kwargs), args[4], str(args[3]))
 
     dist.distributed_c10d._new_process_group_helper = make
 

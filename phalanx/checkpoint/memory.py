@@ -165,9 +165,9 @@ class NeighbourMemory:
         mine = self._held.get(key, {})
         rank = dist.get_rank(self._group)
         sent = {r: (mine[r].about, mine[r].part) for r, holder in holders.items() if holder == rank}
-        found = {r: one for part in self._gathered(sent) for r, one in part.items()}
-        about = {r: one for r, (one, _) in found.items()}
-        index = _indexed([found[r][1] for r in sorted(found)])
+        shards = {r: one for part in self._gathered(sent) for r, one in part.items()}
+        about = {r: one for r, (one, _) in shards.items()}
+        index = _indexed([shards[r][1] for r in sorted(shards)])
         boxes = plan_reads(index, template, lambda r: from_plain(about[r]["objects"]), f"step {key.step} in memory")
         names = {shard_name(r): r for r in range(key.world_size)}
         data = self._collected(mine, holders, {names[box.part.file] for box in boxes})

@@ -20,7 +20,8 @@ ENV_PREFIX = "PHALANX_"
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
-    *("CONTROL_FD", "GENERATION", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT", "SWITCH", "TF_ROLES"),
+    *("CONTROL_FD", "FAILURES", "GENERATION", "HEARTBEATS", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT"),
+    *("SWITCH", "TF_ROLES"),
     *("CHAOS", "FAULTS", "FAULTS_LINK", "RAY_FORK_SERVER", "TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""

@@ -71,8 +71,8 @@ class Survivor:
             loop.stop.ask(self.stop_requested)
         try:
             return loop.run()
-        except BaseException:
-            self._interrupted(loop)
+        except BaseException as error:
+            self._interrupted(loop, error)
             raise
 
     @contextmanager
@@ -80,18 +80,18 @@ class Survivor:
         """Capture the final state, too: ranks may be lost after the loop, while its result is gathered."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._loop is not None:
-                self._interrupted(self._loop)
+                self._interrupted(self._loop, error)
             raise
         if self._loop is not None:  # the group is left after this
             self._captured = self._capture(self._loop, self._committed)
             self._loop = None
 
-    def _interrupted(self, loop: TrainLoop) -> None:
+    def _interrupted(self, loop: TrainLoop, error: BaseException) -> None:
         self._loop = None
         self._run_id = loop.formation.run_id
-        loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=True)
+        loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=self.may_go_on(error))
         self.stop_requested = loop.stop.from_outside or self.stop_requested
         self._captured = self._capture(loop, self._committed)
         self.is_stale = self._captured is None and loop.step > 0
@@ -118,6 +118,10 @@ class Survivor:
         _, changed = max(gather_to_all(self._unfrozen), key=lambda known: known[0])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(changed.get(name, parameter.requires_grad))
+
+    def may_go_on(self, error: BaseException) -> bool:
+        """Whether an error only says that the ranks change, so that the others must not wait for this one."""
+        return False
 
     def prepare(self, loop: TrainLoop) -> None:
         """Set how the loop restores its state, and what it does where all ranks stop."""
@@ -177,6 +181,10 @@ class Recovering(Survivor):
         self._neighbours: Neighbours | None = None
         self._step_before = -1
         member.on_regroup = lambda why: self.ask(why, regroup=True)
+
+    def may_go_on(self, error: BaseException) -> bool:
+        """Whether an error only says that the ranks change."""
+        return self._member.may_go_on(error)
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""

@@ -91,7 +91,8 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     made: Future[Any] = Future()
     values: list[bytes] = []
     if store is not None and "nccl" not in backend:  # whose threads would call Python for every value
-        store = AbortableStore(store, values)
+        store = noting = AbortableStore(store, values)
+        made.add_done_callback(lambda _: noting.stop_noting())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         made.set_result(make(store))
     else:
@@ -104,7 +105,6 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     if values:
         new = {inode: descriptor for inode, descriptor in _open_sockets().items() if inode not in before}
         _connections.update(inode for inode, descriptor in new.items() if _is_among(descriptor, values))
-        store.stop_noting()
     if _aborted is not None:
         abort_collectives(_aborted)
     return made.result()
