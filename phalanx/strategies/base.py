@@ -236,7 +236,7 @@ class Strategy:
 
     @property
     def takes_loss_scale(self) -> Callable[[torch.Tensor | None, torch.Tensor | None], None] | None:
-        """What takes the mean weight of the losses and fp16's loss scale before the pass that synchronises gradients."""
+        """What takes the losses' mean weight and fp16's loss scale before the pass that synchronises gradients."""
         return None
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
