@@ -50,6 +50,7 @@ class Gradients:
         self._config = config
         self._world = world
         self._strategy = strategy
+        self._take_scale = strategy.takes_loss_scale
         self._scaler = precision.scaler
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
@@ -158,8 +159,8 @@ class Gradients:
                 self.update_scale()
             scale = self._scaler.scale(torch.ones((), device=self._world.device))
             factor = scale * factor
-        if self._strategy.wants_loss_scale and self.boundary:  # gradients are averaged, and compressed, in this pass
-            self._strategy.set_loss_scale(self._weight.mean(), scale)
+        if self._take_scale is not None and self.boundary:  # gradients are averaged, and compressed, in this pass
+            self._take_scale(self._weight.mean(), scale)
         return factor
 
     def leave(self) -> None:
@@ -184,7 +185,7 @@ class Gradients:
                 kept.put_back()
             return True
         if self._strategy.owns_step:
-            self._strategy.drop_gradients(self.held.trained)
+            self._strategy.step(None)
         return self._strategy.owns_step
 
     def finish(self) -> None:
@@ -335,7 +336,9 @@ class Gradients:
 
     def abandon(self) -> None:
         """Drop the gradients of micro-batches whose step will not come: their epoch was interrupted."""
-        self._strategy.drop_gradients((*self.held.trained, *self.held.strays))
+        for parameter in (*self.held.trained, *self.held.strays):
+            parameter.grad = None
+        self._strategy.step(None)
         self._accumulating.clear()
         self._kept.clear()
         self._weight.clear()

@@ -104,8 +104,8 @@ class Reporter:
         self.history.status, self.history.reason = "running", ""
         self._time_before = self.history.total_time
         self.samples = state.get("samples", 0)  # a checkpoint of a loop written by the user has none of these
-        so_far = state.get("epoch_so_far", {"loss_sum": 0.0, "loss_count": 0})
-        self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
+        so_far = state.get("epoch_so_far", {})
+        self._loss_sum, self._loss_count = so_far.get("loss_sum", 0.0), so_far.get("loss_count", 0.0)
         self._resumed_from = state["path"]
 
     def started(
@@ -229,8 +229,7 @@ class Reporter:
     def losses(self, losses: Losses) -> float | None:
         """Add losses to the epoch's mean over samples; return their own mean."""
         total, count = totals(losses)
-        self._loss_sum += total
-        self._loss_count += count
+        self._loss_sum, self._loss_count = self._loss_sum + total, self._loss_count + count
         return total / count if count else None
 
     @property

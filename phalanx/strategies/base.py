@@ -229,23 +229,15 @@ class Strategy:
         passes.backward(loss)
         return loss
 
-    @property
-    def wants_loss_scale(self) -> bool:
-        """Whether `set_loss_scale` is called before the backward pass that synchronises gradients."""
-        return False
-
-    def set_loss_scale(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-        """Take what the loss is multiplied by: its mean weight, and fp16's loss scale."""
-
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss that is scaled already; at a step boundary, leave it averaged over the ranks."""
         GRADIENTS.began = time.time()
         torch.autograd.backward(loss)
 
-    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Drop the gradients of backward passes whose step will not come."""
-        for parameter in parameters:
-            parameter.grad = None
+    @property
+    def takes_loss_scale(self) -> Callable[[torch.Tensor | None, torch.Tensor | None], None] | None:
+        """What takes the losses' mean weight and fp16's loss scale before the pass that synchronises gradients."""
+        return None
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
         """Divide the averaged gradient, at a step boundary, by the mean weight of its losses."""
@@ -261,9 +253,13 @@ class Strategy:
         """Return the one global gradient norm, equal on all ranks."""
         return whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True))
 
-    def step(self, optimizer_step: Callable[[], object]) -> None:
-        """Take the step that `divide_gradients` and `clip_grad_norm` have prepared."""
-        optimizer_step()
+    def step(self, optimizer_step: Callable[[], object] | None) -> None:
+        """Take the step that `divide_gradients` and `clip_grad_norm` have prepared.
+
+        None: it will not come, and no parameter has a gradient any more; drop what was added up elsewhere.
+        """
+        if optimizer_step is not None:
+            optimizer_step()
 
     def after_step(self) -> None:
         """Count a step; all ranks call this after the same steps, also after one that a rank skipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,12 @@ class CompressesGradients(Strategy):
         return build_compressor(self.config, model.named_parameters())
 
     @property
-    def wants_loss_scale(self) -> bool:
-        """Whether a compressor is in use."""
-        return self.config.compression != "none"
+    def takes_loss_scale(self) -> Callable[[torch.Tensor | None, torch.Tensor | None], None] | None:
+        """What sets the scale of the compressors, where there are any."""
+        return self._set_loss_scale if self.config.compression != "none" else None
 
-    def set_loss_scale(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-        """Set the scale that compressors remove from their residuals.
+    def _set_loss_scale(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+        """Set the mean weight of the losses and fp16's loss scale, which compressors remove from their residuals.
 
         Without residuals fp16's loss scale stays in: fp16 messages need it as fp16 gradients do.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -113,10 +113,10 @@ class FSDP(Strategy):
         reduced with each batch."""
         return self.world.world_size > 1 and self.world.mesh.pp == 1
 
-    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Drop the gradients, also those that were not reduced yet."""
-        super().drop_gradients(parameters)
-        for module in self._sharded:
+    def step(self, optimizer_step: Callable[[], object] | None) -> None:
+        """Take the step, or drop the gradients that were not reduced yet."""
+        super().step(optimizer_step)
+        for module in () if optimizer_step is not None else self._sharded:
             torch_compat.drop_unreduced(module)
 
     @property

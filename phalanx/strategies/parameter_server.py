@@ -150,20 +150,19 @@ class ParameterServer(Strategy):
         norm = self._group.client.norm() / self._divisor
         return torch.tensor(norm, dtype=torch.float64, device=self.world.device)
 
-    def step(self, optimizer_step: Callable[[], object]) -> None:
-        """Send the step to the shards, with the current settings of the optimizer."""
+    def step(self, optimizer_step: Callable[[], object] | None) -> None:
+        """Send the step to the shards, with the current settings of the optimizer; None: drop its gradient there."""
+        if optimizer_step is None:
+            if self._group is not None and self._group.client.pushed:
+                self._group.client.commit(factor=None)
+            self._clear_step()
+            return
         client, optimizer = self._running.client, self._optimizer
         assert optimizer is not None, "attached with the group"
         self._push_rest()
         groups = [plain_settings(group) for group in optimizer.param_groups]
         client.commit(factor=self._clip / self._divisor, groups=groups)
         torch_compat.note_step(optimizer)
-        self._clear_step()
-
-    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Drop the gradient of a step that will not come, here and on the shards."""
-        if self._group is not None and self._group.client.pushed:
-            self._group.client.commit(factor=None)
         self._clear_step()
 
     def _push_rest(self) -> None:

@@ -6,7 +6,7 @@ torch's DDP, with equal bits where additions have the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -76,10 +76,10 @@ class RingDDP(CompressesGradients):
         """Whether a step is not a fixed tree of micro-batches, in which each has its place."""
         return not self.config.fixed_order or self.world.accumulation(self.config.gradient_accumulation_steps) == 1
 
-    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Drop the gradients, also those that a fixed order has added up."""
-        super().drop_gradients(parameters)
-        for reducers in self._reducers.values():
+    def step(self, optimizer_step: Callable[[], object] | None) -> None:
+        """Take the step, or drop what a fixed order has added up."""
+        super().step(optimizer_step)
+        for reducers in () if optimizer_step is not None else self._reducers.values():
             for reducer in reducers:
                 reducer.drop()
 

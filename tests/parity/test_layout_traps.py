@@ -232,7 +232,7 @@ def test_batch_norms_do_not_count_what_fills_a_short_batch(ranks, tmp_path):
 
     def run() -> torch.Tensor | None:
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 2))
-        settings = {"batch_size": 8, "pipeline_parallel": 2, "microbatches": 4, "learning_rate": 0.0}
+        settings = {"batch_size": 8, "pipeline_parallel": 2, "microbatches": 4, "optimizer": "sgd"}
         config = DistributedConfig(device="cpu", progress=False, epochs=1, **settings)
         task = TrainTask(model, DataLoader(TensorDataset(x, torch.zeros(12, 2))), loss_fn=nn.MSELoss())
         run_job(Job("fit", task, config, tmp_path), in_place=True)

@@ -155,7 +155,7 @@ class DeepSpeed(Strategy):
         """Whether gradients stay in the parameters: ZeRO keeps those of the last pass of a micro-batch."""
         return not self._shards_gradients
 
-    def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _drop_gradients(self) -> None:
         """Drop what the engine has added up since its last step."""
         if not self._has_gradients:
             return
@@ -192,8 +192,11 @@ class DeepSpeed(Strategy):
         norm: torch.Tensor = torch.stack(norms).norm() / zero.loss_scale
         return norm if self._divisor is None else norm / self._divisor
 
-    def step(self, optimizer_step: Callable[[], object]) -> None:
+    def step(self, optimizer_step: Callable[[], object] | None) -> None:
         """Take the engine's step; the boundary is set first, as it may already be that of the next backward."""
+        if optimizer_step is None:
+            self._drop_gradients()
+            return
         engine = self.engine
         engine.set_gradient_accumulation_boundary(True)
         zero = engine.optimizer

@@ -87,6 +87,8 @@ class Pipeline(nn.Module):
         self._smallest = smallest
         self._largest = 0
         self._runners: dict[Any, _Runner] = {}
+        self._unshaped: set[nn.Module] = set()
+        """Stages whose next forward pass is torch's own, to find the shapes of outputs: buffers must not count it."""
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         for stage in self.stages.values():
             stage.forward = partial(self._call, stage)
@@ -98,8 +100,12 @@ class Pipeline(nn.Module):
                 f"a stage of an nn.Sequential got {len(inputs)} tensors, and it takes one",
                 hint="Let every unit return one tensor, and the batches be (inputs, targets).",
             )
+        kept = [(b, b.clone()) for b in stage.buffers()] if stage in self._unshaped else []
+        self._unshaped.discard(stage)
         with self._autocast():
             output = type(stage).forward(stage, *inputs, **self._positions)
+        for buffer, value in kept:
+            buffer.copy_(value)
         if not self.row.schedule.splits_backward:
             return output
         # Such a schedule detaches outputs in place, which views (of a reshape, of a DTensor's local part) do not allow.
@@ -220,6 +226,7 @@ class Pipeline(nn.Module):
             if len(self._runners) == _KEPT_RUNNERS:  # drop the oldest, with its buffers
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = _Runner(self.stages, self.row, self._device, count)
+            self._unshaped = set(self.stages.values())
         return self._runners[key]
 
 
