@@ -50,6 +50,8 @@ class Neighbours(Callback):
     def restore(self, formation: Formation) -> dict[str, Any] | None:
         """Load the newest step that the ranks hold completely; return the loop's part of it."""
         assert self._memory is not None, "joined before"
+        if self._memory.newest() is None:  # filling a fresh optimizer would count as one of Adam's steps
+            return None
         fill_optimizers(formation)
         template = state_tensors(formation)
         loaded = self._memory.load(template)

@@ -75,16 +75,24 @@ def read_recording(folder: Path, name: str) -> Recording:
 
 def execute(run: Run, subject: Subject, folder: Path) -> Recording:
     """Train the run's few steps and return the recording."""
-    seed_everything(run.config.seed)
-    parts = subject.build(run.config.data_dir)
-    dtype = getattr(torch, run.dtype)
-    data, own_batch = _loader(parts, run, dtype)
     probe = Probe(stop_after=run.stop_after, first_step=run.first_step)
-    model = without_dropout(parts.model).to(dtype)
+
+    def build() -> tuple[TrainTask, DistributedConfig]:
+        seed_everything(run.config.seed)
+        parts = subject.build(run.config.data_dir)
+        dtype = getattr(torch, run.dtype)
+        data, own_batch = _loader(parts, run, dtype)
+        model = without_dropout(parts.model).to(dtype)
+        task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[probe], name=subject.name)
+        return task, _fitting(run, own_batch, data)
+
+    def job() -> Job:
+        return Job("fit", *build(), folder / run.name, renew=job)
+
     if run.own_loop:
-        return run_own_loop(run.own_loop, _fitting(run, own_batch, data), model, data, parts.loss_fn)
-    task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[probe], name=subject.name)
-    result = run_job(Job("fit", task, _fitting(run, own_batch, data), folder / run.name), in_place=True)
+        task, config = build()
+        return run_own_loop(run.own_loop, config, task.model, task.train, task.loss_fn)
+    result = run_job(job(), in_place=True)
     assert result.history is not None, "a fit always has a history"
     probe.recording.steps = result.history.steps
     return probe.recording

@@ -317,6 +317,13 @@ def test_sharded_ranks_keep_their_averaged_weights(tmp_path, fork_server):
     assert history.epochs[-1].val == straight.epochs[-1].val
 
 
+def test_to_be_recoverable_changes_no_numbers(tmp_path, fork_server):
+    """The memory of neighbours is asked at the start, too: an optimizer that it fills would count a step of Adam."""
+    settings = {"strategy": "fsdp", "threads_per_rank": 1, "epochs": 1}
+    plain_run, recoverable = (small_fit(tmp_path / str(n), max_restarts=n, **settings)[0] for n in (0, 3))
+    assert plain(recoverable) == plain(plain_run)
+
+
 def test_ranks_that_differ_after_a_change_end_the_run_and_say_in_what(tmp_path, fork_server):
     class OneRate(phalanx.Callback):
         """Sets a rate that a new rank does not know of."""
