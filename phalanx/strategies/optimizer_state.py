@@ -83,6 +83,13 @@ def check_groups(here: Mapping[str, Any], saved: int, more: Sequence[str]) -> No
     )
 
 
+def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, list[str]]]:
+    """Return the names of the parameters in each group, for `match_groups`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = ([names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups)
+    return [{"params": named} for named in groups]
+
+
 def match_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
     """Add the groups that other ranks have added while they trained, to an optimizer that was made as at the start."""
     here, named = len(optimizer.param_groups), dict(model.named_parameters(remove_duplicate=False))

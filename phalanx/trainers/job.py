@@ -35,6 +35,7 @@ from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
 from phalanx.strategies.base import is_laid_out
+from phalanx.strategies.optimizer_state import named_groups
 from phalanx.trainers.auto import settle_here
 from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
@@ -71,6 +72,10 @@ class JobResult:
     predictions: Any = None
     weights: dict[str, Any] | None = None
     optimizer_state: dict[str, Any] | None = None
+    groups: list[dict[str, list[str]]] = field(default_factory=list)
+    """The names of the parameters in each group of the user's optimizer: callbacks may have added some."""
+    trained: dict[str, bool] = field(default_factory=dict)
+    """Which parameters want gradients at the end, by name: callbacks may have unfrozen some."""
     scheduler_state: dict[str, Any] | None = None
 
 
@@ -108,9 +113,11 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         keep = formation.world.env.local_rank == 0
         if return_weights and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
             result.weights = whole_weights(job.task.model, keep=keep)
+            result.trained = {name: p.requires_grad for name, p in job.task.model.named_parameters()}
             # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
             if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, torch.optim.Optimizer):
                 result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
+                result.groups = named_groups(job.task.model, formation.optimizers[0])
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):

@@ -27,6 +27,7 @@ from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.runs.record import RunRecord
+from phalanx.strategies.optimizer_state import match_groups
 from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.remote import send_job
@@ -239,7 +240,10 @@ class TorchTrainer:
             raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
         if result.weights is not None:
             return_weights(self.model, result.weights)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(result.trained.get(name, parameter.requires_grad))
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
+            match_groups(self.model, self.optimizer, result.groups)
             self.optimizer.load_state_dict(result.optimizer_state)
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)

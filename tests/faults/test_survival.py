@@ -342,3 +342,38 @@ def test_ranks_that_differ_after_a_change_end_the_run_and_say_in_what(tmp_path, 
     )  # fmt: skip
     with pytest.raises(ReplicaError, match=r"different learning rates: rank 0 has \[0\.\d+\], rank 1 \[0\.123\]"):
         trainer.fit(Rows())
+
+
+class Unfreezes(phalanx.Callback):
+    """Unfreezes the first layer, once, in a group of its own: a rank that comes later never sees that step."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == self.after:
+            layer = trainer.formation.unwrap(trainer.model)[0].requires_grad_(True)
+            trainer.optimizer.add_param_group({"params": layer.parameters(), "lr": 0.01})
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_layers_that_were_unfrozen_stay_so(tmp_path, strategy, fork_server):
+    def train(name: str, *callbacks):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        model[0].requires_grad_(False)
+        before = model[0].weight.clone()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05, momentum=0.9)
+        trainer = phalanx.PyTorchDDPTrainer(
+            model, optimizer, loss_fn="mse", num_workers=2, device="cpu", batch_size=4, epochs=2, max_restarts=3,
+            strategy=strategy, lr_schedule="linear", progress=False, run_dir=str(tmp_path / name),
+            callbacks=[Unfreezes(5), *callbacks],
+        )  # fmt: skip
+        trainer.fit(Rows())
+        assert not torch.equal(model[0].weight, before)
+        return model.state_dict()
+
+    kill = KillWhen(tmp_path, "step", 9)
+    quiet, hit = train("quiet"), train("hit", kill)
+    assert kill.mark.exists()
+    assert plain(hit) == plain(quiet)
