@@ -119,10 +119,10 @@ def model_output(model: nn.Module, batch: Any, *, with_targets: bool = True) -> 
 
 
 def _first(output: Any, samples: int) -> Any:
-    """Return the rows of real samples, on the CPU and in a dtype that NumPy knows."""
+    """Return the rows of real samples (a number as it is), on the CPU and in a dtype that NumPy knows."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor[:samples].cpu()
+        rows = (tensor[:samples] if tensor.ndim else tensor).cpu()
         return rows.float() if rows.dtype == torch.bfloat16 else rows
 
     return map_batch(output, cut, lambda leaf: isinstance(leaf, torch.Tensor))

@@ -205,10 +205,16 @@ def _predict(formation: Formation, job: Job) -> JobResult:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Concatenate the batches' outputs, also inside mappings, tuples and lists."""
+    """Concatenate the batches' outputs, also inside mappings, tuples and lists.
+
+    Outputs that differ in length become a list with one tensor per sample; of a number there is one per batch.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(outputs)
+        if first.ndim == 0:
+            return torch.stack(outputs)
+        same = all(output.shape[1:] == first.shape[1:] for output in outputs)
+        return torch.cat(outputs) if same else [row for output in outputs for row in output]
     if isinstance(first, Mapping):
         return {key: _joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import DataError, ModelError
+from phalanx.loop.losses import cross_entropy
 
 if TYPE_CHECKING:
     from phalanx.observe.history import History
@@ -140,6 +141,61 @@ def test_predict_keeps_named_tuples_and_takes_any_mapping():
 
     batches = [collections.UserDict(inputs=x[:4], labels=torch.zeros(4)), collections.UserDict(inputs=x[4:], labels=0)]
     assert torch.equal(trainer(Keyword(), batch_size=None).predict(batches), x)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"twice": 2 * x * self.weight, "penalty": x.sum()}
+
+
+def test_predict_takes_batches_of_different_lengths_and_numbers():
+    rows = [torch.full((length,), float(length)) for length in range(1, 5)]
+    loader = DataLoader(rows, batch_size=2, collate_fn=lambda some: nn.utils.rnn.pad_sequence(some, batch_first=True))
+    found = trainer(Padded(), batch_size=2).predict(loader)
+    assert [row.tolist() for row in found["twice"]] == [[2, 0], [4, 4], [6, 6, 6, 0], [8, 8, 8, 8]]
+    assert found["penalty"].tolist() == [5, 25]
+
+
+TAGS = {
+    "[batch, time]": lambda right: right,
+    "flat": lambda right: right.flatten(),
+    "[1]": lambda right: right.mean().reshape(1),
+}
+
+
+@pytest.mark.parametrize("shape", TAGS)
+def test_a_metric_of_another_shape_is_refused(shape):
+    tokens = torch.randint(5, (8, 6))
+    tagger = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+
+    def measured(metric) -> float:
+        metrics = {"tags": lambda output, target: metric((output.argmax(-1) == target).float())}
+        return trainer(tagger, metrics=metrics).evaluate(TensorDataset(tokens, tokens))["tags"]
+
+    with pytest.raises(
+        ModelError, match=r"metric 'tags' returned values of shape \[.*4 samples(.|\n)*\(total, count\)"
+    ):
+        measured(TAGS[shape])
+    expected = (tagger(tokens).argmax(-1) == tokens).float().mean().item()
+    for metric in (torch.mean, lambda right: right.mean(1), lambda right: (right.sum(), right.numel())):
+        assert measured(metric) == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:scores")
+def test_classes_are_where_torch_has_them():
+    """[batch, classes, length], also where there are as many classes as positions; else the last dimension may fit."""
+    data = TensorDataset(torch.randn(8, 5, 5), torch.randint(5, (8, 5)))
+    scores, labels = data.tensors
+    with pytest.warns(UserWarning, match=r"scores \[4, 5, 5\] for labels \[4, 5\]: the classes .* dimension 1"):
+        found = trainer(nn.BatchNorm1d(5, affine=True), loss_fn="cross_entropy").evaluate(data)
+    scale = 1 / (1 + 1e-5) ** 0.5
+    assert found["loss"] == pytest.approx(nn.functional.cross_entropy(scores * scale, labels).item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((scores.argmax(1) == labels).double().mean().item())
+    assert cross_entropy(scores[:, :3], labels[:, :3]) == nn.functional.cross_entropy(scores[:, :3].mT, labels[:, :3])
 
 
 def test_the_callers_process_is_left_as_it_was():
