@@ -24,7 +24,7 @@ def class_axis(output: torch.Tensor, target: torch.Tensor) -> int:
         return -1
     warnings.warn(
         f"scores {list(shape)} for labels {list(labels)}: the classes are taken to be in dimension 1, as in torch. "
-        "If they are in the last: loss_fn=lambda o, t: torch.nn.functional.cross_entropy(o.flatten(0, -2), t.flatten())",
+        "If they are in the last: loss_fn=lambda o, t: F.cross_entropy(o.flatten(0, -2), t.flatten())",
         stacklevel=2,
     )
     return 1

@@ -41,7 +41,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
     """Return the task's optimizer: the user's instance, what the user's factory makes, or the config's choice."""
     given = task.optimizer
     if given is None:
-        return build_optimizer(config, task.model.parameters(), device)
+        return build_optimizer(config, task.model.parameters(), device, sparse=bool(_sparse_embeddings(task.model)))
     if isinstance(given, torch.optim.Optimizer):
         return given
     if callable(given):
@@ -68,6 +68,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     Hooks(task.callbacks)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
+    _check_optimizer(task, config)
     check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
     for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
         if not callable(metric):
@@ -79,6 +80,40 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise UsageError(f"{type(task.model).__name__} has no trainable parameters")
+
+
+_TAKE_SPARSE = {"sgd", "adagrad"}
+
+
+def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
+    """Raise for an optimizer that wants another kind of loop, or other gradients than the model has."""
+    given = task.optimizer
+    kind = given if inspect.isclass(given) else type(given)
+    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{kind.__name__} calls the model several times in a step (its step needs a closure), which fit() does not",
+            hint="Give another optimizer, such as optimizer='adamw', or train in a loop of torch alone.",
+        )
+    if not (sparse := _sparse_embeddings(task.model)) or not (given is None or kind.__module__.startswith("torch.")):
+        return
+    name = config.optimizer if given is None else kind.__name__
+    if name.lower() not in {*_TAKE_SPARSE, "sparseadam"}:
+        raise UsageError(
+            f"{name} does not take the sparse gradients of {sparse[0]} (sparse=True)",
+            hint="Write optimizer='sgd' or 'adagrad', or build the embedding with sparse=False.",
+        )
+    if given is None and config.weight_decay:
+        raise UsageError(
+            f"weight_decay = {config.weight_decay} does not go with the sparse gradients of {sparse[0]} (sparse=True)",
+            hint="Write weight_decay=0, or build the embedding with sparse=False.",
+        )
+
+
+def _sparse_embeddings(model: nn.Module) -> list[str]:
+    """Return the names of the embeddings whose gradients are sparse."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [n or type(m).__name__ for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
 
 
 def check_data(data: Any, method: str) -> None:
