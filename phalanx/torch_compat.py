@@ -53,6 +53,7 @@ PRIVATE = {
     "torch:ops._c10d_functional.all_reduce": "selective activation checkpointing",
     "torch.nn:Module._call_impl": "compile",
     "torch.nn:Module._compiled_call_impl": "compile",
+    "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
     "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
@@ -251,6 +252,17 @@ def set_compiled_call(model: nn.Module, compiled: Callable[..., Any] | None) -> 
 def uncompiled_call(model: nn.Module) -> Callable[..., Any]:
     """Return a module's call with its hooks, not compiled."""
     return model._call_impl
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(model)` wraps, or the module itself."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name that a parameter has without `torch.compile` around the model or parts of it."""
+    return name.replace("_orig_mod.", "")
 
 
 def forward_hooks(model: nn.Module) -> dict[int, Callable[..., Any]]:

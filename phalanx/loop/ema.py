@@ -30,14 +30,16 @@ class WeightAverage:
                 f"ema_decay averages weights in their own precision, which is too low: {low}",
                 hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
             )
-        self.other = {name: tensor.detach().clone() for name, tensor in held.items()}
-        """By name: the average, and while that is in the model (`swap`), the weights that are trained."""
+        self.other = {torch_compat.uncompiled_name(name): tensor.detach().clone() for name, tensor in held.items()}
+        """By the names of the model, not compiled: the average, and while that is in the model (`swap`), the weights
+        that are trained."""
         self._here = [local(tensor.detach()) for tensor in held.values()]
         self._there = [local(tensor) for tensor in self.other.values()]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the averages of parameters, which are equal on ranks that hold replicas."""
-        return {name: self.other[name] for name, _ in self._model.named_parameters() if name in self.other}
+        names = [torch_compat.uncompiled_name(name) for name, _ in self._model.named_parameters()]
+        return {name: self.other[name] for name in names if name in self.other}
 
     def update(self, step: int) -> None:
         """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""

@@ -69,6 +69,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
     _check_optimizer(task, config)
+    _check_loss(task.loss_fn)
     check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
     for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
         if not callable(metric):
@@ -80,6 +81,18 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise UsageError(f"{type(task.model).__name__} has no trainable parameters")
+
+
+def _check_loss(loss_fn: Any) -> None:
+    """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
+    trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    if trained:
+        name = type(loss_fn).__name__
+        raise UsageError(
+            f"loss_fn = {name} has parameters ({', '.join(trained[:3])}), and only those of the model are trained",
+            hint=f"Make it a part of the model, self.loss = {name}(...), whose forward(inputs, targets) returns "
+            "self.loss(output, targets), and leave loss_fn out; or freeze it: loss_fn.requires_grad_(False)",
+        )
 
 
 _TAKE_SPARSE = {"sgd", "adagrad"}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
@@ -99,6 +100,8 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         config, note = settle_here(job.config, job.task.model, job.task.train)
         job = replace(job, config=config, note=job.note or note)
     with Formation(job.config) as formation, nullcontext() if survivor is None else survivor.returning():
+        if isinstance(job.task.loss_fn, nn.Module):  # such as the class weights of CrossEntropyLoss
+            job.task.loss_fn.to(formation.device)
         if job.action == "fit":
             result = _fit(formation, job, survivor)
         else:

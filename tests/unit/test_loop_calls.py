@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.errors import DataError, ModelError
+from phalanx.errors import DataError, ModelError, UsageError
 from phalanx.loop.losses import cross_entropy
 
 if TYPE_CHECKING:
@@ -196,6 +196,58 @@ def test_classes_are_where_torch_has_them():
     assert found["loss"] == pytest.approx(nn.functional.cross_entropy(scores * scale, labels).item(), rel=1e-5)
     assert found["accuracy"] == pytest.approx((scores.argmax(1) == labels).double().mean().item())
     assert cross_entropy(scores[:, :3], labels[:, :3]) == nn.functional.cross_entropy(scores[:, :3].mT, labels[:, :3])
+
+
+class LearnedScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(()))
+        self.register_buffer("weight", torch.ones(()))
+        self.seen: list[str] = []
+
+    def _apply(self, *arguments, **options):
+        self.seen.append("moved")
+        return super()._apply(*arguments, **options)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean() * self.weight * torch.exp(-self.log)
+
+
+def test_a_loss_that_is_a_module_is_moved_and_its_parameters_are_not_forgotten():
+    data, loss = TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), LearnedScale()
+    with pytest.raises(UsageError, match=r"LearnedScale has parameters \(log\)(.|\n)*requires_grad_\(False\)"):
+        trainer(nn.Linear(3, 1), loss_fn=loss).fit(data)
+    assert trainer(nn.Linear(3, 1), loss_fn=loss).evaluate(data)["loss"] > 0
+    trainer(nn.Linear(3, 1), loss_fn=loss.requires_grad_(False)).fit(data)
+    assert loss.seen == ["moved", "moved"]
+    assert loss.log.grad is None
+
+
+class Nano(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.embed(idx))
+        return logits, None if targets is None else nn.functional.cross_entropy(logits.mT, targets)
+
+
+def test_a_model_given_as_compiled_is_called_and_saved_like_the_model(tmp_path):
+    tokens = torch.randint(20, (8, 6))
+    data = TensorDataset(tokens, tokens.roll(-1, 1))
+    kept = {"checkpoint_dir": str(tmp_path / "kept"), "ema_decay": 0.9}
+    model = Nano()
+    compiled = trainer(torch.compile(model, backend="eager"), **kept)
+    compiled.fit(data, epochs=1)
+    compiled.save(tmp_path / "net.safetensors")
+    torch.save(compiled.model.state_dict(), tmp_path / "own.pt")
+    for file in ("net.safetensors", "own.pt"):
+        for other in (Nano(), torch.compile(Nano(), backend="eager")):
+            trainer(other).load(tmp_path / file)
+            torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
+    history = trainer(Nano(), **kept).fit(data, epochs=2, resume_from_checkpoint=True)
+    assert len(history.epochs) == 2
 
 
 def test_the_callers_process_is_left_as_it_was():

@@ -257,3 +257,10 @@ def test_fake_tensors_are_known():
     with torch_fakes.fake_mode():
         assert torch_fakes.is_fake(torch.zeros(2))
     assert not torch_fakes.is_fake(torch.zeros(2))
+
+
+def test_a_compiled_model_has_its_own_names():
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
+    assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
