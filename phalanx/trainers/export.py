@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from phalanx.errors import ModelError, UsageError
-from phalanx.loop.evaluate import model_output
+from phalanx.loop.evaluate import model_output, own_modes
 from phalanx.models.hf import save_pretrained
 from phalanx.models.hf.files import TEXT_FILES
 from phalanx.models.lora import adapters, merge_lora, remove_lora
@@ -52,12 +52,9 @@ def export_model(model: nn.Module, path: Path, format: str, data: Any = None) ->
         _copy_tokenizer(model, path)
     else:
         inputs = example_inputs(data)
-        was_training = model.training
-        try:
-            write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
+        write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
+        with own_modes(model):
             write(_Outputs(model.eval()), inputs, path)
-        finally:
-            model.train(was_training)
 
 
 def _copy_tokenizer(model: nn.Module, target: Path) -> None:

@@ -20,7 +20,7 @@ from phalanx.engine import engines_here
 from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
-from phalanx.loop.evaluate import evaluate, predict
+from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.faults import FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.memory import MemoryWatch
@@ -122,7 +122,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
 
 
 def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
-    formation.notes += [job.note] if job.note else []
+    formation.notes += [note for note in (job.note, kept_in_eval(job.task.model)) if note]
     if not job.checked:
         check_per_host(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
@@ -154,7 +154,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         for engine in engines_here():
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
-        history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+        with own_modes(job.task.model):
+            history = loop.run() if survivor is None else survivor.run(loop, run_dir)
     except Exception as original:
         error = memory.explained(original)
         if formation.is_main and not _is_given(job):

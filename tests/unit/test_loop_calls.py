@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import DataError, ModelError, UsageError
+from phalanx.loop.evaluate import kept_in_eval
 from phalanx.loop.losses import cross_entropy
 
 if TYPE_CHECKING:
@@ -196,6 +197,25 @@ def test_classes_are_where_torch_has_them():
     assert found["loss"] == pytest.approx(nn.functional.cross_entropy(scores * scale, labels).item(), rel=1e-5)
     assert found["accuracy"] == pytest.approx((scores.argmax(1) == labels).double().mean().item())
     assert cross_entropy(scores[:, :3], labels[:, :3]) == nn.functional.cross_entropy(scores[:, :3].mT, labels[:, :3])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_modules_keep_their_modes(whole):
+    """A part in eval mode stays so, a model in eval mode is trained; each has its own mode again afterwards."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1)))
+    (model if whole else model[0]).eval()
+    modes = [module.training for module in model.modules()]
+    seen = []
+    model[1][0].register_forward_hook(lambda layer, *_: seen.append((layer.training, model[0].training)))
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    trainer(model, loss_fn="mse", epochs=2).fit(data, data)
+    steps, evaluations = [(True, whole)] * 2, [(False, False)] * 2
+    assert seen == (steps + evaluations) * 2
+    assert [module.training for module in model.modules()] == modes
+    assert model[0].num_batches_tracked.item() == (4 if whole else 0)
+    assert kept_in_eval(model) == (
+        "" if whole else "in eval mode, and stay so: 0 (model.train() before fit() trains all)"
+    )
 
 
 class LearnedScale(nn.Module):
