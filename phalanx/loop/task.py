@@ -49,6 +49,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         options = {"lr": config.learning_rate} if inspect.isclass(given) else {}
         made: Any = given(trained, **options)
         if isinstance(made, torch.optim.Optimizer):
+            _refuse_closures(type(made))
             return made
         raise UsageError(f"the optimizer factory returned a {type(made).__name__}, not a torch.optim.Optimizer")
     raise UsageError(
@@ -102,24 +103,35 @@ def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
     """Raise for an optimizer that wants another kind of loop, or other gradients than the model has."""
     given = task.optimizer
     kind = given if inspect.isclass(given) else type(given)
-    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
-    if closure is not None and closure.default is closure.empty:
-        raise UsageError(
-            f"{kind.__name__} calls the model several times in a step (its step needs a closure), which fit() does not",
-            hint="Give another optimizer, such as optimizer='adamw', or train in a loop of torch alone.",
-        )
+    if hasattr(kind, "step"):
+        _refuse_closures(kind)
     if not (sparse := _sparse_embeddings(task.model)) or not (given is None or kind.__module__.startswith("torch.")):
         return
     name = config.optimizer if given is None else kind.__name__
     if name.lower() not in {*_TAKE_SPARSE, "sparseadam"}:
         raise UsageError(
             f"{name} does not take the sparse gradients of {sparse[0]} (sparse=True)",
-            hint="Write optimizer='sgd' or 'adagrad', or build the embedding with sparse=False.",
+            hint="Write optimizer='sgd', momentum=0 (or 'adagrad'), or build the embedding with sparse=False.",
         )
-    if given is None and config.weight_decay:
+    groups = [{"weight_decay": config.weight_decay, "momentum": config.momentum if name == "sgd" else 0.0}]
+    groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else groups if given is None else []
+    # torch cannot decay sparse gradients, and checkpoints do not hold the sparse states of momentum.
+    for option in ("weight_decay", "momentum"):
+        value = max((group.get(option, 0.0) for group in groups), default=0.0)
+        if value and name.lower() in _TAKE_SPARSE:
+            raise UsageError(
+                f"{option} = {value} does not go with the sparse gradients of {sparse[0]} (sparse=True)",
+                hint=f"Write {option}=0, or build the embedding with sparse=False.",
+            )
+
+
+def _refuse_closures(kind: Any) -> None:
+    """Raise for an optimizer that wants to call the model itself, such as LBFGS."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         raise UsageError(
-            f"weight_decay = {config.weight_decay} does not go with the sparse gradients of {sparse[0]} (sparse=True)",
-            hint="Write weight_decay=0, or build the embedding with sparse=False.",
+            f"{kind.__name__} calls the model several times in a step (its step needs a closure), which fit() does not",
+            hint="Give another optimizer, such as optimizer='adamw', or train in a loop of torch alone.",
         )
 
 

@@ -88,14 +88,15 @@ def fitted(model: nn.Module, data: TensorDataset, folder, **settings) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"optimizer": lambda parameters: torch.optim.LBFGS(parameters)}, "LBFGS calls the model several times"),
         ({"optimizer": torch.optim.LBFGS}, r"LBFGS calls the model several times(.|\n)*optimizer='adamw'"),
-        ({}, r"adamw does not take the sparse gradients of embed \(sparse=True\)(.|\n)*'sgd' or 'adagrad'"),
+        ({}, r"adamw does not take the sparse gradients of embed \(sparse=True\)(.|\n)*optimizer='sgd', momentum=0"),
         ({"optimizer": torch.optim.RMSprop}, "RMSprop does not take the sparse gradients of embed"),
         ({"optimizer": "sgd", "weight_decay": 0.1}, "weight_decay = 0.1 does not go with the sparse gradients"),
+        ({"optimizer": "sgd"}, r"momentum = 0.9 does not go with(.|\n)*momentum=0"),
     ],
 )
 def test_optimizers_that_cannot_are_refused_by_name(settings, message, tmp_path):
     data = TensorDataset(torch.randint(0, 50, (8, 3)), torch.randint(0, 2, (8,)))
     with pytest.raises(UsageError, match=message):
         fitted(Bag(), data, tmp_path, **settings)
-    assert not (tmp_path / "run").exists()
