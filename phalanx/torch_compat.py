@@ -56,6 +56,7 @@ PRIVATE = {
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "an epoch left between the micro-batches of a step: fsdp",
     "torch.nn:Module._call_impl": "compile",
     "torch.nn:Module._compiled_call_impl": "compile",
+    "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
     "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
@@ -261,6 +262,17 @@ def uncompiled_call(model: nn.Module) -> Callable[..., Any]:
     return model._call_impl
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(model)` wraps, or the module itself."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name that a parameter has without `torch.compile` around the model or parts of it."""
+    return name.replace("_orig_mod.", "")
+
+
 def forward_hooks(model: nn.Module) -> dict[int, Callable[..., Any]]:
     """Return the forward hooks of a module, which may be removed by key."""
     return model._forward_hooks
@@ -323,47 +335,7 @@ def functional_collectives() -> Any:
     return torch.ops._c10d_functional
 
 
-def flash_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output of flash attention on a CPU and its log-sum-exp."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    return out, lse
-
-
-def flash_cpu_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found: tuple[Tensor, Tensor, Tensor] = backward(gradient, query, key, value, out, lse, 0.0, causal)
-    return found
-
-
-def flash_cuda(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output of flash attention on a GPU and its log-sum-exp."""
-    found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
-    return found[0], found[1]
-
-
-def flash_cuda_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
-    unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        causal,
-        unused,
-        unused,
-    )
-    return found
-
-
-# checkpoints
+# devices and profiles
 
 
 def cuda_runtime() -> Any:

@@ -70,7 +70,8 @@ def _write(outputs: Any, output: str | None) -> None:
     if output is not None and output.endswith(".pt"):
         torch.save(outputs, output)
         return
-    if not isinstance(outputs, torch.Tensor):
+    rows = isinstance(outputs, list) and all(isinstance(row, torch.Tensor) for row in outputs)
+    if not isinstance(outputs, torch.Tensor) and (not rows or str(output).endswith(".npy")):
         raise UsageError(
             f"the model's outputs are a {type(outputs).__name__}, not one tensor", hint="Write them with: -o outputs.pt"
         )
@@ -80,7 +81,7 @@ def _write(outputs: Any, output: str | None) -> None:
         np.save(output, (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy())
         return
     with open(output, "w", encoding="utf-8") if output else _standard_output() as file:
-        file.writelines(json.dumps(row) + "\n" for row in outputs.tolist())
+        file.writelines(json.dumps(row.tolist()) + "\n" for row in outputs)
 
 
 def _standard_output() -> Any:

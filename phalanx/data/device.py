@@ -64,20 +64,56 @@ def pin(batch: Any) -> Any:
 
 
 def batch_length(batch: Any) -> int:
-    """Return how many samples a ready-made batch has: the size of dimension 0 of its first tensor."""
+    """Return how many samples a ready-made batch has: the size of dimension 0 of its first tensor.
+
+    Tensors in a list inside the batch do not tell: they are several inputs, or one sample each. Then a tensor beside
+    the list does (the targets).
+    """
+    parts = _parts(batch)
+    sizes = [_size(part) for part in ([batch] if parts is None else parts)]
+    told = next((size for size in sizes if size is not None), None)
+    if told is not None:
+        return told
     if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        return batch_length(next(iter(batch.values()))) if batch else 0
-    if isinstance(batch, (list, tuple)) and batch:
-        nested = isinstance(batch[0], (torch.Tensor, Mapping, list, tuple)) or hasattr(batch[0], "shape")
-        return batch_length(batch[0]) if nested else len(batch)
+        return 1
+    nested = [part for part in parts or () if _parts(part)]
+    if not nested or _are_samples(batch):
+        return len(batch) if hasattr(batch, "__len__") else 1
+    return batch_length(nested[0]) if _named(nested[0]) else _length_of_lists(nested)
+
+
+def _length_of_lists(lists: list[Any]) -> int:
+    """Return how many samples lists hold: several inputs have one size, samples in general do not."""
+    sizes = {_size(item) for part in lists for item in (_parts(part) or ())}
+    only = sizes.pop()
+    return len(lists[0]) if sizes or only is None else only
+
+
+def _parts(batch: Any) -> list[Any] | None:
+    """Return what a list, tuple, mapping or dataclass holds; None for anything else."""
+    if isinstance(batch, (list, tuple)):
+        return list(batch)
+    return list(_named(batch).values()) if _named(batch) else None
+
+
+def _named(batch: Any) -> dict[Any, Any]:
+    """Return the values of a mapping or a dataclass by name; nothing for anything else."""
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return batch_length(getattr(batch, dataclasses.fields(batch)[0].name))
-    shape = getattr(batch, "shape", None)
-    if shape:
-        return int(shape[0])
-    return len(batch) if hasattr(batch, "__len__") else 1
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return dict(batch) if isinstance(batch, Mapping) else {}
+
+
+def _are_samples(batch: Any) -> bool:
+    """Whether a list holds one mapping of the same names per sample."""
+    return isinstance(batch, list) and all(
+        isinstance(part, Mapping) and part.keys() == batch[0].keys() for part in batch
+    )
+
+
+def _size(part: Any) -> int | None:
+    """Return the size of dimension 0 of a tensor or an array; None for anything else."""
+    shape = None if isinstance(part, type) else getattr(part, "shape", None)
+    return int(shape[0]) if shape else None
 
 
 def staged(

@@ -6,13 +6,19 @@ Blocks are changed before a strategy wraps them, and only in the instance's `for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
@@ -29,10 +35,13 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     blocks = _blocks(model, config)
     # Weakly: in a pipeline most blocks are on other ranks, and must not be kept here to be undone.
     before = [(weakref.ref(block), block.__dict__.get("forward")) for block in blocks]
+    cached = [] if recompute is None else _cached(model)
     if recompute is not None:
-        context = _SELECTIVE if recompute.selective else {}
+        contexts = _selective if recompute.selective else noop_context_fn
         for block in blocks[:: recompute.every]:
-            block.forward = partial(_recomputed, block.forward, context)
+            block.forward = partial(_recomputed, block.forward, _Buffers(block), contexts)
+    for config_of_model in cached:
+        config_of_model.use_cache = False
     if config.activation_offload:  # outside: of a block that is recomputed only the input is left to move
         memory = HostMemory(with_compiler=config.compile)
         # With compile each block is a separate graph, between copies that are not compiled.
@@ -50,6 +59,8 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
             block.__dict__.pop("forward", None)
             if forward is not None:
                 block.forward = forward
+        for config_of_model in cached:
+            config_of_model.use_cache = True
 
     del blocks
     return undo
@@ -71,11 +82,96 @@ def _blocks(model: nn.Module, config: DistributedConfig) -> list[nn.Module]:
     return blocks
 
 
-def _recomputed(forward: Any, context: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-    return checkpoint(forward, *arguments, use_reentrant=False, **context, **options)
+def _cached(model: nn.Module) -> list[Any]:
+    """Return the configs of Hugging Face models that fill a key-value cache: a block that runs again would find it."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(each): each for each in configs if getattr(each, "use_cache", False) is True}.values())
 
 
-def _offloaded(forward: Any, memory: HostMemory, *arguments: Any, **options: Any) -> Any:
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""In which a block runs first, and in which it is recomputed."""
+
+
+class _Buffers:
+    """The buffers that a block changes when it runs, such as BatchNorm's statistics: recomputing leaves them alone.
+
+    It computes with their values from before the first pass, on which the outputs may depend (spectral_norm).
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = [module for module in block.modules() if _own_buffers(module)]
+        self._changing: set[nn.Module] | None = None
+        """The modules whose buffers are copied before each pass, because they changed in an earlier one; None: all."""
+
+    def contexts(self, inner: Callable[[], _Contexts]) -> _Contexts:
+        """Return both contexts for one call of the block, around those of `inner`."""
+        first, again = inner()
+        if not self._modules:
+            return first, again
+        before: dict[nn.Module, dict[str, torch.Tensor]] = {}
+        # Outermost: selective recomputation must not record the copies.
+        return _nested(self._copied(before), first), _nested(_replaced(before), again)
+
+    @contextmanager
+    def _copied(self, before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
+        held = [_own_buffers(module) for module in self._modules]  # else the id of one that is replaced is used again
+        versions = {module: _versions(module) for module in self._modules}
+        copies = {module: _copy(module) for module in (self._modules if self._changing is None else self._changing)}
+        yield
+        # Per module: torch does not count what batch_norm writes into running_mean, but num_batches_tracked tells.
+        changed = [module for module in self._modules if _versions(module) != versions[module]]
+        before.update((module, copies[module] if module in copies else _copy(module)) for module in changed)
+        self._changing = {*(self._changing or ()), *changed}
+        del held
+
+
+def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(recurse=False))
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(buffer), torch_compat.version_of(buffer)) for buffer in _own_buffers(module).values()]
+
+
+def _copy(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in _own_buffers(module).items()}
+
+
+@contextmanager
+def _replaced(before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
+    held = {module: _own_buffers(module) for module in before}
+    for module, buffers in before.items():
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer.clone())  # a copy: the graph may be run backward twice
+    try:
+        yield
+    finally:
+        for module, buffers in held.items():
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer)
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _recomputed(
+    forward: Any, buffers: _Buffers, contexts: Callable[[], Any], /, *arguments: Any, **options: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **options)
+    chosen: dict[str, Any] = {"context_fn": partial(buffers.contexts, contexts)}
+    if torch.compiler.is_compiling():  # compiled code writes buffers in the first pass alone
+        chosen = {} if contexts is noop_context_fn else {"context_fn": contexts}
+    # The options are bound, because the function has options of its own ("debug").
+    return checkpoint(partial(forward, **options), *arguments, use_reentrant=False, **chosen)
+
+
+def _offloaded(forward: Any, memory: HostMemory, /, *arguments: Any, **options: Any) -> Any:
     with memory.block():
         return forward(*arguments, **options)
 
@@ -121,4 +217,4 @@ def _keep_or_recompute(_: Any, operation: Any, *arguments: Any, **options: Any) 
     return CheckpointPolicy.MUST_SAVE
 
 
-_SELECTIVE: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_or_recompute)}
+_selective = partial(create_selective_checkpoint_contexts, _keep_or_recompute)

@@ -27,7 +27,11 @@ class WeightAverage:
     def follow(self) -> None:
         """Average what wants gradients now, too: parameters that were unfrozen begin at their value."""
         model, kept = self._model, set(self._model.state_dict())
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad or name in self.other}
+        trained = {
+            name: p
+            for name, p in model.named_parameters()
+            if p.requires_grad or torch_compat.uncompiled_name(name) in self.other
+        }
         buffers = {name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
         held = {**trained, **buffers}
         low = next((f"{name} is {t.dtype}" for name, t in held.items() if t.dtype.itemsize < 4), None)
@@ -36,15 +40,18 @@ class WeightAverage:
                 f"ema_decay averages weights in their own precision, which is too low: {low}",
                 hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
             )
-        before = self.other
-        self.other = {name: before.get(name, tensor.detach().clone()) for name, tensor in held.items()}
+        before, names = self.other, [torch_compat.uncompiled_name(name) for name in held]
+        self.other = {
+            name: before.get(name, tensor.detach().clone()) for name, tensor in zip(names, held.values(), strict=True)
+        }
         self._buffers = list(buffers.items())
         self._here = [local(tensor.detach()) for tensor in held.values()]
         self._there = [local(tensor) for tensor in self.other.values()]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the averages of parameters, which are equal on ranks that hold replicas."""
-        return {name: self.other[name] for name, _ in self._model.named_parameters() if name in self.other}
+        names = [torch_compat.uncompiled_name(name) for name, _ in self._model.named_parameters()]
+        return {name: self.other[name] for name in names if name in self.other}
 
     def update(self, step: int) -> None:
         """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""

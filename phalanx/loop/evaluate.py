@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,32 @@ if TYPE_CHECKING:
     from phalanx.loop.prepare import PreparedLoader
 
 
+@contextmanager
+def own_modes(model: nn.Module) -> Iterator[None]:
+    """Return every module of a model to the mode (train or eval) that it was in, at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def begin_training(wrapped: nn.Module, model: nn.Module) -> None:
+    """Put a model that is in eval mode into train mode; in one that trains, modules in eval mode stay so."""
+    if not model.training:
+        wrapped.train()
+
+
+def kept_in_eval(model: nn.Module) -> str:
+    """Return a note about modules with parameters or buffers that stay in eval mode while the model trains."""
+    if not model.training:
+        return ""
+    kept = [name for name, module in model.named_modules() if not module.training and module.state_dict()]
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return f"in eval mode, and stay so: {kept[0]}{more} (model.train() before fit() trains all)" if kept else ""
+
+
 @torch.no_grad()
 def evaluate(
     formation: Formation,
@@ -36,11 +63,10 @@ def evaluate(
     """
     formation.strategy.consolidate(model)
     bare = model if formation.strategy.shards else formation.unwrap(model)
-    was_training = bare.training
-    bare.eval()
     sums = MetricSums(metrics, formation.device)
     forward = None
-    try:
+    with own_modes(bare):
+        bare.eval()
         for batch in _first_batches(loader, limit):
             forward = forward or decide_forward(formation.unwrap(model), loss_fn, batch)
             with formation.autocast():
@@ -49,8 +75,6 @@ def evaluate(
             by_labels = loss is not None and formation.weighs_labels(forward, model, batch, loader)
             weight = forward.count_labels(batch) if by_labels else None
             sums.add(loss, output, target, loader.current.samples, weight, may_shift=forward.may_shift)
-    finally:
-        bare.train(was_training)
     return sums.result()
 
 
@@ -80,10 +104,9 @@ def _first_batches(loader: PreparedLoader, limit: float | None) -> Iterator[Any]
 def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> list[tuple[int, Any]]:
     """Return this rank's outputs as (position of the batch's first sample, output on the CPU)."""
     bare = model if formation.strategy.shards else formation.unwrap(model)
-    was_training = bare.training
-    bare.eval()
     outputs: list[tuple[int, Any]] = []
-    try:
+    with own_modes(bare):
+        bare.eval()
         for batch in loader:
             with formation.autocast():
                 try:
@@ -93,8 +116,6 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
             samples = loader.current.samples
             if samples:
                 outputs.append((loader.current.offset, _first(output, samples)))
-    finally:
-        bare.train(was_training)
     return outputs
 
 
@@ -119,10 +140,10 @@ def model_output(model: nn.Module, batch: Any, *, with_targets: bool = True) -> 
 
 
 def _first(output: Any, samples: int) -> Any:
-    """Return the rows of real samples, on the CPU and in a dtype that NumPy knows."""
+    """Return the rows of real samples (a number as it is), on the CPU and in a dtype that NumPy knows."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor[:samples].cpu()
+        rows = (tensor[:samples] if tensor.ndim else tensor).cpu()
         return rows.float() if rows.dtype == torch.bfloat16 else rows
 
     return map_batch(output, cut, lambda leaf: isinstance(leaf, torch.Tensor))

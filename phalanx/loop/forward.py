@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 from phalanx.loop.losses import LossFn, cross_entropy
@@ -217,7 +218,7 @@ def _takes_targets(model: nn.Module, items: int) -> bool:
 def positional_parameters(model: nn.Module) -> list[inspect.Parameter]:
     """Return the arguments that the model's forward takes by position."""
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(torch_compat.uncompiled(model).forward).parameters.values()
     except (TypeError, ValueError):
         return []
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,24 @@ from phalanx.errors import UsageError, unknown_name
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
+def class_axis(output: torch.Tensor, target: torch.Tensor) -> int:
+    """Return the dimension of scores that holds the classes: 1, as torch has it, or the last where only that fits."""
+    shape, labels = output.shape, target.shape
+    if len(labels) < 2 or shape[:-1] != labels:
+        return 1
+    if shape[:1] + shape[2:] != labels:
+        return -1
+    warnings.warn(
+        f"scores {list(shape)} for labels {list(labels)}: the classes are taken to be in dimension 1, as in torch. "
+        "If they are in the last: loss_fn=lambda o, t: F.cross_entropy(o.flatten(0, -2), t.flatten())",
+        stacklevel=2,
+    )
+    return 1
+
+
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of scores and labels; for sequences the classes are the last dimension."""
-    if target.ndim > 1 and not target.is_floating_point() and output.shape[:-1] == target.shape:
+    """Return the cross entropy of scores and labels; for sequences the classes may be in the last dimension."""
+    if not target.is_floating_point() and class_axis(output, target) == -1:
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
     return F.cross_entropy(output, target)
 

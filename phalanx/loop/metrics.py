@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
+from phalanx.loop.losses import class_axis
 
 Metric = Callable[[Any, Any], Any]
 """metric(output, target) -> one value per sample, the mean over the batch, or (total, number of what was counted)."""
@@ -47,15 +48,23 @@ class MetricSums:
         if self._metrics is None:
             self._metrics = default_metrics(output, target, loss if may_shift else None)
         for name, metric in self._metrics.items():
-            found = metric(output, target)
-            if isinstance(found, tuple):  # a total and what it counts; a placeholder batch counts nothing
-                total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
-            else:
-                value = torch.as_tensor(found, device=self._device).detach().double()
-                # The mean over a placeholder batch may be NaN, and counts for nothing.
-                total = value[:samples].sum() if value.ndim else value * samples if samples else torch.zeros(())
-                units = torch.tensor(float(samples))
-            self._accumulate(name, total, units)
+            self._accumulate(name, *self._measured(name, metric(output, target), samples))
+
+    def _measured(self, name: str, found: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the total of what a metric found, and the number of what it counted."""
+        if isinstance(found, tuple) and len(found) == 2:  # a placeholder batch counts nothing
+            total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
+            return total, units
+        value = torch.as_tensor(found, device=self._device).detach().double()
+        if value.ndim and samples and (value.shape[0], value.numel()) != (samples, samples):
+            raise ModelError(
+                f"the metric '{name}' returned values of shape {list(value.shape)} for a batch of {samples} samples",
+                hint=f"Return the batch's mean (.mean()), one value per sample ([{samples}]), or (total, count): "
+                "return hits.sum(), hits.numel()",
+            )
+        # The mean over a placeholder batch may be NaN, and counts for nothing.
+        total = value.sum() if value.ndim else value * samples
+        return total if samples else torch.zeros(()), torch.tensor(float(samples))
 
     def _accumulate(self, name: str, total: torch.Tensor, units: torch.Tensor) -> None:
         row = torch.stack([total.to(self._device), units.to(self._device, torch.float64)])
@@ -106,7 +115,7 @@ def _alignment(output: torch.Tensor, target: torch.Tensor, own_loss: torch.Tenso
     aligned, shifted = errors.tolist()
     if min(aligned, shifted) > _TOLERANCE:
         return None
-    return accuracy if aligned <= shifted else next_token_accuracy
+    return token_accuracy if aligned <= shifted else next_token_accuracy
 
 
 def _cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -121,17 +130,16 @@ def _cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def next_token_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
     """Return hits and labels where the scores of each position are for the label after it."""
-    return accuracy(output[:, :-1], target[:, 1:])
+    return token_accuracy(output[:, :-1], target[:, 1:])
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
-    """Return whether the highest scores are right: a value per sample, or (hits, labels) for several labels each.
+def token_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
+    """Return hits and labels where the classes are the last dimension of the scores."""
+    return accuracy(output, target, -1)
 
-    Ignored labels (below 0) do not count.
-    """
-    classes = -1 if target.ndim > 1 and output.shape[:-1] == target.shape else 1
-    hits = (output.argmax(dim=classes) == target).double()
-    if target.ndim == 1:
-        return hits
+
+def accuracy(output: torch.Tensor, target: torch.Tensor, classes: int | None = None) -> Any:
+    """Return how often the highest score is right, and the number of labels; those below 0 do not count."""
     counted = target >= 0
-    return hits[counted].sum(), counted.sum()
+    hits = output.argmax(dim=class_axis(output, target) if classes is None else classes) == target
+    return (hits & counted).sum(), counted.sum()

@@ -17,26 +17,30 @@ _BETA2 = 0.999
 
 
 def build_optimizer(
-    config: DistributedConfig, parameters: Iterable[torch.nn.Parameter], device: torch.device
+    config: DistributedConfig, parameters: Iterable[torch.nn.Parameter], device: torch.device, *, sparse: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the config's optimizer over the trainable parameters, in its fastest implementation."""
+    """Return the config's optimizer over the trainable parameters, in its fastest implementation.
+
+    `sparse`: an embedding has sparse gradients. Fused implementations take neither these nor complex numbers.
+    """
     found = [parameter for parameter in parameters if parameter.requires_grad]
     # torch has fused Adam for sharded parameters, but neither fused SGD nor fused Adagrad.
     sharded = any(isinstance(parameter, DTensor) for parameter in found)
+    fused = not sparse and not any(parameter.is_complex() for parameter in found)
     trained: list[Any] = [{"params": found}]  # a group, because it may be empty: a pipeline stage may be frozen
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     betas = (config.momentum, _BETA2)
     match config.optimizer:
         case "adamw":
-            return torch.optim.AdamW(trained, betas=betas, fused=True, **settings)
+            return torch.optim.AdamW(trained, betas=betas, fused=fused, **settings)
         case "adam":
-            return torch.optim.Adam(trained, betas=betas, fused=True, **settings)
+            return torch.optim.Adam(trained, betas=betas, fused=fused, **settings)
         case "sgd":
-            return torch.optim.SGD(trained, momentum=config.momentum, fused=not sharded, **settings)
+            return torch.optim.SGD(trained, momentum=config.momentum, fused=fused and not sharded, **settings)
         case "rmsprop":
             return torch.optim.RMSprop(trained, momentum=config.momentum, foreach=True, **settings)
         case "adagrad":
-            return torch.optim.Adagrad(trained, fused=device.type == "cpu" and not sharded, **settings)
+            return torch.optim.Adagrad(trained, fused=fused and device.type == "cpu" and not sharded, **settings)
     raise AssertionError(f"the config allowed the optimizer {config.optimizer!r}")
 
 

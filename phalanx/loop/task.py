@@ -41,7 +41,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
     """Return the task's optimizer: the user's instance, what the user's factory makes, or the config's choice."""
     given = task.optimizer
     if given is None:
-        return build_optimizer(config, task.model.parameters(), device)
+        return build_optimizer(config, task.model.parameters(), device, sparse=bool(_sparse_embeddings(task.model)))
     if isinstance(given, torch.optim.Optimizer):
         return given
     if callable(given):
@@ -49,6 +49,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         options = {"lr": config.learning_rate} if inspect.isclass(given) else {}
         made: Any = given(trained, **options)
         if isinstance(made, torch.optim.Optimizer):
+            _refuse_closures(type(made))
             return made
         raise UsageError(f"the optimizer factory returned a {type(made).__name__}, not a torch.optim.Optimizer")
     raise UsageError(
@@ -81,6 +82,8 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     Hooks(task.callbacks)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
+    _check_optimizer(task, config)
+    _check_loss(task.loss_fn)
     check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
     for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
         if not callable(metric):
@@ -92,6 +95,63 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise UsageError(f"{type(task.model).__name__} has no trainable parameters")
+
+
+def _check_loss(loss_fn: Any) -> None:
+    """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
+    trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    if trained:
+        name = type(loss_fn).__name__
+        raise UsageError(
+            f"loss_fn = {name} has parameters ({', '.join(trained[:3])}), and only those of the model are trained",
+            hint=f"Make it a part of the model, self.loss = {name}(...), whose forward(inputs, targets) returns "
+            "self.loss(output, targets), and leave loss_fn out; or freeze it: loss_fn.requires_grad_(False)",
+        )
+
+
+_TAKE_SPARSE = {"sgd", "adagrad"}
+
+
+def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
+    """Raise for an optimizer that wants another kind of loop, or other gradients than the model has."""
+    given = task.optimizer
+    kind = given if inspect.isclass(given) else type(given)
+    if hasattr(kind, "step"):
+        _refuse_closures(kind)
+    if not (sparse := _sparse_embeddings(task.model)) or not (given is None or kind.__module__.startswith("torch.")):
+        return
+    name = config.optimizer if given is None else kind.__name__
+    if name.lower() not in {*_TAKE_SPARSE, "sparseadam"}:
+        raise UsageError(
+            f"{name} does not take the sparse gradients of {sparse[0]} (sparse=True)",
+            hint="Write optimizer='sgd', momentum=0 (or 'adagrad'), or build the embedding with sparse=False.",
+        )
+    groups = [{"weight_decay": config.weight_decay, "momentum": config.momentum if name == "sgd" else 0.0}]
+    groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else groups if given is None else []
+    # torch cannot decay sparse gradients, and checkpoints do not hold the sparse states of momentum.
+    for option in ("weight_decay", "momentum"):
+        value = max((group.get(option, 0.0) for group in groups), default=0.0)
+        if value and name.lower() in _TAKE_SPARSE:
+            raise UsageError(
+                f"{option} = {value} does not go with the sparse gradients of {sparse[0]} (sparse=True)",
+                hint=f"Write {option}=0, or build the embedding with sparse=False.",
+            )
+
+
+def _refuse_closures(kind: Any) -> None:
+    """Raise for an optimizer that wants to call the model itself, such as LBFGS."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{kind.__name__} calls the model several times in a step (its step needs a closure), which fit() does not",
+            hint="Give another optimizer, such as optimizer='adamw', or train in a loop of torch alone.",
+        )
+
+
+def _sparse_embeddings(model: nn.Module) -> list[str]:
+    """Return the names of the embeddings whose gradients are sparse."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [n or type(m).__name__ for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
 
 
 def check_data(data: Any, method: str) -> None:

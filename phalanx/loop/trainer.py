@@ -11,7 +11,7 @@ from phalanx.errors import NonFiniteLossError
 from phalanx.loop.best import BestCheckpoint, MetricWatch
 from phalanx.loop.checks import RankChecks
 from phalanx.loop.ema import WeightAverage
-from phalanx.loop.evaluate import batches_to_measure, evaluate
+from phalanx.loop.evaluate import batches_to_measure, begin_training, evaluate
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
@@ -169,7 +169,7 @@ class TrainLoop:
 
     def _epoch(self) -> Iterator[StepInfo]:
         config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
-        self.model.train()
+        begin_training(self.model, self.formation.unwrap(self.model))
         batches = self._first_batch_seen(iter(self.train_loader))
         while self._forward is not None and not self._finished(within_epoch=True):
             step = self.step + 1

@@ -111,10 +111,14 @@ def write_payload(job: object, path: Path) -> None:
         with path.open("wb") as file:
             cloudpickle.dump(job, file)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        what = "open files, locks, sockets, running DataLoader iterators and CUDA handles are not"
+        if "parametrized" in str(error):  # torch's text, with a link to what does not help here
+            error = RuntimeError("torch does not pickle parametrized modules")
+            what = "modules with weight_norm, spectral_norm or another parametrization are not"
         raise errors.UsageError(
             f"the job cannot be sent to the ranks: {error}",
-            hint="Everything given to the trainer must be picklable: open files, locks, sockets, running DataLoader "
-            "iterators and CUDA handles are not. Or run the script itself on the ranks: phalanx train --script ...",
+            hint=f"Everything given to the trainer must be picklable: {what}. Or run the script itself on the ranks, "
+            "which then build the model themselves: phalanx train --script train.py --num-workers 2",
         ) from error
 
 

@@ -150,6 +150,19 @@ class BatchPass(Protocol):
         """Return how much a part of the batch counts in the mean over the whole."""
 
 
+def dense_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients; of a sparse one, as an embedding may have, the rows that are in it, each once."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            parameter.grad = gradient.coalesce()
+            gradient = parameter.grad.values()  # the same memory: what is written here is in the gradient
+        if gradient is not None:
+            found.append(gradient)
+    return found
+
+
 class Strategy:
     """Decides how ranks share a model and keep it equal. Every method has a default: whole copies, plain autograd."""
 
@@ -241,17 +254,21 @@ class Strategy:
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
         """Divide the averaged gradient, at a step boundary, by the mean weight of its losses."""
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [local(gradient) for gradient in dense_gradients(parameters)]
         if gradients:  # a pipeline stage may be frozen
             torch_compat.foreach_mul_(gradients, 1.0 / divisor)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""
-        return whole(nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+        if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            return whole(nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+        norm = self.grad_norm(parameters)
+        torch_compat.foreach_mul_(dense_gradients(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the one global gradient norm, equal on all ranks."""
-        return whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True))
+        return whole(nn.utils.get_total_norm(dense_gradients(parameters), foreach=True))
 
     def step(self, optimizer_step: Callable[[], object] | None) -> None:
         """Take the step that `divide_gradients` and `clip_grad_norm` have prepared.

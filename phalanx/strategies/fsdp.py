@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from phalanx import torch_compat
 from phalanx.config.settings import precision_name
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import ModelError, UsageError, unknown_name
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
@@ -52,6 +52,30 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def check_shardable(model: nn.Module, wrap_class: str | None, apart: Collection[nn.Parameter] = frozenset()) -> None:
+    """Raise for parameters that `fully_shard` cannot cut: single numbers, and two dtypes in one block."""
+    blocks = find_blocks(model) if wrap_class is None else blocks_of_class(model, wrap_class)
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in apart:
+            continue
+        if parameter.ndim == 0:
+            raise ModelError(
+                f"strategy = 'fsdp' cannot shard {name}: it is a single number, without dimensions",
+                hint=f"Make it a vector of one: self.{name.rpartition('.')[2]} = nn.Parameter(torch.ones(1)); or write "
+                "strategy='ddp'.",
+            )
+        if parameter.requires_grad:
+            block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+            other, dtype = first.setdefault(block, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise ModelError(
+                    f"strategy = 'fsdp' shards {other} ({dtype}) and {name} ({parameter.dtype}) together, "
+                    "which must have one dtype",
+                    hint="Write model.float() before, and mixed_precision='bf16' to compute in it; or strategy='ddp'.",
+                )
+
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,6 +111,7 @@ class FSDP(Strategy):
     def _shard(self, model: nn.Module) -> nn.Module:
         options = self._options()
         name = self.config.wrap_class
+        check_shardable(model, name, self._apart)
         blocks = find_blocks(model) if name is None else blocks_of_class(model, name)
         for block in blocks.values():
             fully_shard(block, **options)

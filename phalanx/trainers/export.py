@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from phalanx.errors import ModelError, UsageError
-from phalanx.loop.evaluate import model_output
+from phalanx.loop.evaluate import model_output, own_modes
 from phalanx.models.hf import save_pretrained
+from phalanx.models.hf.files import TEXT_FILES
+from phalanx.models.lora import adapters, merge_lora, remove_lora
 from phalanx.trainers.weights import save_weights
 
 
@@ -30,8 +34,13 @@ class _Outputs(nn.Module):
 
 
 def export_model(model: nn.Module, path: Path, format: str, data: Any = None) -> None:
-    """Write a whole model on the CPU; `data`: what a sample of inputs is taken from, for ONNX and TorchScript."""
+    """Write a whole model on the CPU, its adapters merged, which other programs do not know.
+
+    `data`: what a sample of inputs is taken from, for ONNX and TorchScript.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if adapters(model):
+        model = remove_lora(merge_lora(copy.deepcopy(model)))
     if format == "safetensors":
         save_weights(model, path)
     elif format == "hf":
@@ -40,14 +49,21 @@ def export_model(model: nn.Module, path: Path, format: str, data: Any = None) ->
             write_folder(path)
         else:
             save_pretrained(model, path)
+        _copy_tokenizer(model, path)
     else:
         inputs = example_inputs(data)
-        was_training = model.training
-        try:
-            write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
+        write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
+        with own_modes(model):
             write(_Outputs(model.eval()), inputs, path)
-        finally:
-            model.train(was_training)
+
+
+def _copy_tokenizer(model: nn.Module, target: Path) -> None:
+    """Copy the tokenizer of the folder that a model was read from: without it the model's tokens have no meaning."""
+    source = Path(str(getattr(model, "name_or_path", "") or target))  # set by transformers, and for our own models
+    for pattern in TEXT_FILES if source.is_dir() else ():
+        for file in source.glob(pattern):
+            if not (target / file.name).exists():
+                shutil.copy(file, target / file.name)
 
 
 def example_inputs(data: Any) -> tuple[torch.Tensor, ...]:
@@ -80,22 +96,39 @@ def _write_onnx(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path) 
         raise UsageError(
             f"writing ONNX needs the package {error.name}", hint="Run: pip install 'phalanx[onnx]'"
         ) from None
-    batch = torch.export.Dim("batch")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it reports every package that is not installed
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            program = torch.export.export(model, inputs, dynamic_shapes=(tuple(_free_sizes(each) for each in inputs),))
             torch.onnx.export(
-                model,
+                program,
                 inputs,
                 str(path),
                 dynamo=True,
                 external_data=False,
                 verbose=False,
-                dynamic_shapes=(tuple({0: batch} for _ in inputs),),
+                dynamic_shapes=(_names_of_sizes(program),),
             )
     except Exception as error:  # torch has many errors for what it cannot express
         raise ModelError(f"the model cannot be written as ONNX: {str(error).splitlines()[0]}") from error
+
+
+def _free_sizes(inputs: torch.Tensor) -> dict[int, Any]:
+    """Return the dimensions that may have another size than the example's: the batch, and a sequence's length.
+
+    The second dimension is a length or a number of features: torch finds out whether the model fixes it.
+    """
+    batch = {0: torch.export.Dim("batch")}
+    return {**batch, 1: torch.export.Dim.AUTO} if inputs.ndim > 1 and inputs.shape[1] > 1 else batch
+
+
+def _names_of_sizes(program: torch.export.ExportedProgram) -> tuple[dict[int, str], ...]:
+    """Return the names of the sizes that are free in a program, by dimension, for each input."""
+    given = set(program.graph_signature.user_inputs)
+    shapes = [node.meta["val"].shape for node in program.graph.nodes if node.name in given]
+    free = [[not str(size).isdecimal() for size in shape[:2]] for shape in shapes]
+    return tuple({place: ("batch", "length")[place] for place, is_free in enumerate(each) if is_free} for each in free)
 
 
 def _write_torchscript(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path) -> None:

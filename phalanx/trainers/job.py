@@ -13,13 +13,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
-from phalanx.loop.evaluate import evaluate, predict
+from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.faults import OBJECTS, FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.memory import MemoryWatch
@@ -104,6 +105,8 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         config, note = settle_here(job.config, job.task.model, job.task.train)
         job = replace(job, config=config, note=job.note or note)
     with Formation(job.config) as formation, nullcontext() if survivor is None else survivor.returning():
+        if isinstance(job.task.loss_fn, nn.Module):  # such as the class weights of CrossEntropyLoss
+            job.task.loss_fn.to(formation.device)
         if job.action == "fit":
             result = _fit(formation, job, survivor)
         else:
@@ -126,7 +129,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
 
 
 def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
-    formation.notes += [job.note] if job.note else []
+    formation.notes += [note for note in (job.note, kept_in_eval(job.task.model)) if note]
     if not job.checked:
         check_per_host(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
@@ -160,7 +163,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         for engine in engines_here():
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
-        history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+        with own_modes(job.task.model):
+            history = loop.run() if survivor is None else survivor.run(loop, run_dir)
         if plan is not None and plan.weights_path is not None:
             weights = whole_weights(job.task.model, keep=formation.is_main)
             if formation.is_main:
@@ -218,10 +222,16 @@ def _predict(formation: Formation, job: Job) -> JobResult:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Concatenate the batches' outputs, also inside mappings, tuples and lists."""
+    """Concatenate the batches' outputs, also inside mappings, tuples and lists.
+
+    Outputs that differ in length become a list with one tensor per sample; of a number there is one per batch.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(outputs)
+        if first.ndim == 0:
+            return torch.stack(outputs)
+        same = all(output.shape[1:] == first.shape[1:] for output in outputs)
+        return torch.cat(outputs) if same else [row for output in outputs for row in output]
     if isinstance(first, Mapping):
         return {key: _joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)):

@@ -27,6 +27,7 @@ from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.runs.record import RunRecord
+from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
 from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.job import Job, JobResult, run_job
@@ -217,6 +218,8 @@ class TorchTrainer:
             layout = plan_layout(config, count_gpus()) if note else layout
         check_before_start(config)
         config_here = config.with_trusted(device=layout.device)
+        if layout.world_size > 1 and config.resolved_strategy == "fsdp":
+            check_shardable(self.model, config.wrap_class)
         if layout.world_size == 1:
             return run_job(Job(action, task, config_here, checked=True), in_place=True)
         if torch_compat.is_profiling():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from phalanx import checkpoint
+from phalanx import checkpoint, torch_compat
 from phalanx.errors import CheckpointError, nearest
 from phalanx.strategies.base import part_like, whole
 from phalanx.strategies.pipeline.placement import join_stages, placed_before
@@ -117,6 +117,7 @@ def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
     state = whole_weights(model, keep=here)
     if state is None:
         return
+    state = {torch_compat.uncompiled_name(name): value for name, value in state.items()}
     temporary = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,8 +159,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise CheckpointError(f"no weights at {path}: neither a file nor a checkpoint directory")
     saved = _read(path)
     here = model.state_dict()
-    _compare(path, saved, _described(model, here))
-    model.load_state_dict({name: part_like(saved[name], value) for name, value in here.items()})
+    names = {name: torch_compat.uncompiled_name(name) for name in here}
+    _compare(path, saved, {torch_compat.uncompiled_name(n): info for n, info in _described(model, here).items()})
+    model.load_state_dict({name: part_like(saved[names[name]], value) for name, value in here.items()})
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -174,7 +176,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")
-    return state
+    return {torch_compat.uncompiled_name(name): value for name, value in state.items()}
 
 
 def _described(model: nn.Module, state: Mapping[str, Any]) -> dict[str, _Info | None]:

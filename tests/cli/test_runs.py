@@ -15,7 +15,9 @@ from command import Answer, phalanx, start
 
 import phalanx as px
 from phalanx.errors import UsageError
+from phalanx.models import build
 from phalanx.runs.stored import StoredRun, find_run, list_runs
+from phalanx.trainers.export import export_model
 
 FAST = ("--device", "cpu", "--num-workers", 2, "--no-tensorboard", "--no-progress")
 
@@ -237,6 +239,17 @@ def test_onnx_computes_what_the_model_computes_for_any_batch(inside):
     session = reference.ReferenceEvaluator("net.onnx")
     (found,) = session.run(None, {session.input_names[0]: points.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), run.model(points).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_onnx_of_a_language_model_takes_sequences_of_any_length(tmp_path):
+    pytest.importorskip("onnxscript")
+    reference = pytest.importorskip("onnx.reference")
+    model = build("gpt", layers=1).eval()
+    tokens = torch.randint(256, (2, 16))
+    export_model(model, tmp_path / "x.onnx", "onnx", (tokens, tokens))
+    session = reference.ReferenceEvaluator(str(tmp_path / "x.onnx"))
+    (found,) = session.run(None, {session.input_names[0]: tokens[:1, :9].numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(tokens[:1, :9]).detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_trainer_saves_onnx_or_refuses(tmp_path):

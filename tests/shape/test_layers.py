@@ -18,6 +18,7 @@ LAYERS = {
     "engine": 1,
     "torch_compat": 1,
     "torch_fakes": 1,
+    "torch_flash": 1,
     "host": 1,
     "observe": 1,
     "recipes": 1,
@@ -141,6 +142,7 @@ def test_private_torch_is_used_in_one_module_only():
         if name in (
             "phalanx.torch_compat",
             "phalanx.torch_fakes",
+            "phalanx.torch_flash",
             "phalanx.launch.forkserver.preload",
         ):  # the second imports by name, if present
             continue

@@ -72,6 +72,18 @@ def test_map_batch_visits_leaves_only():
         {"inputs": torch.zeros(5, 2)},
         Sample(torch.zeros(5), "x"),
         ["a", "b", "c", "d", "e"],
+        ({"ids": torch.zeros(5, 2)}, {"labels": torch.zeros(5)}),
+        ([torch.zeros(5, 2), torch.zeros(5, 3)], torch.zeros(5)),  # two inputs
+        ([torch.zeros(5, 2), torch.zeros(5, 3)], [torch.zeros(5), torch.zeros(5)]),
+        ([torch.zeros(length) for length in (17, 3, 4, 5, 9)], torch.zeros(5)),  # sequences
+        {"sequences": [torch.zeros(length) for length in (17, 3, 4, 5, 9)]},
+        (
+            tuple(torch.zeros(3, side, 8) for side in range(5, 10)),
+            tuple({"boxes": torch.zeros(2, 4)} for _ in range(5)),
+        ),
+        [{"image": torch.zeros(3, 8, 8), "height": 8}] * 5,
+        (["a", "b", "c", "d", "e"], [0, 1, 2, 3, 4]),
+        [torch.tensor(1.0)] * 5,
     ],
 )
 def test_the_length_of_a_batch(batch):

@@ -137,3 +137,123 @@ def test_models_that_cannot_are_refused():
             Formation(device="cpu", **{setting: True}).prepare(plain)
     with pytest.raises(ModelError, match="'every 3': GPT has 2 blocks only"):
         Formation(device="cpu", activation_checkpointing="every 3").prepare(build("gpt", layers=2))
+
+
+class Stateful(nn.Module):
+    """A block whose buffers change in every forward pass: statistics, and the vectors of spectral_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.average = nn.BatchNorm1d(8, momentum=None)
+        self.rows = nn.InstanceNorm1d(8, track_running_stats=True)
+        self.sync = nn.SyncBatchNorm(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1  # bound anew, not written in place
+        x = self.sync(self.average(self.norm(self.layer(x))).relu())
+        return self.rows(x.unsqueeze(-1).expand(-1, -1, 3)).mean(-1) + x
+
+
+def state_after_training(model: nn.Module, batches: list[torch.Tensor], **settings) -> dict[str, torch.Tensor]:
+    """Take a step per batch, the first with the second block's norm frozen, and return weights and buffers."""
+    with Formation(device="cpu", **settings) as formation:
+        wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in batches:
+            formation.backward(wrapped(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return x + self.norm(self.layer(x)).relu()
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_compiled_block_that_is_recomputed_counts_each_batch_once(kind):
+    batches, found = list(torch.randn(2, 6, 8)), []
+    for settings in ({}, {"activation_checkpointing": kind}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Normed(), Normed())
+        state_after_training(torch.compile(model, backend="aot_eager"), batches, **settings)
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "every 2"])
+def test_a_recomputed_block_changes_its_buffers_once(kind):
+    batches = list(torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)))
+    found = []
+    for settings in ({}, {"activation_checkpointing": kind}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Stateful(), Stateful(), Stateful())
+        model[1].norm.eval()
+        state_after_training(model, batches[:1], **settings)
+        model[1].norm.train()  # its statistics first change in a later pass
+        found.append(state_after_training(model, batches[1:], **settings))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert [int(found[1][f"{block}.norm.num_batches_tracked"]) for block in range(3)] == [3, 2, 3]
+    assert int(found[1]["2.calls"]) == 3
+
+
+class Crossed(nn.Module):
+    """A block with keywords that a cross-attention block, or torch's own function, has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, *, context, memory, forward, debug):
+        return x + self.layer(x) * context * memory * forward * debug
+
+
+class Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Crossed(), Crossed()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, context=x.cos(), memory=x.sin(), forward=2.0, debug=x)
+        return x
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"activation_offload": True}])
+def test_blocks_may_have_keywords_of_any_name(settings):
+    inputs, found = torch.randn(4, 8), []
+    for chosen in ({}, settings):
+        torch.manual_seed(0)
+        found.append(state_after_training(Crossing(), [inputs], **chosen))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def cached_models() -> dict[str, object]:
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = transformers.LlamaConfig(vocab_size=16, num_key_value_heads=2, **sizes)
+    t5 = transformers.T5Config(
+        vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0
+    )
+    return {"llama": transformers.LlamaForCausalLM(llama), "t5": transformers.T5ForConditionalGeneration(t5)}
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_models_with_a_key_value_cache_are_recomputed_without_it(name, kind):
+    model = cached_models()[name].train()
+    caches = [each.config.use_cache for each in model.modules() if hasattr(each, "config")]
+    tokens = torch.randint(16, (2, 6))
+    expected = torch.autograd.grad(model(input_ids=tokens, labels=tokens).loss, list(model.parameters()))
+    with Formation(device="cpu", activation_checkpointing=kind) as formation:
+        wrapped = formation.prepare(model)
+        formation.backward(wrapped(input_ids=tokens, labels=tokens).loss)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+    assert [each.config.use_cache for each in model.modules() if hasattr(each, "config")] == caches

@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.errors import DataError, ModelError
+from phalanx.errors import DataError, ModelError, UsageError
+from phalanx.loop.evaluate import kept_in_eval
+from phalanx.loop.losses import cross_entropy
 
 if TYPE_CHECKING:
     from phalanx.observe.history import History
@@ -140,6 +142,132 @@ def test_predict_keeps_named_tuples_and_takes_any_mapping():
 
     batches = [collections.UserDict(inputs=x[:4], labels=torch.zeros(4)), collections.UserDict(inputs=x[4:], labels=0)]
     assert torch.equal(trainer(Keyword(), batch_size=None).predict(batches), x)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"twice": 2 * x * self.weight, "penalty": x.sum()}
+
+
+def test_predict_takes_batches_of_different_lengths_and_numbers():
+    rows = [torch.full((length,), float(length)) for length in range(1, 5)]
+    loader = DataLoader(rows, batch_size=2, collate_fn=lambda some: nn.utils.rnn.pad_sequence(some, batch_first=True))
+    found = trainer(Padded(), batch_size=2).predict(loader)
+    assert [row.tolist() for row in found["twice"]] == [[2, 0], [4, 4], [6, 6, 6, 0], [8, 8, 8, 8]]
+    assert found["penalty"].tolist() == [5, 25]
+
+
+TAGS = {
+    "[batch, time]": lambda right: right,
+    "flat": lambda right: right.flatten(),
+    "[1]": lambda right: right.mean().reshape(1),
+}
+
+
+@pytest.mark.parametrize("shape", TAGS)
+def test_a_metric_of_another_shape_is_refused(shape):
+    tokens = torch.randint(5, (8, 6))
+    tagger = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+
+    def measured(metric) -> float:
+        metrics = {"tags": lambda output, target: metric((output.argmax(-1) == target).float())}
+        return trainer(tagger, metrics=metrics).evaluate(TensorDataset(tokens, tokens))["tags"]
+
+    with pytest.raises(
+        ModelError, match=r"metric 'tags' returned values of shape \[.*4 samples(.|\n)*\(total, count\)"
+    ):
+        measured(TAGS[shape])
+    expected = (tagger(tokens).argmax(-1) == tokens).float().mean().item()
+    for metric in (torch.mean, lambda right: right.mean(1), lambda right: (right.sum(), right.numel())):
+        assert measured(metric) == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:scores")
+def test_classes_are_where_torch_has_them():
+    """[batch, classes, length], also where there are as many classes as positions; else the last dimension may fit."""
+    data = TensorDataset(torch.randn(8, 5, 5), torch.randint(5, (8, 5)))
+    scores, labels = data.tensors
+    with pytest.warns(UserWarning, match=r"scores \[4, 5, 5\] for labels \[4, 5\]: the classes .* dimension 1"):
+        found = trainer(nn.BatchNorm1d(5, affine=True), loss_fn="cross_entropy").evaluate(data)
+    scale = 1 / (1 + 1e-5) ** 0.5
+    assert found["loss"] == pytest.approx(nn.functional.cross_entropy(scores * scale, labels).item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx((scores.argmax(1) == labels).double().mean().item())
+    assert cross_entropy(scores[:, :3], labels[:, :3]) == nn.functional.cross_entropy(scores[:, :3].mT, labels[:, :3])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_modules_keep_their_modes(whole):
+    """A part in eval mode stays so, a model in eval mode is trained; each has its own mode again afterwards."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1)))
+    (model if whole else model[0]).eval()
+    modes = [module.training for module in model.modules()]
+    seen = []
+    model[1][0].register_forward_hook(lambda layer, *_: seen.append((layer.training, model[0].training)))
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    trainer(model, loss_fn="mse", epochs=2).fit(data, data)
+    steps, evaluations = [(True, whole)] * 2, [(False, False)] * 2
+    assert seen == (steps + evaluations) * 2
+    assert [module.training for module in model.modules()] == modes
+    assert model[0].num_batches_tracked.item() == (4 if whole else 0)
+    assert kept_in_eval(model) == (
+        "" if whole else "in eval mode, and stay so: 0 (model.train() before fit() trains all)"
+    )
+
+
+class LearnedScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(()))
+        self.register_buffer("weight", torch.ones(()))
+        self.seen: list[str] = []
+
+    def _apply(self, *arguments, **options):
+        self.seen.append("moved")
+        return super()._apply(*arguments, **options)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean() * self.weight * torch.exp(-self.log)
+
+
+def test_a_loss_that_is_a_module_is_moved_and_its_parameters_are_not_forgotten():
+    data, loss = TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), LearnedScale()
+    with pytest.raises(UsageError, match=r"LearnedScale has parameters \(log\)(.|\n)*requires_grad_\(False\)"):
+        trainer(nn.Linear(3, 1), loss_fn=loss).fit(data)
+    assert trainer(nn.Linear(3, 1), loss_fn=loss).evaluate(data)["loss"] > 0
+    trainer(nn.Linear(3, 1), loss_fn=loss.requires_grad_(False)).fit(data)
+    assert loss.seen == ["moved", "moved"]
+    assert loss.log.grad is None
+
+
+class Nano(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.embed(idx))
+        return logits, None if targets is None else nn.functional.cross_entropy(logits.mT, targets)
+
+
+def test_a_model_given_as_compiled_is_called_and_saved_like_the_model(tmp_path):
+    tokens = torch.randint(20, (8, 6))
+    data = TensorDataset(tokens, tokens.roll(-1, 1))
+    kept = {"checkpoint_dir": str(tmp_path / "kept"), "ema_decay": 0.9}
+    model = Nano()
+    compiled = trainer(torch.compile(model, backend="eager"), **kept)
+    compiled.fit(data, epochs=1)
+    compiled.save(tmp_path / "net.safetensors")
+    torch.save(compiled.model.state_dict(), tmp_path / "own.pt")
+    for file in ("net.safetensors", "own.pt"):
+        for other in (Nano(), torch.compile(Nano(), backend="eager")):
+            trainer(other).load(tmp_path / file)
+            torch.testing.assert_close(list(other.parameters()), list(model.parameters()))
+    history = trainer(Nano(), **kept).fit(data, epochs=2, resume_from_checkpoint=True)
+    assert len(history.epochs) == 2
 
 
 def test_the_callers_process_is_left_as_it_was():

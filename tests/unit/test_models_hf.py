@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from phalanx.errors import CheckpointError, ModelError, UsageError
 from phalanx.models import build, load_pretrained, save_pretrained
 from phalanx.models.attention import RopeScaling
+from phalanx.models.hf.folder import from_folder
+from phalanx.trainers.export import export_model
 
 CASES = {
     "gpt": ("gpt", {"dropout": 0.1}),
@@ -188,3 +190,24 @@ def test_what_has_no_layout_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="could not be written"):
         save_pretrained(build("llama"), tmp_path / "file" / "m")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_exported_folder_has_the_tokenizer_of_the_model_that_was_read(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    save_pretrained(build("gpt"), tmp_path / "gpt")
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")
+    for name in ("gpt", "bert"):
+        for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "notes.md"):
+            (tmp_path / name / file).write_text(f"{name} {file}")
+        export_model(from_folder(tmp_path / name), tmp_path / "out" / name, "hf")
+        written = {path.name: path for path in (tmp_path / "out" / name).iterdir()}
+        assert written["vocab.txt"].read_text() == f"{name} vocab.txt"
+        assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= set(written)
+        assert "notes.md" not in written

@@ -16,6 +16,7 @@ from phalanx import DistributedConfig, Formation, PyTorchDDPTrainer
 from phalanx.errors import CheckpointError, ConfigError, ModelError, UsageError
 from phalanx.models import build
 from phalanx.models.lora import adapters, target_layers
+from phalanx.trainers.export import export_model
 
 TOKENS = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(1))
 
@@ -213,3 +214,27 @@ def test_unmerged_adapters_are_not_lost_in_the_hugging_face_layout(tmp_path):
     expected = model(TOKENS)
     save_pretrained(phalanx.merge_lora(model), tmp_path / "hf")
     torch.testing.assert_close(load_pretrained(tmp_path / "hf")(TOKENS), expected, rtol=0, atol=1e-12)
+
+
+def test_a_merged_model_is_saved_with_what_it_computes(tmp_path):
+    model = adapted("gpt")
+    expected = model(TOKENS)
+    PyTorchDDPTrainer(phalanx.merge_lora(model)).save(tmp_path / "merged.safetensors")
+    for other in (phalanx.lora(build("gpt").double(), 4), phalanx.merge_lora(adapted("gpt"))):
+        PyTorchDDPTrainer(other).load(tmp_path / "merged.safetensors")
+        torch.testing.assert_close(other.eval()(TOKENS), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(phalanx.unmerge_lora(other)(TOKENS), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(phalanx.unmerge_lora(model)(TOKENS), expected, rtol=0, atol=1e-12)
+
+
+def test_an_exported_model_of_transformers_has_its_adapters(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes)).eval()
+    for adapter in adapters(phalanx.lora(model, 2)).values():
+        nn.init.normal_(adapter.B)
+    expected = model(TOKENS).logits
+    export_model(model, tmp_path / "hf", "hf")
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    torch.testing.assert_close(found(TOKENS).logits, expected)
+    assert adapters(model), "the model itself stays as it was"

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
-from phalanx import torch_compat, torch_fakes
+from phalanx import torch_compat, torch_fakes, torch_flash
 
-NEEDS_CUDA = {"flash_cuda", "flash_cuda_backward", "record_allocations", "allocations"}
+NEEDS_CUDA = {"record_allocations", "allocations"}
 
 
 @pytest.fixture
@@ -237,11 +237,11 @@ def test_operators():
 
 def test_flash_attention_on_cpus():
     query, key, value = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
-    out, lse = torch_compat.flash_cpu(query.detach(), key.detach(), value.detach(), True)
+    out, lse = torch_flash.flash_cpu(query.detach(), key.detach(), value.detach(), True)
     expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(out, expected.detach())
     expected.sum().backward()
-    found = torch_compat.flash_cpu_backward(
+    found = torch_flash.flash_cpu_backward(
         torch.ones_like(out), query.detach(), key.detach(), value.detach(), out, lse, True
     )
     for gradient, tensor in zip(found, (query, key, value), strict=True):
@@ -280,3 +280,10 @@ def test_the_begin_and_end_of_a_compilation_are_known():
     assert doubled(torch.ones(2)).sum() == 4
     assert seen == ["begin", "end"]
     import_module("torch._dynamo.callback").callback_handler.clear()
+
+
+def test_a_compiled_model_has_its_own_names():
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
+    assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())

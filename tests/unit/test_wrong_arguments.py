@@ -132,6 +132,39 @@ def test_other_errors_of_a_model_stay_as_they_are(tmp_path, monkeypatch):
         PyTorchDDPTrainer(Broken(4, 2), device="cpu", progress=False).fit(numbers())
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(scale), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Scaled(torch.ones(())), ["'fsdp' cannot shard scale", "self.scale = nn.Parameter(torch.ones(1))"]),
+        (
+            Scaled(torch.ones(1, dtype=torch.bfloat16)),
+            ["shards scale (torch.bfloat16) and out.weight (torch.float32) together", "model.float()"],
+        ),
+    ],
+)
+def test_parameters_that_cannot_be_sharded_are_named_before_the_start(model, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = PyTorchDDPTrainer(model, num_workers=2, strategy="fsdp", device="cpu")
+    message = refused(lambda: trainer.fit(numbers()), ModelError)
+    assert all(word in message for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parametrized_modules_are_named_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
+    message = refused(lambda: PyTorchDDPTrainer(model, num_workers=2, device="cpu").fit(numbers()))
+    assert "weight_norm, spectral_norm or another parametrization are not" in message
+    assert "phalanx train --script train.py --num-workers 2" in message
+    assert "https://" not in message
+
+
 def test_a_data_set_without_options_says_so():
     assert "data set 'digits' takes no options; got 'size'" in refused(lambda: load("digits", size=3))
 

@@ -18,6 +18,19 @@ from phalanx.errors import CheckpointError, UsageError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
+TEXT_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+"""Files of tokenizers and processors, as patterns; "*.model" is SentencePiece's."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""

@@ -32,11 +32,14 @@ def from_folder(path: Path, *, weights: bool | None = None, **options: Any) -> n
             hint="Add weights = false for a new model of that shape.",
         )
     if str(document.get("model_type")) not in _LAYOUTS:
-        return _by_transformers(folder, document, use_stored=use_stored)
-    if use_stored:
-        return load_pretrained(folder).train()
-    layout = _layout_named(str(document["model_type"]))
-    return layout.build(layout.config_from_hf(document))
+        model = _by_transformers(folder, document, use_stored=use_stored)
+    elif use_stored:
+        model = load_pretrained(folder).train()
+    else:
+        layout = _layout_named(str(document["model_type"]))
+        model = layout.build(layout.config_from_hf(document))
+    model.name_or_path = str(folder)  # type: ignore[assignment]  # as transformers does: where its tokenizer is
+    return model
 
 
 def _by_transformers(folder: Path, document: dict[str, Any], *, use_stored: bool) -> nn.Module:

@@ -34,6 +34,8 @@ class Adapter(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.scale = scale
         self.merged = False
+        self.register_state_dict_post_hook(_hide_merged)
+        self.register_load_state_dict_pre_hook(_note_loaded)
 
     @property
     def rank(self) -> int:
@@ -58,6 +60,18 @@ class Adapter(nn.Module):
     def extra_repr(self) -> str:
         """Return the text for `print(model)`."""
         return f"rank={self.rank}, scale={self.scale:g}{', merged' if self.merged else ''}"
+
+
+def _hide_merged(adapter: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Save a merged adapter as one that adds nothing: the weights have it already, and a state does not say so."""
+    if adapter.merged:
+        state[f"{prefix}B"] = torch.zeros_like(adapter.B)
+
+
+def _note_loaded(adapter: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Expect weights without the adapter, as they are in a state that has the adapter's matrices."""
+    if f"{prefix}B" in state:
+        adapter.merged = False
 
 
 def lora(

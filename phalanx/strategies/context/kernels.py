@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx import torch_compat
+from phalanx import torch_flash
 
 ROWS = 1024
 """How many queries the plain kernel scores at a time, which limits its memory."""
@@ -54,8 +54,8 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-CPU_FLASH = Kernel(torch_compat.flash_cpu, torch_compat.flash_cpu_backward)
-CUDA_FLASH = Kernel(torch_compat.flash_cuda, torch_compat.flash_cuda_backward)
+CPU_FLASH = Kernel(torch_flash.flash_cpu, torch_flash.flash_cpu_backward)
+CUDA_FLASH = Kernel(torch_flash.flash_cuda, torch_flash.flash_cuda_backward)
 PLAIN = Kernel(_forward, _backward)
 """Any device and dtype."""
 
