@@ -41,8 +41,6 @@ class CheckpointPolicy:
         self.auto = AutoInterval(formation) if self.every is not None and self.every[1] == "auto" else None
         self.last_step: int | None = None
         self.last_path: str | None = None
-        self.restarted = False
-        """Whether an earlier attempt of this run is continued from its checkpoint."""
         self.saved_paths: dict[int, str] = {}
         """The checkpoints of this run by step, as they were after ranks had changed."""
 
@@ -147,7 +145,6 @@ class CheckpointPolicy:
         if restarted := env.attempt + env.generation > 0 and self.directory is not None:
             assert self.directory is not None
             state = restore_snapshot(self._formation, self.directory, required=False, this_run=True)
-            self.restarted = state is not None
         if state is None and isinstance(resume, str):
             state = self._formation.load(resume)
         elif state is None and resume:
