@@ -59,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _SLOW_FIRST.index(_folder(item)) if _folder(item) in _SLOW_FIRST else len(_SLOW_FIRST))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep what belongs together in one process: a file, whose fixtures are then made once, and the files of an engine.
 
