@@ -11,6 +11,7 @@ import functools
 import pickle
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -87,9 +88,7 @@ def missing() -> dict[str, str]:
     for name, breaks in PRIVATE.items():
         module, _, path = name.partition(":")
         try:
-            value: Any = import_module(module)
-            for part in path.split("."):
-                value = getattr(value, part)
+            attrgetter(path)(import_module(module))
         except (ImportError, AttributeError):
             found[name.replace(":", ".")] = breaks
     return found
@@ -120,14 +119,9 @@ def base_of(tensor: Tensor) -> Tensor:
 
 # operations on many tensors in one call, and the worker processes of loaders
 
-foreach_add = torch._foreach_add
-foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
-foreach_lerp_ = torch._foreach_lerp_
-foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
-foreach_sub = torch._foreach_sub
+foreach_add, foreach_add_, foreach_sub = torch._foreach_add, torch._foreach_add_, torch._foreach_sub
+foreach_mul_, foreach_div_, foreach_lerp_ = torch._foreach_mul_, torch._foreach_div_, torch._foreach_lerp_
+foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
 LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
 
@@ -315,9 +309,6 @@ def hide_worker_info() -> None:
 def draws_each_once(sampler: torch.utils.data.RandomSampler) -> bool:
     """Whether a RandomSampler is a plain permutation of its data set."""
     return not sampler.replacement and sampler._num_samples is None
-
-
-# operators
 
 
 def argument_names(operator: Any) -> list[str]:
