@@ -195,13 +195,7 @@ def test_what_has_no_layout_is_refused_and_leaves_nothing(tmp_path):
 def test_an_exported_folder_has_the_tokenizer_of_the_model_that_was_read(tmp_path):
     transformers = pytest.importorskip("transformers")
     save_pretrained(build("gpt"), tmp_path / "gpt")
-    sizes = {
-        "vocab_size": 9,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-    }
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")
     for name in ("gpt", "bert"):
         for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "notes.md"):

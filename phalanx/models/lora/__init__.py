@@ -34,8 +34,8 @@ class Adapter(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.scale = scale
         self.merged = False
-        self.register_state_dict_post_hook(_hide_merged)
-        self.register_load_state_dict_pre_hook(_note_loaded)
+        self.register_state_dict_post_hook(_hide_merged)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_note_loaded)  # type: ignore[no-untyped-call]
 
     @property
     def rank(self) -> int:
