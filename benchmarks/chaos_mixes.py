@@ -14,7 +14,19 @@ import tempfile
 import time
 from pathlib import Path
 
-COMMON = ("--device", "cpu", "--heartbeat-timeout", "1", "--compare", "--json", "--no-checkpoints", "--seed", "5")
+COMMON = (
+    "--device",
+    "cpu",
+    "--heartbeat-timeout",
+    "1",
+    "--compare",
+    "--json",
+    "--no-checkpoints",
+    "--seed",
+    "5",
+    "--epochs",
+    "1000",
+)
 EXACT = ("--strategy", "ring", "--fixed-order")
 OBJECTS = ("--own-objects", "--ema-decay", "0.9")
 MIXED = ("--kinds", "kill,exception,scale")
@@ -22,8 +34,8 @@ MIXES = {
     "objects": ["digits", "--num-workers", "4", *OBJECTS, *EXACT],
     "objects, torch's ddp": ["digits", "--num-workers", "2", *OBJECTS, "--strategy", "ddp", "--lr-schedule", "cosine"],
     "shards (fsdp)": ["digits", "--num-workers", "2", *OBJECTS, "--strategy", "fsdp", "--memory-frequency", "1"],
-    "kills and requests": ["digits", "--num-workers", "1:4", *OBJECTS, *EXACT, *MIXED],
-    "two machines": ["digits", "--num-workers", "1:4", "--num-nodes", "2", *OBJECTS, *EXACT, *MIXED],
+    "kills and requests": ["digits", "--num-workers", "2:4", *OBJECTS, *EXACT, *MIXED],
+    "two machines": ["digits", "--num-workers", "2:4", "--num-nodes", "2", *OBJECTS, *EXACT, *MIXED],
 }
 
 

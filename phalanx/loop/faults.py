@@ -125,7 +125,8 @@ class FaultPlan(Callback):
         elif fault.kind == "corrupt":
             _flip_bits(trainer.saving.last_path)
         elif fault.kind == "scale":
-            _scale(trainer, fault.ranks)
+            if fault.ranks != trainer.formation.world_size:  # a restart has begun with all of them again
+                _scale(trainer, fault.ranks)
         else:
             _change_link(fault)
 
