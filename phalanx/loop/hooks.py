@@ -64,6 +64,8 @@ class Hooks:
     def __init__(self, callbacks: list[Any] | None = None) -> None:
         self._every: list[tuple[Hook, int]] = []
         self._callbacks: list[Callback] = []
+        self.called = 0
+        """How many callbacks were called after a step whose others were not: a lost rank broke it off."""
         self.sinks: list[Sink] = []
         """Receivers of events that were given among the callbacks."""
         for item in callbacks or []:
@@ -98,12 +100,15 @@ class Hooks:
         return bool(self._every or self._callbacks)
 
     def after_step(self, trainer: Any, info: StepInfo) -> None:
-        """Call what is due after this step."""
-        for hook, every in self._every:
-            if info.step % every == 0:
-                hook(info)
-        for callback in self._callbacks:
+        """Call what is due after this step, and was not called for it yet."""
+        if not self.called:
+            for hook, every in self._every:
+                if info.step % every == 0:
+                    hook(info)
+        for callback in self._callbacks[self.called :]:
             callback.on_step_end(trainer, info)
+            self.called += 1
+        self.called = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by position and class."""

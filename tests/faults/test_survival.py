@@ -293,6 +293,37 @@ def test_a_step_whose_weights_were_not_reduced_was_not_taken(tmp_path, fork_serv
     assert plain(hit) == plain(quiet)
 
 
+class Evaluates(KillWhen):
+    """Evaluates after a step, in which a rank is lost."""
+
+    def on_step_end(self, trainer, info) -> None:
+        super().on_step_end(trainer, info)
+        if info.step == self.step:
+            trainer.evaluate()
+
+
+class DiesBeforeTheReport(KillWhen):
+    """Dies when the optimizer has taken its step, whose loss the ranks then reduce."""
+
+    def on_fit_start(self, trainer) -> None:
+        trainer.optimizer.register_step_post_hook(lambda *_: self._kill(trainer, "optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "step"), [(Evaluates, "evaluation", 6), (DiesBeforeTheReport, "optimizer", 5)]
+)
+def test_callbacks_are_called_once_after_each_step_that_was_taken(tmp_path, kind, moment, step, fork_server):
+    """Decay counts its calls: one more or less would change the weights."""
+    settings = {"optimizer": "sgd", "log_every_n_steps": 1}
+    quiet, *_ = small_fit(tmp_path / "quiet", callbacks=[Decay(), Decay()], **settings)
+    (tmp_path / "hit").mkdir()
+    hit, *_ = small_fit(
+        tmp_path / "hit", callbacks=[Decay(), kind(tmp_path / "hit", moment, step), Decay()], **settings
+    )
+    assert (tmp_path / "hit" / "killed").exists()
+    assert plain(hit) == plain(quiet)
+
+
 def test_the_best_checkpoint_that_was_in_flight_is_remembered(tmp_path, fork_server):
     """The loss comes a few steps after the best evaluation: its save is published, and not collected yet."""
     kill = KillWhen(tmp_path, "step", 10)
