@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import phalanx
 from phalanx import checkpoint
 from phalanx.checkpoint import read_manifest
-from phalanx.errors import ReplicaError
+from phalanx.errors import DataError, ReplicaError
 
 EPOCHS, STEPS = 4, 32
 
@@ -373,6 +373,26 @@ def test_ranks_that_differ_after_a_change_end_the_run_and_say_in_what(tmp_path, 
     )  # fmt: skip
     with pytest.raises(ReplicaError, match=r"different learning rates: rank 0 has \[0\.\d+\], rank 1 \[0\.123\]"):
         trainer.fit(Rows())
+
+
+class Counts(OwnNumbers):
+    """Draws by a counter, which a rank that is prepared again has raised."""
+
+    drawn = 0
+
+    def __iter__(self):
+        self.drawn += 1
+        return iter([(index * (2 * self.drawn + 1)) % self.count for index in range(self.count)])
+
+
+def test_an_order_that_cannot_be_drawn_again_ends_the_run(tmp_path, fork_server):
+    """A restart from the checkpoint of the last epoch would train in another order than a run without losses."""
+    trainer = phalanx.PyTorchDDPTrainer(
+        nn.Linear(8, 1), loss_fn="mse", num_workers=2, device="cpu", batch_size=4, epochs=3, max_restarts=3,
+        progress=False, run_dir=str(tmp_path / "run"), callbacks=[KillWhen(tmp_path, "step", 12)],
+    )  # fmt: skip
+    with pytest.raises(DataError, match="Counts: epoch 2 was begun in another order"):
+        trainer.fit(DataLoader(Rows(), batch_size=4, sampler=Counts(64)))
 
 
 class Unfreezes(phalanx.Callback):
