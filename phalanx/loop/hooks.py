@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UsageError
+from phalanx.checkpoint.plain import to_json
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.observe.sinks import Sink
 
 if TYPE_CHECKING:
@@ -114,6 +115,14 @@ class Hooks:
         """Return the states of the callbacks that have one, by position and class."""
         states = {f"{n}:{type(each).__name__}": each.state_dict() for n, each in enumerate(self._callbacks)}
         return {name: state for name, state in states.items() if state is not None}
+
+    def check_states(self) -> None:
+        """Raise for a state that no checkpoint could hold, before anything is trained."""
+        for callback in self._callbacks:
+            try:
+                to_json(callback.state_dict(), f"{type(callback).__name__}.state_dict()")
+            except CheckpointError as error:
+                raise UsageError(error.message, hint=error.hint) from None
 
     def load_state_dict(self, states: dict[str, Any], say: Callable[[str, str], None]) -> None:
         """Give each callback its state; `say`: reports states of callbacks that this run does not have."""

@@ -160,6 +160,7 @@ class TrainLoop:
         self.stop.listen(StopNotices(self.config, self.formation.world, self.stop.ask, self.report.say))
         try:
             self.hooks.fire("on_fit_start", self)
+            self.hooks.check_states()
             if self.continues:
                 self._complete_boundary()
             while not self._finished():

@@ -120,6 +120,18 @@ def test_a_callback_continues_from_its_state(tmp_path):
     assert counts.steps == 6
 
 
+def test_a_callbacks_state_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path):
+    class Keeps(Callback):
+        def state_dict(self):
+            return {"mean": torch.ones(2)}
+
+        def on_step_end(self, trainer, info) -> None:
+            raise AssertionError("a step was taken")
+
+    with pytest.raises(UsageError, match=r"Keeps\.state_dict\(\)\['mean'\] .* it is a torch.Tensor"):
+        fit(tmp_path, 1, callbacks=[Keeps()])
+
+
 def test_a_resume_without_a_group_that_was_added_is_refused_by_name(tmp_path):
     class Unfreezes(Callback):
         def on_epoch_end(self, trainer, epoch, metrics) -> None:
