@@ -64,6 +64,12 @@ class DataError(PhalanxError):
     """A data set that cannot be trained on: empty, too small, unreadable."""
 
 
+class OrderError(DataError):
+    """A sampler whose order cannot be drawn again: the error would be the same after a restart."""
+
+    exit_code = EXIT_USAGE
+
+
 class CheckpointError(PhalanxError):
     """A checkpoint that cannot be written or read."""
 

@@ -14,7 +14,7 @@ from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
 from phalanx.data.rng import derive_seed
 from phalanx.data.source import Source
-from phalanx.errors import DataError
+from phalanx.errors import OrderError
 
 
 class _Requests:
@@ -142,10 +142,10 @@ class MappedBatches:
         return self._workers.build(self._fetcher, generator=generator, sampler=self._requests)
 
 
-def order_changed(order: Order, what: str) -> DataError:
+def order_changed(order: Order, what: str) -> OrderError:
     """Return the error for a sampler whose draws depend on more than the seed and the epoch."""
     name = getattr(order, "name", "the sampler")
-    return DataError(
+    return OrderError(
         f"{name}: {what}: it draws by something that a new rank, or a resumed run, does not have.",
         hint="Give it a method set_epoch(epoch), and let the order depend on that and on random numbers alone.",
     )

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UsageError
+from phalanx.checkpoint.plain import to_json
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.observe.sinks import Sink
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Hooks:
     def __init__(self, callbacks: list[Any] | None = None) -> None:
         self._every: list[tuple[Hook, int]] = []
         self._callbacks: list[Callback] = []
+        self.called = 0
+        """How many callbacks were called after a step whose others were not: a lost rank broke it off."""
         self.sinks: list[Sink] = []
         """Receivers of events that were given among the callbacks."""
         for item in callbacks or []:
@@ -98,17 +101,28 @@ class Hooks:
         return bool(self._every or self._callbacks)
 
     def after_step(self, trainer: Any, info: StepInfo) -> None:
-        """Call what is due after this step."""
-        for hook, every in self._every:
-            if info.step % every == 0:
-                hook(info)
-        for callback in self._callbacks:
+        """Call what is due after this step, and was not called for it yet."""
+        if not self.called:
+            for hook, every in self._every:
+                if info.step % every == 0:
+                    hook(info)
+        for callback in self._callbacks[self.called :]:
             callback.on_step_end(trainer, info)
+            self.called += 1
+        self.called = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by position and class."""
         states = {f"{n}:{type(each).__name__}": each.state_dict() for n, each in enumerate(self._callbacks)}
         return {name: state for name, state in states.items() if state is not None}
+
+    def check_states(self) -> None:
+        """Raise for a state that no checkpoint could hold, before anything is trained."""
+        for callback in self._callbacks:
+            try:
+                to_json(callback.state_dict(), f"{type(callback).__name__}.state_dict()")
+            except CheckpointError as error:
+                raise UsageError(error.message, hint=error.hint) from None
 
     def load_state_dict(self, states: dict[str, Any], say: Callable[[str, str], None]) -> None:
         """Give each callback its state; `say`: reports states of callbacks that this run does not have."""

@@ -60,6 +60,8 @@ class LoopState:
         """Continue from what `collect` returned, and from the state's "path"; all ranks call this."""
         loop = self._loop
         loop.report.resumed(state)
+        if (unreported := state.pop("unreported", None)) is not None:
+            loop.unreported, loop.hooks.called = StepInfo(**unreported["info"]), unreported["called"]
         loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
         if loop.continues:  # the same run, with other ranks
             loop.time_spent = state["time_spent"]
@@ -158,6 +160,10 @@ def capture(loop: Any, committed: Committed) -> RunState | None:
     if formation.step == committed.step:  # else the step was taken, and only its report failed
         content.shared["loaders"] = committed.loaders
         committed.put_buffers_back()
+    if loop.unreported is not None:
+        info = {item.name: getattr(loop.unreported, item.name) for item in dataclasses.fields(StepInfo)}
+        info["loss_tensor"] = info["loss_tensor"].detach().cpu()
+        content.shared["unreported"] = {"info": info, "called": loop.hooks.called}
     for model in formation.models:  # gradients of the interrupted step are not part of the next one
         model.zero_grad(set_to_none=True)
     return RunState(formation.world_size, content)

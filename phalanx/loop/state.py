@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import checkpoint
+from phalanx.errors import CheckpointError
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
@@ -94,6 +95,7 @@ def restore_snapshot(
 
     def template_of(found: checkpoint.Checkpoint) -> dict[str, Any]:
         checkpoint.compare_model(found.manifest, _described(prepared))
+        _check_schedulers(prepared, found.manifest.shared["prepared"])
         return _template(prepared, found)
 
     run_id = prepared.run_id if this_run else None
@@ -134,6 +136,7 @@ def shared_state(prepared: Prepared) -> dict[str, Any]:
     return {
         "loaders": [loader.sharded.state_dict() for loader in prepared.loaders],
         "schedulers": [scheduler_state(scheduler) for scheduler in prepared.schedulers],
+        "scheduler_names": _scheduler_names(prepared),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -167,6 +170,7 @@ def put_back(
         loader.sharded.load_state_dict(state)
     for scheduler, state in zip(prepared.schedulers, shared.pop("schedulers"), strict=False):
         load_scheduler_state(scheduler, state)
+    shared.pop("scheduler_names", None)
     scaler_state = shared.pop("scaler")
     if prepared.precision.scaler is not None and scaler_state is not None:
         prepared.precision.scaler.load_state_dict(scaler_state)
@@ -241,6 +245,7 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
             # Nothing was saved before the optimizer's first step, and for parameters that never had a gradient.
             known = {key: held for key, held in value["state"].items() if f"{name}.state.{key}" in entries}
             check_groups(value, *_saved_groups(prepared, name, entries, known))
+            _check_states(name, known, entries)
             value["state"] = known
     optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
     missing = sorted(set(optional) - entries)
@@ -249,6 +254,37 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
     if missing:
         prepared.notes.append(f"the checkpoint was saved by another strategy: {', '.join(missing)} starts afresh")
     return template
+
+
+_OR_BEGIN = "or begin a new run with its weights: trainer.load(path)."
+
+
+def _check_states(name: str, known: dict[str, Any], entries: set[str]) -> None:
+    """Raise where an optimizer of another kind, or with other settings, was saved."""
+    for key, held in known.items():
+        missing = [item for item in held if f"{name}.state.{key}.{item}" not in entries]
+        if missing:
+            raise CheckpointError(
+                f"the saved optimizer has no {', '.join(missing)}, which this run's optimizer keeps of {key}",
+                hint=f"Resume with the optimizer that was saved, {_OR_BEGIN}",
+            )
+
+
+def _scheduler_names(prepared: Prepared) -> list[str]:
+    return [type(scheduler).__name__ for scheduler in prepared.schedulers]
+
+
+def _check_schedulers(prepared: Prepared, saved: dict[str, Any]) -> None:
+    """Raise where another kind of scheduler was saved: its numbers would be taken for those of this one."""
+    here, there = _scheduler_names(prepared), saved.get("scheduler_names")
+    if there is not None and not here and there:
+        prepared.notes.append(f"the checkpoint has the state of {', '.join(there)}, which this run does not have")
+    if there is None or not here or here == there:
+        return
+    raise CheckpointError(
+        f"this run's scheduler is {', '.join(here)}, and the checkpoint has {', '.join(there) or 'none'}",
+        hint=f"Resume with the scheduler that was saved, {_OR_BEGIN}",
+    )
 
 
 def _saved_groups(prepared: Prepared, name: str, entries: set[str], known: dict[str, Any]) -> tuple[int, list[str]]:

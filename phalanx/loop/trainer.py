@@ -105,6 +105,8 @@ class TrainLoop:
         self.state = LoopState(self)
         self.time_limit = TimeLimit(self.config.max_seconds)
         self.time_spent = 0.0
+        self.unreported: StepInfo | None = None
+        """A step that was taken, and after which not all callbacks were called yet."""
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
     @property
@@ -158,6 +160,7 @@ class TrainLoop:
         self.stop.listen(StopNotices(self.config, self.formation.world, self.stop.ask, self.report.say))
         try:
             self.hooks.fire("on_fit_start", self)
+            self.hooks.check_states()
             if self.continues:
                 self._complete_boundary()
             while not self._finished():
@@ -195,16 +198,17 @@ class TrainLoop:
             heartbeat.beat(step)
             if average is not None:  # before what other ranks take part in: a step is complete, or was not taken
                 average.update(step)
-            if self.checks.is_on:
-                self.checks.after_step(step)
             samples = self.formation.gradients.current.global_samples
             self.report.count(samples)
-            info = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
+            info = self.unreported = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
+            if self.checks.is_on:
+                self.checks.after_step(step)
             if due:
                 skipped = self.formation.gradients.skipped_steps
                 self.report.step_done(info, self._losses(), outcome.grad_norm, skipped)
             if self.hooks.wants_steps:
                 self.hooks.after_step(self, info)
+            self.unreported = None
             if self.train_loader.is_consumed or self._finished(within_epoch=True):
                 batches.close()
                 self.train_loader.roll_over()
@@ -226,7 +230,10 @@ class TrainLoop:
                 self.saves.begin()
 
     def _complete_boundary(self) -> None:
-        """Do what follows the last step, and the ranks were lost in: the run's last evaluation, or a checkpoint."""
+        """Do what follows the last step, and the ranks were lost in: callbacks, the last evaluation, a checkpoint."""
+        if self.unreported is not None:
+            self.hooks.after_step(self, self.unreported)
+            self.unreported = None
         closed = [record.step for record in self.history.epochs[-1:]] == [self.step]
         if self._finished() and self.step and not closed:
             epoch = self.epoch

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import phalanx
 from phalanx import checkpoint
 from phalanx.checkpoint import read_manifest
-from phalanx.errors import ReplicaError
+from phalanx.errors import DataError, ReplicaError
 
 EPOCHS, STEPS = 4, 32
 
@@ -293,6 +293,37 @@ def test_a_step_whose_weights_were_not_reduced_was_not_taken(tmp_path, fork_serv
     assert plain(hit) == plain(quiet)
 
 
+class Evaluates(KillWhen):
+    """Evaluates after a step, in which a rank is lost."""
+
+    def on_step_end(self, trainer, info) -> None:
+        super().on_step_end(trainer, info)
+        if info.step == self.step:
+            trainer.evaluate()
+
+
+class DiesBeforeTheReport(KillWhen):
+    """Dies when the optimizer has taken its step, whose loss the ranks then reduce."""
+
+    def on_fit_start(self, trainer) -> None:
+        trainer.optimizer.register_step_post_hook(lambda *_: self._kill(trainer, "optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "step"), [(Evaluates, "evaluation", 6), (DiesBeforeTheReport, "optimizer", 5)]
+)
+def test_callbacks_are_called_once_after_each_step_that_was_taken(tmp_path, kind, moment, step, fork_server):
+    """Decay counts its calls: one more or less would change the weights."""
+    settings = {"optimizer": "sgd", "log_every_n_steps": 1}
+    quiet, *_ = small_fit(tmp_path / "quiet", callbacks=[Decay(), Decay()], **settings)
+    (tmp_path / "hit").mkdir()
+    hit, *_ = small_fit(
+        tmp_path / "hit", callbacks=[Decay(), kind(tmp_path / "hit", moment, step), Decay()], **settings
+    )
+    assert (tmp_path / "hit" / "killed").exists()
+    assert plain(hit) == plain(quiet)
+
+
 def test_the_best_checkpoint_that_was_in_flight_is_remembered(tmp_path, fork_server):
     """The loss comes a few steps after the best evaluation: its save is published, and not collected yet."""
     kill = KillWhen(tmp_path, "step", 10)
@@ -342,6 +373,26 @@ def test_ranks_that_differ_after_a_change_end_the_run_and_say_in_what(tmp_path, 
     )  # fmt: skip
     with pytest.raises(ReplicaError, match=r"different learning rates: rank 0 has \[0\.\d+\], rank 1 \[0\.123\]"):
         trainer.fit(Rows())
+
+
+class Counts(OwnNumbers):
+    """Draws by a counter, which a rank that is prepared again has raised."""
+
+    drawn = 0
+
+    def __iter__(self):
+        self.drawn += 1
+        return iter([(index * (2 * self.drawn + 1)) % self.count for index in range(self.count)])
+
+
+def test_an_order_that_cannot_be_drawn_again_ends_the_run(tmp_path, fork_server):
+    """A restart from the checkpoint of the last epoch would train in another order than a run without losses."""
+    trainer = phalanx.PyTorchDDPTrainer(
+        nn.Linear(8, 1), loss_fn="mse", num_workers=2, device="cpu", batch_size=4, epochs=3, max_restarts=3,
+        progress=False, run_dir=str(tmp_path / "run"), callbacks=[KillWhen(tmp_path, "step", 12)],
+    )  # fmt: skip
+    with pytest.raises(DataError, match="Counts: epoch 2 was begun in another order"):
+        trainer.fit(DataLoader(Rows(), batch_size=4, sampler=Counts(64)))
 
 
 class Unfreezes(phalanx.Callback):

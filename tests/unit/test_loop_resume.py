@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, SequentialLR, StepLR
 from torch.utils.data import TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
@@ -120,6 +120,18 @@ def test_a_callback_continues_from_its_state(tmp_path):
     assert counts.steps == 6
 
 
+def test_a_callbacks_state_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path):
+    class Keeps(Callback):
+        def state_dict(self):
+            return {"mean": torch.ones(2)}
+
+        def on_step_end(self, trainer, info) -> None:
+            raise AssertionError("a step was taken")
+
+    with pytest.raises(UsageError, match=r"Keeps\.state_dict\(\)\['mean'\] .* it is a torch.Tensor"):
+        fit(tmp_path, 1, callbacks=[Keeps()])
+
+
 def test_a_resume_without_a_group_that_was_added_is_refused_by_name(tmp_path):
     class Unfreezes(Callback):
         def on_epoch_end(self, trainer, epoch, metrics) -> None:
@@ -139,6 +151,24 @@ def test_a_resume_without_a_group_that_was_added_is_refused_by_name(tmp_path):
     trainer(callbacks=[Unfreezes()]).fit(DATA, epochs=2, max_steps=3)
     with pytest.raises(CheckpointError, match=r"2 groups of parameters, with 1\.weight, 1\.bias, and this one has 1"):
         trainer().fit(DATA, epochs=3, resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"optimizer": "adamw"}, "the saved optimizer has no step, exp_avg, exp_avg_sq"),
+        ({}, {"scheduler": lambda o: StepLR(o, 3)}, "scheduler is StepLR, and the checkpoint has none"),
+        (
+            {"scheduler": lambda o: StepLR(o, 3)},
+            {"scheduler": lambda o: SequentialLR(o, [StepLR(o, 3), ExponentialLR(o, 0.9)], [2])},
+            "scheduler is SequentialLR, and the checkpoint has StepLR",
+        ),
+    ],
+)
+def test_a_resume_with_other_kinds_of_objects_is_refused_by_name(tmp_path, before, after, message):
+    fit(tmp_path, 1, callbacks=[], **before)
+    with pytest.raises(CheckpointError, match=message):
+        fit(tmp_path, 2, callbacks=[], resume_from_checkpoint=True, **after)
 
 
 def test_fit_resumes_from_what_a_users_loop_saved(tmp_path):
