@@ -48,6 +48,7 @@ PRIVATE = {
     "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": "exposed communication of ddp",
     "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
     "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
+    "torch.distributed:Work._source_rank": "the reports of hangs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
@@ -129,6 +130,8 @@ raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_
 
 default_store = dist.distributed_c10d._get_default_store
 """Returns the store of the process group that the user's script initialised."""
+source_rank: Callable[[dist.Work], int] = dist.Work._source_rank
+"""Returns which rank of its group sent the message that a receive from any rank has brought."""
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -349,17 +352,10 @@ def flash_cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        causal,
-        unused,
-        unused,
-    )
+    tensors = [tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)]
+    settings = None, None, query.shape[2], key.shape[2], 0.0, causal, unused, unused
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    found: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *settings)
     return found
 
 

@@ -152,9 +152,7 @@ def test_a_backend_of_the_command_line_for_keras_models_is_refused_for_torchs(ki
 
 
 @pytest.mark.parametrize(("backend", "strategy"), [("pytorch-fsdp", "fsdp"), ("horovod", "horovod"), ("ray", "ddp")])
-def test_a_trainer_follows_the_backend_of_the_command_line_or_says_what_it_uses(
-    backend, strategy, monkeypatch, capsys
-):
+def test_a_trainer_follows_the_backend_of_the_command_line_or_says_what_it_uses(backend, strategy, monkeypatch, capsys):
     monkeypatch.setenv("PHALANX_BACKEND", backend)
     assert PyTorchDDPTrainer(nn.Linear(4, 2)).config.resolved_strategy == strategy
     assert capsys.readouterr().err == ""
