@@ -3,8 +3,8 @@
     python benchmarks/collective_records.py
 
 The groups have one rank, so that no time of waiting for others hides the cost. gloo: torch's flight recorder; processes
-with and without it take turns. Shared memory: steps with and without it take turns. Times are CPU time of the calling
-thread, which other processes of the machine disturb little.
+with and without it take turns. Messages (a send and a recv of two ranks over gloo) and shared memory: steps with and
+without it take turns. Times are CPU time of the calling thread, which other processes of the machine disturb little.
 """
 
 from __future__ import annotations
@@ -52,6 +52,52 @@ def time_gloo(repeat: int) -> float:
         seconds = min(deep(DEPTH, loop) for _ in range(10))
         dist.destroy_process_group()
     return seconds
+
+
+def time_messages(steps: int) -> tuple[float, float]:
+    """Return the seconds of a send and a recv over gloo with and without records; steps take turns."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
+    from phalanx.launch.point_to_point import record_messages
+
+    methods = [(dist.ProcessGroup, "send"), (dist.ProcessGroup, "recv"), (dist.Work, "wait")]
+    plain = [vars(kind)[name] for kind, name in methods]
+    record_messages()
+    recorded = [vars(kind)[name] for kind, name in methods]
+    found: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        there = subprocess.Popen([sys.executable, "-c", _ECHO, folder, str(steps)])
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=2)
+        tensor, weights = torch.ones(256), torch.ones(256, 256)
+
+        def messages() -> float:
+            begin = time.thread_time()
+            dist.send(tensor, 1)
+            dist.recv(tensor, 1)
+            return time.thread_time() - begin
+
+        for number in range(steps):
+            for (kind, name), method in zip(methods, recorded if number % 2 else plain, strict=True):
+                setattr(kind, name, method)
+            begin = time.perf_counter()
+            while time.perf_counter() - begin < STEP:
+                weights @ weights
+            found[bool(number % 2)].append(deep(DEPTH, messages))
+        there.wait()
+        dist.destroy_process_group()
+    return median(found[True]), median(found[False])
+
+
+_ECHO = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=1, world_size=2)
+tensor = torch.ones(256)
+for _ in range(int(sys.argv[2])):
+    dist.recv(tensor, 0)
+    dist.send(tensor, 0)
+"""
 
 
 def time_shared_memory(steps: int, *, in_trainer: bool, in_turn: bool = False) -> tuple[float, float]:
@@ -110,6 +156,7 @@ def main() -> None:
     print(f"{'over':<14} {'on':>9} {'off':>9} {'per call':>9}  share of a step of 2 ms with {CALLS} collectives")
     on, off = measure_gloo(options.rounds)
     _print("gloo", on * CALLS, off * CALLS)
+    _print("messages", *time_messages(3000))
     _print("shared memory", *time_shared_memory(3000, in_trainer=False))
     _print("in a trainer", *time_shared_memory(3000, in_trainer=True))
     _print("two depths", *time_shared_memory(3000, in_trainer=True, in_turn=True))

@@ -48,6 +48,7 @@ PRIVATE = {
     "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": "exposed communication of ddp",
     "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
     "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
+    "torch.distributed:Work._source_rank": "the reports of hangs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
@@ -130,6 +131,8 @@ raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_
 
 default_store = dist.distributed_c10d._get_default_store
 """Returns the store of the process group that the user's script initialised."""
+source_rank: Callable[[dist.Work], int] = dist.Work._source_rank
+"""Returns which rank of its group sent the message that a receive from any rank has brought."""
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -97,7 +97,7 @@ def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> P
             threads_per_rank=None if args.device == "cuda" else 1,
             batch_size=batch,
             max_steps=steps,
-            eval_every=0,
+            eval_every=args.epochs or 0,  # once, at the end
             mixed_precision="bf16" if args.device == "cuda" else False,
             log_every_n_steps=max(1, steps // _WINDOWS),
             progress=False,

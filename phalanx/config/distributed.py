@@ -15,7 +15,7 @@ from phalanx.config.meanings import like
 from phalanx.config.option import problem
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
@@ -69,6 +69,14 @@ class DistributedConfig(Settings):
         refused = [text for name, text in self.unused.items() if name in given]
         if refused:
             raise ConfigError(refused)
+
+    def refuse_keras(self, user: str) -> None:
+        """Raise where the backend trains Keras models; `user` is what trains those of torch."""
+        if self.backend == "tensorflow":
+            raise UsageError(
+                f"backend = 'tensorflow' trains Keras models, and {user} torch's",
+                hint="Use TensorFlowDistributedTrainer(model_fn=...), or another backend.",
+            )
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""

@@ -16,6 +16,8 @@ Key = tuple[str, tuple[int, ...]]
 """A group: its name and its ranks."""
 Calls = Mapping[int, Mapping[int, Call]]
 """The calls of one group by rank and number."""
+Wait = tuple[Call, list[int], list[int]]
+"""A call, the ranks that wait in it, and those that have not entered it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def _by_group(ranks: Sequence[RankCalls]) -> dict[Key, dict[int, dict[int, Call]
 def _find_mismatch(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> Blame | None:
     """Return who called another collective first in a group: the smaller part of the ranks."""
     with_calls = {rank: own for rank, own in calls.items() if own}
-    if len(with_calls) < 2:
+    is_pair = any(call.peer is not None for own in with_calls.values() for call in own.values())
+    if len(with_calls) < 2 or is_pair:  # one rank sends, the other receives: in any shape of that many bytes
         return None
     last = {rank: max(own) for rank, own in with_calls.items()}
     begin = max(min(own) for own in with_calls.values())
@@ -156,6 +159,8 @@ def _find_missing(
         return None
     waiting = {rank for _, entered, _ in waits for rank in entered}
     roots = [wait for wait in waits if any(rank not in waiting for rank in wait[2])]
+    if not roots and (circle := _find_circle(waits)) is not None:
+        return circle
     call, entered, absent = min(roots or waits, key=lambda wait: wait[0].began)
     # Where all of them wait for each other, the one that has made fewer calls is the one behind.
     idle = [rank for rank in absent if rank not in waiting] or list(absent)
@@ -168,17 +173,38 @@ def _find_missing(
     return Blame(guilty, _absence(call, entered, known.get(guilty)), _bystanders(guilty, idle, known), call.began)
 
 
-def _waits(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> list[tuple[Call, list[int], list[int]]]:
-    """Return the call in which some ranks of a group wait, these ranks, and those that have not entered it."""
+def _waits(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> list[Wait]:
+    """Return the call in which some ranks of a group wait."""
     last = {rank: max(own, default=0) for rank, own in calls.items()}
     pending = {number for rank, own in calls.items() for number in _pending(known[rank], own, last[rank])}
     for number in sorted(pending):
         absent = [rank for rank in key[1] if last.get(rank, 0) < number]
         if absent:
-            first = min((last[rank] + 1 for rank in absent if rank in calls), default=number)
+            own = next(own[number] for own in calls.values() if number in own)
+            behind = [last[rank] + 1 for rank in absent if rank in calls and own.peer is None]
+            first = min(behind, default=number)  # messages may be waited for in any order
             entered = sorted(rank for rank, own in calls.items() if first in own)
             return [(calls[entered[0]][first], entered, [rank for rank in absent if last.get(rank, 0) < first])]
     return []
+
+
+def _find_circle(waits: Sequence[Wait]) -> Blame | None:
+    """Name the ranks that wait for each other, where point-to-point messages are among what they wait for."""
+    by_rank = {rank: wait for wait in sorted(waits, key=lambda wait: -wait[0].began) for rank in wait[1]}
+    rank, path = min(by_rank), list[int]()
+    while rank not in path:
+        path.append(rank)
+        rank = min(by_rank[rank][2])
+    circle = path[path.index(rank) :]
+    if all(by_rank[each][0].peer is None for each in circle):
+        return None
+    first = circle.index(min(circle))
+    circle = circle[first:] + circle[:first]
+    lines = [f"in {_numbered(by_rank[each][0])} at {by_rank[each][0].where}" for each in circle]
+    others = ", ".join(f"rank {each} {line}" for each, line in list(zip(circle, lines, strict=True))[1:_LISTED])
+    more = f" and {len(circle) - _LISTED} more ranks" if len(circle) > _LISTED else ""
+    cause = f"waits {lines[0]}, {others}{more}: they wait for each other"
+    return Blame(circle[0], cause, since=min(by_rank[each][0].began for each in circle))
 
 
 def _pending(rank: RankCalls, calls: Mapping[int, Call], last: int) -> list[int]:
@@ -207,6 +233,9 @@ def _absence(call: Call, entered: Sequence[int], guilty: RankCalls | None) -> st
     if guilty is None or not guilty.answered:
         wait = "waits" if len(entered) == 1 else "wait"
         return f"does not answer{it_is}; {ranks_text(entered)} {wait} for it in {what} at {call.where}"
+    if call.peer is not None:
+        missing = "recv" if call.op.startswith("send") else "send"
+        return f"has called no {missing} for {what} that {ranks_text(entered)} called at {call.where}{it_is}"
     return f"never entered {what} that {ranks_text(entered)} entered at {call.where}{it_is}"
 
 

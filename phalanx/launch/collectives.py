@@ -54,6 +54,8 @@ class Call:
     done: bool
     bucket: int = 0
     """Which bucket of gradients it averages, from 1; 0 where that is not known."""
+    peer: int | None = None
+    """The rank at the other end of a point-to-point message, -1 for any; None for a collective."""
 
     @property
     def text(self) -> str:

@@ -185,7 +185,7 @@ class NodeGroup:
         if own not in members:
             raise UsageError(
                 f"{self._num_nodes} nodes have joined at {self._host}:{self._port} without this one.",
-                hint="Start one supervisor per node, and give every job its own port or --rdzv-id.",
+                hint="Start one supervisor per node, and give every job its own port (--rdzv-endpoint).",
             )
         return list(members.values()), list(members).index(own)
 

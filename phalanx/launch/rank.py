@@ -23,6 +23,7 @@ from phalanx.launch.collectives import answer_launcher, write_calls
 from phalanx.launch.error_file import exit_code_of, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.loader_workers import name_loader, note_loaders
+from phalanx.launch.point_to_point import record_messages
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
@@ -103,6 +104,7 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     set_compute_threads(request["threads"])
     announce_joining(request["rank"])
     note_loaders()
+    record_messages()
 
 
 def buffer_lines() -> None:

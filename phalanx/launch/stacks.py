@@ -39,7 +39,9 @@ class Frame:
         return is_users(self.file)
 
 
+_RECORDER = os.path.join("phalanx", "launch", "point_to_point.py")
 _WAITING = (
+    _RECORDER,
     os.path.join("torch", "distributed", "distributed_c10d.py"),
     os.path.join("torch", "autograd", "graph.py"),
     os.path.join("phalanx", "comm", ""),
@@ -123,6 +125,7 @@ def whereabouts(path: Path) -> str:
 
 def describe_frames(frames: list[Frame]) -> str:
     """Say where the innermost line of the user's code, else of Phalanx is, and which library call it made."""
+    frames = [frame for frame in frames if not frame.file.endswith(_RECORDER)] or frames
     own = next((frame for frame in frames if frame.is_users), None)
     own = own or next((frame for frame in frames if is_loops(frame.file)), None)
     if own is None or own == frames[0]:

@@ -74,6 +74,7 @@ class Formation(Prepared):
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
         config = resolve(settings).config if config is None else config.replace(**settings) if settings else config
+        config.refuse_keras(type(self).__name__)
         register_backend()
         world = join_world(config)
         self._undo: list[Callable[[], object]] = [] if world.is_launched else [remember_process()]

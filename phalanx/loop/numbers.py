@@ -99,7 +99,7 @@ class NumberWatch(Callback):
             f"{self._place}: {text}.",
             hint="Where its inputs are finite, the module itself is the cause (a division, a logarithm, an overflow of "
             "its precision); where they are not, the data are. A lower learning_rate, gradient_clipping or "
-            "precision='bf16' instead of fp16 are the usual remedies.",
+            "mixed_precision='bf16' instead of fp16 are the usual remedies.",
         )
 
 

@@ -1,8 +1,8 @@
 """The latest collectives of this process: what was called, in which group, from which line, and whether it ended.
 
 torch's flight recorder keeps those of gloo and nccl (`TORCH_FR_BUFFER_SIZE`, which the launcher sets); the ring here
-keeps those that torch does not see, in shared memory and over point-to-point messages. Both are compared between ranks
-when a run hangs.
+keeps those that torch does not see: in shared memory, over point-to-point messages, and the user's own point-to-point
+calls over gloo. All are compared between ranks when a run hangs.
 """
 
 from __future__ import annotations
@@ -164,6 +164,38 @@ class GroupCalls:
             place, line, _ = _walk(main, 0)
         return place.code, line
 
+    def state(self, number: int, began: float) -> tuple[float, bool]:
+        """Return when the rank began to wait in a call, and whether it is done."""
+        return began, number <= self.done
+
+
+class PairCalls(GroupCalls):
+    """The messages of one tag from one rank to another, at either end. They may be waited for in any order."""
+
+    __slots__ = ("_texts", "op", "peer", "waits")
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], append: Callable[[tuple[Any, ...]], None], op: str, peer: int
+    ) -> None:
+        super().__init__(name, ranks, append)
+        self.op, self.peer = op, peer
+        self.waits: dict[int, float] = {}
+        """Since when each message is waited for, by number; one whose wait ended with an error stays."""
+        self._texts: dict[tuple[Any, Any], bytes] = {}
+
+    def begin(self, shape: Any, dtype: Any) -> int:
+        """Note that a message is sent or requested, and return its number."""
+        what = self._texts.get((shape, dtype))
+        if what is None:
+            text = f"{self.op} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+            what = self._texts[shape, dtype] = text.encode()
+        self.enter(what)
+        return self.number
+
+    def state(self, number: int, began: float) -> tuple[float, bool]:
+        """Return when the rank began to wait for a message, and whether it does not wait for it."""
+        return self.waits.get(number, began), number not in self.waits
+
 
 class CallRing:
     """The latest calls of this process that torch does not record."""
@@ -178,6 +210,11 @@ class CallRing:
             self._groups[name] = GroupCalls(name, ranks, self._calls.append)
         return self._groups[name]
 
+    def pair(self, name: str, ranks: Sequence[int], op: str, peer: int) -> PairCalls:
+        """Return a new record of messages with a name that both ends give; it replaces an earlier one."""
+        found = self._groups[name] = PairCalls(name, ranks, self._calls.append, op, peer)
+        return found
+
     @property
     def groups(self) -> dict[str, list[int]]:
         """The global ranks of each group, by its name."""
@@ -191,7 +228,9 @@ class CallRing:
             where = f"{os.path.basename(code.co_filename)}:{line}"
             call = {"group": group.name, "number": number, "op": op, "where": where, "bucket": bucket}
             detail = detail if op != "barrier" else []
-            found.append({**call, "detail": "".join(detail), "began": began, "done": number <= group.done})
+            began, done = group.state(number, began)
+            peer = group.peer if isinstance(group, PairCalls) else None
+            found.append({**call, "detail": "".join(detail), "began": began, "done": done, "peer": peer})
         return found
 
 

@@ -91,7 +91,7 @@ class MemoryBill:
             saved = self.activations * (1 - half / self.batch_size)
             found.append(MemoryChange(now, saved, "a few percent of the speed"))
         if self.precision == "fp32" and self.device == "cuda":
-            found.append(MemoryChange("precision='bf16'", self.activations / 2, "none in speed; other rounding"))
+            found.append(MemoryChange("mixed_precision='bf16'", self.activations / 2, "none in speed; other rounding"))
         if self.blocks > 1 and not self.recomputes:
             saved = self.activations * (1 - _BLOCK_INPUT - 1 / self.blocks)
             found.append(MemoryChange("activation_checkpointing=True", saved, "about a third more computation"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from phalanx import torch_compat
-from phalanx.config import DistributedConfig, resolve
+from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.option import local_path
+from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.remote import as_path
@@ -23,6 +25,7 @@ from phalanx.loop.metrics import Metric
 from phalanx.loop.optimizer_binding import load_scheduler_state
 from phalanx.loop.prepare import adapt, check_trains_adapters
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
+from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
@@ -108,14 +111,22 @@ class TorchTrainer:
         if config is not None:
             chosen = config.replace(**settings) if settings else config
             chosen.refuse_unused(settings)
-        else:
-            chosen = resolve({"backend": self.backend, **settings}).config
-        if chosen.backend == "tensorflow":
-            raise UsageError(
-                f"backend = 'tensorflow' trains Keras models, and {type(self).__name__} torch's",
-                hint="Use TensorFlowDistributedTrainer(model_fn=...), or another backend.",
-            )
+        else:  # torch's own trainer has any strategy, so that a flag or variable may name another backend
+            own = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
+            chosen = resolve({**own, **settings}).config
+        chosen.refuse_keras(type(self).__name__)
+        self._report_other_backend(chosen)
         return chosen
+
+    def _report_other_backend(self, chosen: DistributedConfig) -> None:
+        """Say so where `--backend` names another strategy than the script's own config or kind of trainer."""
+        named, env = os.environ.get(f"{ENV_PREFIX}BACKEND", chosen.backend), read_rank_env()
+        is_other = named != chosen.backend and BACKENDS.get(named, ("", "ddp"))[1] != "ddp"
+        if is_other and (env is None or env.rank == 0):
+            say_to_user(
+                f"backend = {named!r} is not used by {type(self).__name__}, whose own settings in the script have "
+                f"backend = {chosen.backend!r}: it trains with {chosen.resolved_strategy}."
+            )
 
     @property
     def best_accuracy(self) -> float | None:

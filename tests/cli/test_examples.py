@@ -121,6 +121,8 @@ def test_the_benchmark_shows_speedup_time_and_accuracy_of_whole_epochs(tmp_path)
     single, double = json.loads((tmp_path / "points.json").read_text())
     assert single["epoch_seconds"] == pytest.approx(320 / single["samples_per_second"])
     assert double["speedup"] == pytest.approx(double["samples_per_second"] / single["samples_per_second"])
+    assert one[-1].endswith("%"), "evaluated"
+    assert single["accuracy"] > 1.5 / 10, "of ten classes"
     assert single["accuracy"] == pytest.approx(double["accuracy"], abs=0.05), "the same batches, so the same model"
 
 

@@ -194,6 +194,20 @@ def test_a_script_gets_its_own_arguments_and_the_torchrun_environment():
     assert "0 2 ['mine.py'" in Path("run/logs/rank-0.log").read_text()
 
 
+def test_the_backend_of_the_command_line_reaches_a_trainer_in_a_script():
+    script = write_script(
+        Path("mine.py"),
+        """
+        import torch
+        from phalanx import PyTorchDDPTrainer
+        data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+        PyTorchDDPTrainer(torch.nn.Linear(4, 2), max_steps=1, batch_size=4).fit(data)
+        """,
+    )
+    words = ("--num-workers", 2, "--device", "cpu", "--backend", "pytorch-fsdp")
+    assert "2 ranks on cpu · fsdp" in trained("train", "--script", script, *words).out
+
+
 def test_one_rank_has_no_prefix_and_no_group():
     script = write_script(Path("mine.py"), "import os\nprint('alone', os.environ['WORLD_SIZE'])\n")
     answer = trained("train", "--script", script, "--num-workers", 1, "--device", "cpu", "--console-ranks", "all")

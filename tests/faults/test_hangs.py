@@ -173,6 +173,29 @@ def test_a_notice_names_the_rank_while_the_others_still_wait(launch_script):
     assert words.removeprefix("rank 2 ") in run.report.splitlines()[0]
 
 
+RING = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+rank, size = dist.get_rank(), dist.get_world_size()
+there, back = torch.ones(4), torch.ones(4)
+sent = dist.isend(there, (rank + 1) % size)  # is never waited for
+dist.recv(back, (rank - 1) % size)
+large = torch.ones(4_000_000)
+dist.send(large, (rank + 1) % size)  # sends
+dist.recv(large, (rank - 1) % size)
+"""
+
+
+def test_a_ring_in_which_all_send_first_is_named_before_the_timeout_and_after(launch_script):
+    console = RecordingConsole()
+    run = launch_script(RING, console, ranks_per_node=2, stall_notice=1.0)
+    where = f"#2 of (4000000,) float32 at train.py:{line_of(RING, 'sends')}"
+    words = f"rank 0 waits in send to rank 1 {where}, rank 1 in send to rank 0 {where}: they wait for each other"
+    assert [words in notice for notice in console.notices] == [True], console.notices
+    assert words.removeprefix("rank 0 ") in run.report.splitlines()[0]
+
+
 def test_ranks_that_make_progress_cause_no_notice(launch_script):
     console = RecordingConsole()
     source = STUCK.replace("time.sleep(60)", "pass")

@@ -180,3 +180,40 @@ def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     for call in later:  # the limits of time
         call()
     assert answered == ["failure", "notice"]
+
+
+def message(own, op, peer, *, number=1, done=False, where="ring.py:7"):
+    """Return what a rank knows that has sent to or received from another."""
+    sender, receiver = (own, peer) if op == "send" else (peer, own)
+    words = f"send to rank {peer}" if op == "send" else f"recv from rank {peer}"
+    call = Call(f"0 {sender}>{receiver} 0", number, words, "(4,) float32", where, 1.0 + own, done, peer=peer)
+    return RankCalls(own, (call,), {call.group: (sender, receiver)}, position="is at ring.py:9 in main")
+
+
+def test_ranks_that_all_send_first_are_named_with_their_lines():
+    found = find_blame([message(rank, "send", (rank + 1) % 3) for rank in range(3)])
+    assert str(found) == (
+        "rank 0 waits in send to rank 1 #1 of (4,) float32 at ring.py:7, rank 1 in send to rank 2 #1 of (4,) float32 "
+        "at ring.py:7, rank 2 in send to rank 0 #1 of (4,) float32 at ring.py:7: they wait for each other"
+    )
+
+
+def test_a_rank_that_never_receives_is_named_and_a_message_on_its_way_is_not():
+    idle = RankCalls(1, position="is at train.py:31 in load")
+    assert str(find_blame([message(0, "send", 1), idle])) == (
+        "rank 1 has called no recv for send to rank 1 #1 of (4,) float32 that rank 0 called at ring.py:7; it is at "
+        "train.py:31 in load"
+    )
+    assert find_blame([message(0, "send", 1), message(1, "recv", 0)]) is None
+    assert find_blame([message(0, "send", 1, done=True), idle]) is None
+
+
+def test_a_message_and_a_collective_that_wait_for_each_other():
+    reduces = calls([("all_reduce", "(4,) float32", "train.py:10")])
+    groups = {"0": (0, 1)}
+    waits = message(1, "recv", 0)
+    ranks = [RankCalls(0, tuple(reduces), groups), RankCalls(1, waits.calls, {**groups, **waits.groups})]
+    assert str(find_blame(ranks)) == (
+        "rank 0 waits in all_reduce #1 of (4,) float32 at train.py:10, rank 1 in recv from rank 0 #1 of (4,) float32 "
+        "at ring.py:7: they wait for each other"
+    )

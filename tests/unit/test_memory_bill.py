@@ -10,7 +10,7 @@ from phalanx.observe.memory_bill import MemoryBill, read_bill, write_bill
 
 GB = 1e9
 BILL = MemoryBill("cuda", 80 * GB, 14 * GB, 14 * GB, 28 * GB, 20 * GB, ranks=8, batch_size=8, blocks=32)
-HALF, BF16 = ("batch_size=4, gradient_accumulation_steps=2", 10.0), ("precision='bf16'", 10.0)
+HALF, BF16 = ("batch_size=4, gradient_accumulation_steps=2", 10.0), ("mixed_precision='bf16'", 10.0)
 
 
 def changed(**fields) -> MemoryBill:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import Callback, DistributedTuner, Formation, PyTorchDDPTrainer
+from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, PyTorchDDPTrainer
 from phalanx.data.sets import load
 from phalanx.errors import ModelError, PhalanxError, UsageError
 from phalanx.loop.losses import LOSSES, find_loss
@@ -176,3 +176,20 @@ def test_a_tuple_in_a_search_space_is_answered_in_python():
     assert "{ choice" not in message
     message = refused(lambda: DistributedTuner(lambda c: 0.0, search_space={"opt": ["sgd", "adam"]}))
     assert "write phalanx.tune.choice(['sgd', 'adam'])" in message
+
+
+@pytest.mark.parametrize("kind", [lambda: PyTorchDDPTrainer(nn.Linear(4, 2)), Formation])
+def test_a_backend_of_the_command_line_for_keras_models_is_refused_for_torchs(kind, monkeypatch):
+    monkeypatch.setenv("PHALANX_BACKEND", "tensorflow")
+    assert "backend = 'tensorflow' trains Keras models" in refused(kind)
+
+
+@pytest.mark.parametrize(("backend", "strategy"), [("pytorch-fsdp", "fsdp"), ("horovod", "horovod"), ("ray", "ddp")])
+def test_a_trainer_follows_the_backend_of_the_command_line_or_says_what_it_uses(backend, strategy, monkeypatch, capsys):
+    monkeypatch.setenv("PHALANX_BACKEND", backend)
+    assert PyTorchDDPTrainer(nn.Linear(4, 2)).config.resolved_strategy == strategy
+    assert capsys.readouterr().err == ""
+    PyTorchDDPTrainer(nn.Linear(4, 2), DistributedConfig(strategy="ring"))
+    said = f"phalanx: backend = '{backend}' is not used by PyTorchDDPTrainer, whose own settings in the script have "
+    said += "backend = 'pytorch-ddp': it trains with ring.\n"
+    assert capsys.readouterr().err == (said if strategy != "ddp" else "")  # Ray says only what starts the ranks

