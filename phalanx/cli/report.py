@@ -73,9 +73,12 @@ def _write_page(runs: list[StoredRun], path: Path) -> int:
 def _comparison(stored: StoredRun, found: Account | None) -> tuple[RunComparison | None, list[str]]:
     """Return the comparison, or why there is none: a report is shown all the same."""
     try:
-        return compare_stored(stored, found), []
+        comparison = compare_stored(stored, found)
     except UsageError as error:
         return None, ["", f"not predicted: {error}"]
+    if comparison is not None and not comparison.is_measured:
+        return None, ["", "not predicted: CPUs differ, and this one was not measured. Run: phalanx plan --calibrate"]
+    return comparison, []
 
 
 def compare_stored(stored: StoredRun, found: Account | None) -> RunComparison | None:

@@ -48,6 +48,11 @@ class RunComparison(NamedTuple):
     gpu: str
     components: tuple[Component, ...]
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the device is known: a GPU, or a CPU of which something was measured."""
+        return self.gpu != "cpu" or "cpu" in presets.measured("factors")
+
     def factor(self, name: str) -> float | None:
         """Return measured / predicted of a component that was compared."""
         return next((each.factor for each in self.components if each.name == name and each.predicted), None)

@@ -282,6 +282,10 @@ def test_calibrate_measures_this_machine_and_runs_teach_the_next_plan(tmp_path, 
     assert phalanx(*words, "--set", "sample.count=1").code == 0
     first = _predicted()
     assert first["step"]["predicted"] > 0
+    with monkeypatch.context() as patched:
+        patched.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
+        assert _predicted() == {}
+        assert "not predicted: CPUs differ, and this one was not measured. Run: phalanx" in phalanx("report", "a").out
     assert phalanx("plan", "--calibrate-from", "a").code == 0
     again = _predicted()
     assert again["step"]["predicted"] == pytest.approx(again["step"]["measured"], rel=0.05)
