@@ -30,6 +30,8 @@ class MetricWatch:
         self.value: float | None = None
         self.step: int | None = None
         self.since = 0
+        self._judged: int | None = None
+        """The step of the last evaluation: one that is repeated, such as after a lost rank, counts once."""
 
     def judge(self, values: Mapping[str, float], step: int) -> bool | None:
         """Return whether these values are the best so far; None where the metric belongs to another split."""
@@ -38,8 +40,9 @@ class MetricWatch:
         if self.watched.name not in values and not self._watch_another(values):
             return None
         value = values[self.watched.name]
+        again, self._judged = self._judged == step, step
         if not self._is_better(value):
-            self.since += 1
+            self.since += not again
             return False
         self.value, self.step, self.since = value, step, 0
         return True
@@ -67,7 +70,7 @@ class MetricWatch:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
         kept = {"asked": list(self._asked), "watched": list(self.watched)}
-        return {**kept, "value": self.value, "step": self.step, "since": self.since}
+        return {**kept, "value": self.value, "step": self.step, "since": self.since, "judged": self._judged}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Continue after a resumption; a run that watches another metric begins anew."""
@@ -75,6 +78,7 @@ class MetricWatch:
             return False
         self.watched = Watched(*state["watched"])
         self.value, self.step, self.since = state["value"], state["step"], state["since"]
+        self._judged = state["judged"]
         return True
 
 

@@ -239,7 +239,7 @@ def _trained(model: nn.Module) -> dict[str, bool]:
 
 
 class _Begun(Callback):
-    """Calls a function when the loop has its state and begins; the last callback, so that all others have begun."""
+    """Calls a function when the loop has its state and begins; after the callbacks of the user, which may raise."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call

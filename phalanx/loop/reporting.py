@@ -194,8 +194,8 @@ class Reporter:
     def to_keep(self) -> dict[str, Any]:
         """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
         self._update_totals()
-        history = self.history.to_dict()
-        history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
+        latest = dataclasses.replace(self.history, steps=self.history.steps[-_STEPS_IN_CHECKPOINT:])
+        history = latest.to_dict()  # not of all steps: sharded runs keep their state every few of them
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
         return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
 

@@ -14,7 +14,9 @@ from torch.utils.data import TensorDataset
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.checkpoint import find_best, list_checkpoints, read_tensors
 from phalanx.config import DistributedConfig
+from phalanx.config.settings import parse_metric
 from phalanx.errors import ConfigError, UsageError
+from phalanx.loop.best import MetricWatch
 from phalanx.loop.stopping import TimeLimit
 
 
@@ -270,3 +272,15 @@ def test_durations(given, seconds):
 )
 def test_the_name_of_a_metric_says_what_is_better(given, mode):
     assert DistributedConfig(keep_best=given).best_metric == (given, mode)
+
+
+def test_an_evaluation_that_is_repeated_counts_once():
+    """A callback that evaluates again, or the end of an epoch that a lost rank broke off."""
+    watch = MetricWatch("early_stopping", parse_metric("val/loss"))
+    for step, loss in ((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)):
+        watch.judge({"val/loss": loss}, step)
+    assert watch.since == 2
+    other = MetricWatch("early_stopping", parse_metric("val/loss"))
+    other.load_state_dict(watch.state_dict())
+    other.judge({"val/loss": 3.0}, 3)
+    assert other.since == 2
