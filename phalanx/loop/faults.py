@@ -32,6 +32,7 @@ LINK = "PHALANX_FAULTS_LINK"
 OBJECTS = "PHALANX_FAULTS_OBJECTS"
 """Set: the run gets an optimizer and a scheduler object, as one that was started from Python has."""
 _SCALE_SECONDS = 60.0
+_LONGEST_DELAY = 0.5
 _FLIPPED = 64
 
 
@@ -55,6 +56,7 @@ class FaultPlan(Callback):
         """Where the run leaves its weights."""
         self._marks: Marks | None = None
         self._before = 0.0
+        self._step_time = _LONGEST_DELAY
         self._limited = False
         self._armed = False
         """Whether a signal is on its way: this process takes no other fault."""
@@ -98,14 +100,14 @@ class FaultPlan(Callback):
     def on_step_end(self, trainer: Any, info: StepInfo) -> None:
         """Let the faults that are due happen."""
         now = time.monotonic()
-        took, self._before = now - self._before, now
+        self._step_time, self._before = min(self._step_time, now - self._before), now  # a recovery is not a step's time
         assert self._marks is not None, "set when the fit started"
         if self._armed:
             return
         for number, fault in enumerate(self.faults):
             if fault.step > info.step or fault.rank != trainer.formation.rank or self._marks.has(number):
                 continue
-            delay = fault.phase * took if fault.kind in _DELAYED else 0.0
+            delay = fault.phase * self._step_time if fault.kind in _DELAYED else 0.0
             if self._marks.take(Mark(number, fault.rank, info.step, time.time() + delay)):
                 self._happen(fault, trainer, delay)
                 return  # another one that is due comes after the next step, if this rank is still there
