@@ -109,7 +109,7 @@ class ThreeBuckets(nn.Module):
 def test_the_bucket_that_ranks_wait_in_is_named(tmp_path, strategy):
     data = TensorDataset(torch.ones(16, 256), torch.zeros(16, 256))
     trainer = PyTorchDDPTrainer(
-        model=ThreeBuckets(), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", epochs=1, batch_size=1, timeout=2,
+        model=ThreeBuckets(), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", epochs=1, batch_size=1, timeout=5,
         strategy=strategy, bucket_cap_mb=0.25, run_dir=str(tmp_path), progress=False, verbosity="quiet",
     )  # fmt: skip
     with pytest.raises(PhalanxError) as caught:
