@@ -249,8 +249,7 @@ class Proof:
         few += [f"{_FEWEST_FAULT_STEPS} steps (--max-steps 12)"] if steps < _FEWEST_FAULT_STEPS else []
         if few:
             given = f"{ranks} rank{'s' * (ranks > 1)} and {steps} steps"
-            hint = f"Give at least {' and '.join(few)}."
-            raise UsageError(f"--faults with {given}: too few to lose any", hint=hint)
+            raise UsageError(f"--faults with {given}: too few to lose any", hint=f"Give at least {' and '.join(few)}.")
         kill = Fault("kill", steps // 4, rank=ranks - 1)
         if self.config.recovery == "restart":
             return [kill], "a rank is killed and all restart from a checkpoint"
