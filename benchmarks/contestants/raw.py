@@ -34,7 +34,7 @@ def run_on_our_backend(task: Task) -> None:
     """Train in torch's DDP, with `init_process_group("phalanx")`."""
     import phalanx.comm.register
 
-    phalanx.comm.register.register()  # an installed Phalanx has done so; a checkout need not be installed
+    phalanx.comm.register.register()
     run_in_ddp(task, "phalanx")
 
 

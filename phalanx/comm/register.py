@@ -1,7 +1,7 @@
 """Registers the backend "phalanx" with torch.distributed, at no cost until it is used.
 
-torch calls `register` when it is imported and Phalanx is installed (entry point "torch.backends"), so that
-`init_process_group("phalanx")` works in a script that does not import Phalanx.
+The launcher calls `register` in its ranks, so that `init_process_group("phalanx")` works there in a script that does
+not import Phalanx. There is no entry point for torch ("torch.backends"): where it cannot load one, its import fails.
 """
 
 from __future__ import annotations

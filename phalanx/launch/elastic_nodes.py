@@ -62,12 +62,12 @@ class ElasticNodes(NodeGroup):
         self._close_mailbox()
         self._check_same()
         self._expected = len(self._nodes) or self._num_nodes  # after a restart: those that were there
-        base = self._sign(PrefixStore(f"phalanx/{self._request['run_id']}", self._store))
+        base = self._sign(PrefixStore("phalanx", self._store))
         attempt = max(attempt, base.add("attempt", 0))
         if base.add("attempt", 0) < attempt:
             base.add("attempt", attempt - base.add("attempt", 0))
         self._attempt = attempt
-        board = self._board = self._sign(PrefixStore(f"phalanx/{self._request['run_id']}/{attempt}", self._store))
+        board = self._board = self._sign(PrefixStore(f"phalanx/{attempt}", self._store))
         self._knows_failure = self._published_end = False
         number = board.add("arrivals", 1)
         self._own = f"{number:05d}"

@@ -81,7 +81,7 @@ def rank_environment(
         "MASTER_PORT": str(node.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        "TORCHELASTIC_RUN_ID": spec.rdzv_id,
+        "TORCHELASTIC_RUN_ID": node.run_id or spec.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{rank}.torch-error.json"),
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),

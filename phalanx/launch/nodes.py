@@ -100,7 +100,7 @@ class NodeGroup:
 
         self._check_same()
         self._attempt = attempt
-        prefix = f"phalanx/{self._request['run_id']}/{attempt}"
+        prefix = f"phalanx/{attempt}"
         self._board = self._sign(PrefixStore(prefix, self._store))
         self._knows_failure = self._published_end = False
         self._forget_questions()
@@ -138,7 +138,7 @@ class NodeGroup:
         """Refuse to take part with another version or other settings than the machine that came first."""
         from torch.distributed import PrefixStore
 
-        store = self._sign(PrefixStore(f"phalanx/{self._request['run_id']}", self._store))
+        store = self._sign(PrefixStore("phalanx", self._store))
         own: dict[str, str] = self._request.get("identity") or {}
         mine = {"host": socket.gethostname(), "identity": own}
         first = json.loads(store.compare_set("identity", "", json.dumps(mine)))

@@ -55,7 +55,6 @@ class Rendezvous:
                 "num_nodes": self._spec.num_nodes,
                 "node_rank": self._spec.node_rank,
                 "endpoint": self._spec.rdzv_endpoint,
-                "run_id": self._spec.rdzv_id,
                 "launch_id": self._spec.run_id,
                 "ranks_per_node": self._spec.ranks_per_node,
                 "identity": dict(self._spec.identity),

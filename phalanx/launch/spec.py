@@ -147,8 +147,6 @@ class LaunchSpec:
     """Unique id of this launch; the same in all of its attempts."""
     launched: float = field(default_factory=time.time)
     """When the command began that launches, in seconds since the epoch."""
-    rdzv_id: str = "phalanx"
-    """Separates groups that use the same endpoint."""
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     """Added to this process's environment in every rank."""
     labels: tuple[str, ...] = ()

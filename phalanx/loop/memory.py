@@ -20,13 +20,12 @@ from phalanx.host.cgroups import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
 from phalanx.observe.memory_bill import MemoryBill, write_bill
+from phalanx.plan.states import optimizer_states
 from phalanx.strategies.fsdp import find_blocks
 
 _EVERY = 5.0
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"(?:Tried|tried) to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
-_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
-"""Values per parameter that an optimizer keeps, where it has none yet; Adam and most others keep two."""
 
 
 class _DeviceOutOfMemory(OutOfMemoryError, torch.OutOfMemoryError):
@@ -65,7 +64,8 @@ class MemoryWatch(Callback):
         trained = [each for each in parameters if each.requires_grad]
         gradients = _bytes(trained)
         own, kept = _bytes(parameters), _states(optimizer)
-        expected = _bytes(trained) * _STATES.get(type(optimizer).__name__, 2)
+        momentum = max((group.get("momentum") or 0.0 for group in optimizer.param_groups), default=0.0)
+        expected = _bytes(trained) * optimizer_states(type(optimizer).__name__, momentum)
         present = kept + _bytes(each.grad for each in trained if each.grad is not None)
         if self._on_cuda:
             stats = torch.cuda.memory_stats_as_nested_dict(formation.device)["allocated_bytes"]["all"]

@@ -317,7 +317,7 @@ class Reporter:
             if event is not None:
                 self.events.emit(event)
         folder = tensorboard_dir(self._facts.config, self._facts.run_dir)
-        commands = [f"{_command('tensorboard')} --logdir {folder}"] if folder else []
+        commands = [f"{board} --logdir {folder}"] if folder and (board := _command("tensorboard")) else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
         own = {
@@ -385,11 +385,11 @@ def layout_words(strategy: str, config: DistributedConfig, sizes: dict[str, int]
     return " x ".join(parts) or strategy
 
 
-def _command(name: str) -> str:
-    """Return how to call a program of this environment: by its name where the shell finds it, else by its path."""
+def _command(name: str) -> str | None:
+    """Return how to call a program: by its name where the shell finds it, else by its path; None: not installed."""
     path = Path(sys.executable).parent / name
-    relative = os.path.relpath(path)
-    return name if shutil.which(name) else str(path) if relative.startswith("..") else relative
+    near = path if (relative := os.path.relpath(path)).startswith("..") else relative
+    return name if shutil.which(name) else str(near) if path.exists() else None
 
 
 def tensorboard_dir(config: Any, run_dir: Path) -> str | None:

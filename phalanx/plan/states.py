@@ -9,8 +9,11 @@ from phalanx.plan.activations import HALF, SINGLE
 from phalanx.plan.model import ModelShape
 from phalanx.world.schedules import SCHEDULES
 
-_STATES = {"adamw": 2, "adam": 2, "rmsprop": 2, "adagrad": 1, "sgd": 1}
-"""Values per parameter that an optimizer keeps (with momentum)."""
+
+def optimizer_states(name: str, momentum: float = 0.9) -> int:
+    """Return how many values per parameter an optimizer keeps; one that is not known, as many as Adam."""
+    extra = int(momentum > 0)
+    return {"sgd": extra, "rmsprop": 1 + extra, "adagrad": 1}.get(name.lower(), 2)
 
 
 class StateBytes(NamedTuple):
@@ -27,7 +30,7 @@ def state_bytes(precision: str = "bf16", optimizer: str = "adamw", *, master_wei
     torch's autocast keeps 4 + 4 + 8 instead of 2 + 2 + 12: the sum is the same, the fp32 weights take the place of the
     master copy. Without master weights everything is in half precision.
     """
-    states = _STATES.get(optimizer, 2)
+    states = optimizer_states(optimizer)
     if precision == "fp32":
         return StateBytes(SINGLE, SINGLE, SINGLE * states)
     return StateBytes(HALF, HALF, SINGLE * (1 + states) if master_weights else HALF * states)

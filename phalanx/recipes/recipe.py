@@ -52,7 +52,10 @@ class Recipe:
         if preset is None:
             return self
         if not self.presets:
-            raise UsageError(f"the recipe '{self.name}' has one model, so --preset has nothing to choose from")
+            raise UsageError(
+                f"the recipe '{self.name}' names no presets, so --preset has nothing to choose from",
+                hint=f"A preset of its model is an option of it: --set model.preset={preset}",
+            )
         if preset not in self.presets:
             raise UsageError(unknown_name(f"preset of the recipe '{self.name}'", preset, self.presets))
         return replace(self, model={**self.model, "preset": preset})

@@ -50,7 +50,7 @@ exec /run.sh
 """
 _COMMENTS = {
     **{f"{name}.image": "the version that you have tested" for name in _IMAGES},
-    "image": "has phalanx in it: deploy/Dockerfile",
+    "image": "must have phalanx in it: deploy/Dockerfile",
     "shm_size": "/dev/shm, for data workers and ranks of one service",
     "node0.volumes": "host:container; the run folder and the code are in the first",
     "ports": "host:container; only this machine reaches them",

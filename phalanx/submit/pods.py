@@ -60,7 +60,7 @@ COMMENTS = {
     "nodeSelector": "labels of nodes",
     "priorityClassName": "who goes first",
     "whenUnsatisfiable": "DoNotSchedule: insist on one pod per machine",
-    "image": "has phalanx in it",
+    "image": "must have phalanx in it",
     "workingDir": "where the ranks run",
     "limits.cpu": "CPU cores of the machine",
     "limits.memory": "memory, /dev/shm included",

@@ -23,6 +23,7 @@ from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.shape import shape_of
+from phalanx.plan.states import state_bytes
 from phalanx.torch_compat import pytree
 from phalanx.world.env import read_rank_env
 
@@ -31,8 +32,6 @@ _CHOICES = (
     *("compression", "fixed_order", "check_replicas_every", "straggler_factor", "communication_backend"),
 )
 """Settings that choose a layout, or are for whole copies."""
-_STATE_BYTES = 16
-"""Per parameter: weight, gradient and two moments of Adam in fp32."""
 _SEQ_LEN = 1024
 
 
@@ -78,7 +77,7 @@ def settle_strategy(
 
 def is_large(model: nn.Module, memory: int) -> bool:
     """Whether the states of a model's parameters take a quarter of a rank's memory or more."""
-    return sum(parameter.numel() for parameter in model.parameters()) * _STATE_BYTES > memory / 4
+    return sum(parameter.numel() for parameter in model.parameters()) * sum(state_bytes()) > memory / 4
 
 
 def rank_bytes(device: str, ranks_here: int) -> int:

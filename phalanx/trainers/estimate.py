@@ -10,14 +10,12 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.loop.prepare import adapt
 from phalanx.plan.rules import layout_of
+from phalanx.plan.states import optimizer_states
 from phalanx.recipes import Recipe
 from phalanx.trainers.auto import describe, planned_gib, settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh, plan_mesh
-
-_STATES = {"adamw": 2, "adam": 2, "adagrad": 1}
-"""Tensors of the size of the parameters that an optimizer keeps; the others depend on momentum."""
 
 
 class Memory(NamedTuple):
@@ -126,5 +124,4 @@ def _shards(config: DistributedConfig, mesh: Mesh) -> tuple[int, int, int]:
 def _states(config: DistributedConfig) -> int:
     if config.resolved_strategy == "parameter-server":
         return 0  # the servers hold them
-    momentum = int(config.momentum > 0)
-    return _STATES.get(config.optimizer, momentum + int(config.optimizer == "rmsprop"))
+    return optimizer_states(config.optimizer, config.momentum)

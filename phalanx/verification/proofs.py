@@ -245,11 +245,11 @@ class Proof:
     def _planned_faults(self) -> tuple[list[Fault], str]:
         """Return the faults that this layout can survive, and what happens in words."""
         ranks, steps = self.layout.world_size, self.steps
-        if ranks < 2 or steps < _FEWEST_FAULT_STEPS:
-            raise UsageError(
-                f"--faults with {ranks} rank{'s' * (ranks > 1)} and {steps} steps: too few to lose any",
-                hint=f"Give at least 2 ranks (--num-workers 4) and {_FEWEST_FAULT_STEPS} steps (--max-steps 12).",
-            )
+        few = ["2 ranks (--num-workers 2)"] if ranks < 2 else []
+        few += [f"{_FEWEST_FAULT_STEPS} steps (--max-steps 12)"] if steps < _FEWEST_FAULT_STEPS else []
+        if few:
+            given = f"{ranks} rank{'s' * (ranks > 1)} and {steps} steps"
+            raise UsageError(f"--faults with {given}: too few to lose any", hint=f"Give at least {' and '.join(few)}.")
         kill = Fault("kill", steps // 4, rank=ranks - 1)
         if self.config.recovery == "restart":
             return [kill], "a rank is killed and all restart from a checkpoint"

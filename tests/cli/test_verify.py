@@ -192,8 +192,14 @@ def test_from_python_with_a_loader_and_its_batch_size():
         (("digits", "--reshard", "ddp:3"), "a global batch of 64 samples cannot be split evenly over 3"),
         (("digits", "--resume", "--max-steps", 1), "needs at least 2 steps"),
         (("digits", "--resume", "--reshard", "ddp:1"), "proofs of their own"),
-        (("digits", "--faults", "--max-steps", 4), "4 steps: too few"),
-        (("digits", "--faults", "--num-workers", 1), "1 rank and 12 steps: too few"),
+        (
+            ("digits", "--faults", "--max-steps", 4),
+            "4 steps: too few to lose any\n  Give at least 8 steps (--max-steps 12).\n",
+        ),
+        (
+            ("digits", "--faults", "--num-workers", 1),
+            "too few to lose any\n  Give at least 2 ranks (--num-workers 2).\n",
+        ),
         (("digits", "--mixed-precision", "bf16"), "verify compares in float64 and float32"),
         (("--script", "nowhere.py"), "no script at nowhere.py"),
         (("--script", "empty.py"), "defines no build()"),

@@ -26,7 +26,7 @@ def test_the_environment_is_torchruns(launch_script):
     print(" ".join(os.environ[name] for name in names))
     assert int(os.environ["MASTER_PORT"]) > 0 and os.environ["TORCHELASTIC_ERROR_FILE"]
     """
-    run = launch_script(source, threads_per_rank=1, env={"ADDED": "yes"}, rdzv_id="job7")
+    run = launch_script(source, threads_per_rank=1, env={"ADDED": "yes"}, run_id="job7")
     assert run.console.lines == [(0, "0 0 2 2 0 1 0 2 default 127.0.0.1 0 0 job7 True 1 yes")]
     assert run.log(1).split()[:3] == ["1", "1", "2"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,11 @@ def test_recipes_are_valid(name):
     recipe = load_recipe(name)
     DistributedConfig(**recipe.settings)
     assert recipe.summary
+
+
+def test_other_programs_load_nothing_of_phalanx():
+    """torch fails to import where it cannot load an entry point of its group: metadata may be seen without the code."""
+    groups = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"].get(
+        "entry-points", {}
+    )
+    assert [name for name in groups if not name.startswith("phalanx.")] == []

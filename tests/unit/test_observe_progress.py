@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.loop import formation
+from phalanx.loop.reporting import _command
 from phalanx.observe import events, heartbeat
 from phalanx.observe.console import Console
 from phalanx.observe.heartbeat import Beat, HeartbeatBoard, board_path
@@ -230,3 +231,11 @@ def test_a_run_reports_compilation_and_how_many_batches_an_evaluation_has(tmp_pa
     evaluation = [("evaluate", "begin", 5), ("evaluate", "end", None)]
     assert phases.found == [("compile", "begin", None), ("compile", "end", None), *evaluation]
     assert heartbeat.current().read(0).part == 4, "the batches before the last one are counted as done"
+
+
+def test_a_program_that_is_not_installed_is_not_proposed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    assert _command("tensorboard") is None
+    (tmp_path / "tensorboard").touch(mode=0o755)
+    assert _command("tensorboard") == "tensorboard"

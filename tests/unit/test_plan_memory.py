@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.config import DistributedConfig
+from phalanx.config.fields import OPTIMIZERS
+from phalanx.loop.optim import build_optimizer
 from phalanx.models.registry import build
 from phalanx.plan.activations import held_passes, in_flight, published_layer_bytes
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.plan.memory import GIB, rank_memory
 from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.plan.states import StateBytes, state_bytes, train_cut, zero_bytes
+from phalanx.plan.states import StateBytes, optimizer_states, state_bytes, train_cut, zero_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}
@@ -321,3 +324,14 @@ def test_a_thousand_layouts_take_a_tenth_of_a_second() -> None:
     for layout in layouts:
         rank_memory(LLAMA_70B, GPU, layout, goal)
     assert (time.process_time() - began) / len(layouts) < 200e-6  # about 50 on an idle core
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name, momentum):
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = build_optimizer(DistributedConfig(optimizer=name, momentum=momentum), [weight], weight.device)
+    weight.sum().backward()
+    optimizer.step()
+    kept = sum(value.numel() for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.dim())
+    assert optimizer_states(type(optimizer).__name__, momentum) == optimizer_states(name, momentum) == kept / 64
