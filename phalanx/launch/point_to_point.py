@@ -68,6 +68,8 @@ class _Recorder:
             works[id(work)] = reference(work), pair, number, group if peer == _ANY else None
             return work
 
+        # For a group that is written in Python, torch calls what has the method's name, unless code of that name calls.
+        start.__code__ = start.__code__.replace(co_name=name)
         setattr(dist.ProcessGroup, name, start)
 
     def wrap_wait(self) -> None:
