@@ -101,7 +101,7 @@ def explain(
         cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
     code = ended.code if ended.code > 0 else 128 - ended.code
     if ended.record:  # the launcher may have ended it before it had left, because of another rank
-        code = ended.record["exit_code"] or code
+        code = ended.record.get("exit_code") or code
     return FailureReport(
         cause=cause,
         exit_code=code,
