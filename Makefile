@@ -48,7 +48,9 @@ $(VENV)/.test: $(VENV)/.phalanx
 optional = { $(2) || echo "going on without $(1): its tests are skipped"; }
 
 $(VENV)/.engines: $(VENV)/.phalanx
-	@$(call optional,Ray,$(UV) --editable '.[ray,serve]')
+	@# One extra for each call: a comma would end the argument of `call`.
+	@$(call optional,Ray,$(UV) --editable '.[ray]')
+	@$(call optional,Ray Serve,$(UV) --editable '.[serve]')
 	@$(call optional,MLflow,$(UV) --editable '.[mlflow]')
 	@$(call optional,Weights & Biases,$(UV) --editable '.[wandb]')
 	@$(call optional,Optuna,$(UV) --editable '.[tune]')
