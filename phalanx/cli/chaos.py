@@ -108,6 +108,10 @@ def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Seq
     """Refuse faults that cannot happen."""
     if config.run_dir is not None or config.resume_from_checkpoint:
         raise UsageError("phalanx chaos makes new runs in a folder of its own", hint="Use --out DIR.")
+    if namespace.own_objects and (namespace.script or namespace.module):
+        raise UsageError(
+            "--own-objects is for recipes: a script makes its optimizer itself", hint="Remove --own-objects."
+        )
     for fault in faults:
         if config.total_ranks is not None and fault.rank >= config.total_ranks:
             raise UsageError(f"the fault {fault}: the run has ranks 0 to {config.total_ranks - 1}")

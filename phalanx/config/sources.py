@@ -22,7 +22,16 @@ NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
     *("CONTROL_FD", "FAILURES", "GENERATION", "HEARTBEATS", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT"),
     *("SWITCH", "TF_ROLES"),
-    *("CHAOS", "FAULTS", "FAULTS_LINK", "RAY_FORK_SERVER", "TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+    *(
+        "CHAOS",
+        "FAULTS",
+        "FAULTS_LINK",
+        "FAULTS_OBJECTS",
+        "RAY_FORK_SERVER",
+        "TRIAL",
+        "TRIAL_RESUMES_AFTER",
+        "UNDER_RAY",
+    ),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")

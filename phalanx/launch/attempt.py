@@ -198,9 +198,9 @@ class Attempt(Follower):
         elif "all_ended" in message:
             self._all_ended = True
         elif "error" in message:
-            self._final = True  # the agent has ended, and with it this machine's connection to the others
             code = EXIT_USAGE if message["usage"] else 1
-            self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), publish=False)
+            # The agent has ended, and with it this machine's connection to the others.
+            self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), final=True)
 
     def _take_mail(self, mail: dict[str, Any]) -> None:
         if self._takeover is not None and "hello" in mail:
@@ -283,11 +283,12 @@ class Attempt(Follower):
     def _states(self) -> list[RankState]:
         return [] if self._group is None else list(self._group.ranks.values())
 
-    def _fail(self, failure: FailureReport, *, publish: bool = True) -> None:
+    def _fail(self, failure: FailureReport, *, final: bool = False) -> None:
+        """Stop the ranks. `final`: this machine alone ends, and does not start again."""
         if self._is_stopping:
             return
-        self._failure = failure
-        if publish:
+        self._failure, self._final = failure, final
+        if not final:
             self._rendezvous.publish_failure(failure)
         if self._role is not None:
             self._role.end()

@@ -69,7 +69,7 @@ class Following(LocalRanks):
             self._start_here(mail["start"], mail["generation"])
         elif "left_out" in mail:
             cause = f"this machine is left out of the run: {mail['left_out']}"
-            self._hands.fail(FailureReport(cause=cause, exit_code=1), publish=False)  # the others go on
+            self._hands.fail(FailureReport(cause=cause, exit_code=1), final=True)  # the others go on
         elif "late" in mail:
             known = [state for state in self._hands.group.alive if state.key == mail["late"]]
             self._hands.group.signal(signal.SIGKILL, [state for state in known if self._is_stuck(state)])

@@ -17,6 +17,9 @@ _PATIENCE = 6.0
 """So many times longer than a stopped process is waited for one that may be in a long batch."""
 _LEAST_PATIENCE = 30.0
 """Seconds, also where heartbeats are expected more often."""
+_MANY_FAILURES = 4
+RECENT_SECONDS = 3600.0
+"""Failures of a machine's ranks count for so long where machines are compared."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,15 @@ def decide(facts: Facts) -> Decision:
 def patience(silence_seconds: float) -> float:
     """Return the seconds without progress after which a rank that does not leave or join is killed."""
     return max(_LEAST_PATIENCE, _PATIENCE * silence_seconds)
+
+
+def fails_too_often(own: int, others: Sequence[int]) -> bool:
+    """Whether a machine is left out of the run, by the recent failures of its ranks and of each other machine's.
+
+    Where all machines lose ranks, the cause is not one of them.
+    """
+    usual = sum(others) / len(others) if others else float("inf")
+    return own >= _MANY_FAILURES * (1 + usual)
 
 
 def pause(without_progress: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,10 @@ from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.membership import Membership
-from phalanx.launch.policy import patience
+from phalanx.launch.policy import RECENT_SECONDS, fails_too_often, patience
 from phalanx.launch.spec import LaunchSpec
 
 _CHECK_SECONDS = 0.5
-_LEFT_OUT_AFTER = 4
-"""A machine, of several, is left out when so many of its ranks have failed."""
 
 Post = Callable[[str, dict[str, Any]], None]
 
@@ -41,7 +39,7 @@ class Hands:
     report: Callable[[dict[str, Any]], None]
     post: Post
     fail: Callable[..., None]
-    """Gets a `FailureReport`; with `publish=False` it ends this machine only."""
+    """Gets a `FailureReport`; with `final=True` this machine alone ends, and does not start again."""
     is_stuck: Callable[[RankState, float], bool]
     """Whether a rank of this machine has made no progress for so many seconds."""
 
@@ -130,7 +128,7 @@ class Leading(LocalRanks):
         self._remote: dict[str, RankState] = {}
         self._machines = {node: (host, ranks) for node, host, ranks in hands.node.machines}
         self._ended: set[str] = set()
-        self._losses: Counter[str] = Counter()
+        self._losses: defaultdict[str, list[float]] = defaultdict(list)
         self._address: dict[str, Any] = {}
         own = list(hands.group.ranks.values())
         members = inherited if inherited is not None else self._first_members(own)
@@ -227,14 +225,17 @@ class Leading(LocalRanks):
         return self._take_losses(ended, how)
 
     def _take_losses(self, ended: RankState, how: str) -> bool:
-        """Replace the rank; a machine, of several, that fails again and again is left out instead."""
-        self._losses[ended.node] += 1
-        if self._losses[ended.node] < _LEFT_OUT_AFTER or len(self._machines) < 2 or ended.node == self._hands.node.own:
+        """Replace the rank; a machine, of several, that fails far more often than the others is left out instead."""
+        now = time.monotonic()
+        self._losses[ended.node].append(now)
+        recent = {node: sum(now - at < RECENT_SECONDS for at in self._losses[node]) for node in self._machines}
+        own = recent.pop(ended.node, 0)
+        if ended.node == self._hands.node.own or not fails_too_often(own, list(recent.values())):
             return self.members.take_loss(ended, how=how)
         host, _ = self._machines.pop(ended.node)
-        self._hands.post(ended.node, {"left_out": f"{self._losses[ended.node]} ranks of {host} have failed"})
+        self._hands.post(ended.node, {"left_out": f"{own} ranks of {host} have failed, far more than elsewhere"})
         lost = [state for state in self.members.members if state.node == ended.node]
-        how = f"{how}; its machine {host} has failed {self._losses[ended.node]} times and is left out"
+        how = f"{how}; its machine {host} has failed {own} times and is left out"
         return self.members.take_loss(*lost, how=how, replaceable=False)
 
     def take_end(self, ended: RankState) -> None:

@@ -112,7 +112,8 @@ def main_stack(text: str) -> list[Frame]:
 def latest_dump(text: str, threads: bool) -> str:
     """Return the stack of the main thread in the latest dump of `text`, or of all threads, for a reader."""
     if not threads:
-        return "\n".join(f"  {frame.file}:{frame.line} in {frame.function}" for frame in main_stack(text))
+        shown = _without_recorder(main_stack(text))
+        return "\n".join(f"  {frame.file}:{frame.line} in {frame.function}" for frame in shown)
     latest = text[max(0, *(text.rfind(begin) for begin in _MAIN_BEGINS)) :]
     return "\n".join(f"  {line}" for line in latest.strip().splitlines())
 
@@ -123,9 +124,14 @@ def whereabouts(path: Path) -> str:
     return describe_frames(frames) if frames else "at an unknown place: it did not answer with a stack"
 
 
+def _without_recorder(frames: list[Frame]) -> list[Frame]:
+    """Leave out the wrapper that records calls, which is around every wait."""
+    return [frame for frame in frames if not frame.file.endswith(_RECORDER)] or frames
+
+
 def describe_frames(frames: list[Frame]) -> str:
     """Say where the innermost line of the user's code, else of Phalanx is, and which library call it made."""
-    frames = [frame for frame in frames if not frame.file.endswith(_RECORDER)] or frames
+    frames = _without_recorder(frames)
     own = next((frame for frame in frames if frame.is_users), None)
     own = own or next((frame for frame in frames if is_loops(frame.file)), None)
     if own is None or own == frames[0]:

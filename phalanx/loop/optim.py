@@ -93,7 +93,7 @@ class LRSchedule:
         self._own += [float(group["lr"]) for group in groups[known:]]  # add_param_group, while training
         self._applied = factor
         for group, own in zip(groups[changed:], self._own[changed:], strict=True):
-            group["lr"] = own * self._scale * factor
+            _set_rate(group, own * self._scale * factor)
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Follow another factor from the next step on: the length of the run has changed."""
@@ -103,9 +103,10 @@ class LRSchedule:
         """Give the groups their own rates; `only_scheduled`: a rate that a callback has set stays."""
         if self._applied is None:
             return
+        # A group that was added after the last step has its own rate still.
         for group, own in zip(self._optimizer.param_groups, self._own, strict=False):
-            if not only_scheduled or group["lr"] == own * self._scale * self._applied:
-                group["lr"] = own
+            if not only_scheduled or math.isclose(group["lr"], own * self._scale * self._applied, rel_tol=1e-6):
+                _set_rate(group, own)
         self._applied = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,6 +123,14 @@ class LRSchedule:
     def rate(self) -> float:
         """The first group's current learning rate."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's learning rate; one that is a tensor stays it, as with torch's schedulers."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def rate_factor(config: DistributedConfig, total_steps: int | None) -> Callable[[int], float]:

@@ -54,9 +54,10 @@ class HistogramCallback(Callback):
             self._wants_gradients = False
             weights = dict(trainer.task.model.named_parameters())
             found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-            self._write("gradients", trainer.step, found.items())
+            step = trainer.step + 1  # a step counts when it is complete
+            self._write("gradients", step, found.items())
             norms = [_local(grad).norm() for grad in found.values()]
-            self._write("gradients", trainer.step, [("norm_of_each", torch.stack(norms))] if norms else [])
+            self._write("gradients", step, [("norm_of_each", torch.stack(norms))] if norms else [])
             # In the host's memory: a copy beside the weights may be more than the device has.
             self._before = {name: _local(weights[name]).detach().cpu().clone() for name in found}
 
@@ -66,7 +67,7 @@ class HistogramCallback(Callback):
             return
         now = {name: _local(weight).detach().cpu() for name, weight in trainer.task.model.named_parameters()}
         ratios = [(now[name] - old).norm() / old.norm().clamp(min=1e-12) for name, old in self._before.items()]
-        self._write("updates", trainer.step, [("ratio_of_each", torch.stack(ratios).float())])
+        self._write("updates", trainer.step + 1, [("ratio_of_each", torch.stack(ratios).float())])
         self._before = {}
 
     def _write(self, group: str, step: int, tensors: Iterable[tuple[str, torch.Tensor | nn.Parameter]]) -> None:

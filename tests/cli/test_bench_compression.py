@@ -45,10 +45,8 @@ def test_an_emulated_link_where_there_are_no_namespaces(monkeypatch):
 
 @pytest.mark.skipif(netns.why_not() is not None, reason="needs root, ip, tc and a kernel with namespaces and tbf")
 def test_a_link_that_the_kernel_shapes():
-    before = set(Path("/run/netns").iterdir()) if Path("/run/netns").exists() else set()
     checked_records(phalanx(*SHORT, "--json", "out.json"), NAMESPACES)
-    after = set(Path("/run/netns").iterdir()) if Path("/run/netns").exists() else set()
-    assert after == before
+    assert not list(Path("/run/netns").glob("phalanx-*"))
 
 
 def test_the_adviser_needs_no_training():

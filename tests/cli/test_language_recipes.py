@@ -52,7 +52,7 @@ def test_the_recipes_know_every_preset_of_their_model(name):
     ("words", "message"),
     [
         (["gpt", "--preset", "smal"], "unknown preset of the recipe 'gpt' 'smal'. Did you mean 'small'?"),
-        (["digits", "--preset", "small"], "the recipe 'digits' has one model"),
+        (["digits", "--preset", "small"], "the recipe 'digits' names no presets"),
         (["--script", "train.py", "--preset", "small"], "--preset is for recipes"),
     ],
 )

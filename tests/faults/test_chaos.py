@@ -161,6 +161,14 @@ def test_mistakes_are_reported(words, said, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_objects_of_a_recipe_are_not_asked_for_with_a_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    answer = command("chaos", "--script", str(script), "--num-workers", "2", "--fault", "kill:step=5", "--own-objects")
+    assert answer.code == 2
+    assert "--own-objects is for recipes" in answer.text
+
+
 def test_plans_are_read_from_files_and_drawn_from_a_seed(tmp_path):
     path = tmp_path / "faults.toml"
     path.write_text('[[fault]]\nkind = "kill"\nrank = 2\nstep = 50\n')

@@ -34,8 +34,8 @@ class Rows(torch.utils.data.Dataset):
 class Pause(phalanx.Callback):
     def on_step_end(self, trainer, info):
         time.sleep(PAUSE)
-        die = os.path.join(FOLDER, f"die-{trainer.formation.rank}")
-        if info.step == 10 and os.path.exists(die):
+        die = os.path.join(FOLDER, f"die-{trainer.formation.rank}-{info.step}")
+        if os.path.exists(die):
             os.remove(die)
             os.kill(os.getpid(), 9)
 
@@ -46,7 +46,7 @@ least, most, nodes, node = (int(word) for word in sys.argv[2:6])
 trainer = phalanx.PyTorchDDPTrainer(
     model=model, num_workers=(least, most), num_nodes=nodes, node_rank=node, rdzv_endpoint=sys.argv[6],
     strategy="ring", fixed_order=True, device="cpu", batch_size=4, learning_rate=0.02,
-    max_steps=int(os.environ["STEPS"]), max_restarts=3, heartbeat_timeout=2.0, timeout=60.0,
+    max_steps=int(os.environ["STEPS"]), max_restarts=4, heartbeat_timeout=2.0, timeout=60.0,
     progress=False, callbacks=[Pause()],
     run_dir=os.path.join(FOLDER, f"run{node}"), checkpoint_dir=os.path.join(FOLDER, "checkpoints"),
 )
@@ -161,12 +161,25 @@ def assert_equal(one, other) -> None:
 @long_proof
 def test_a_killed_rank_is_replaced_on_its_machine(cluster, quiet):
     two = cluster(2, ranks=(4, 4))
-    (two.folder / "die-3").write_text("")
+    (two.folder / "die-3-10").write_text("")
     two.start(0, 1)
     two.end(0, 1)
     (recovered,) = two.events("recovered")
     assert (recovered["lost"], recovered["lost_steps"]) == ([3], 0)
     assert recovered["seconds"] < 5
+    assert_equal(quiet, two.weights(0))
+
+
+@long_proof
+def test_a_machine_that_fails_again_and_again_is_left_out_and_ends(cluster, quiet):
+    two = cluster(2, ranks=(2, 4))
+    for step in (10, 20, 30, 40):
+        (two.folder / f"die-3-{step}").write_text("")
+    two.start(0, 1)
+    assert two.launchers[1].wait(timeout=90) == 1, two.outputs()  # it does not wait to be started again
+    assert "this machine is left out of the run: 4 ranks of" in (two.folder / "out1").read_text()
+    two.end(0)
+    assert [event["world_size"] for event in two.events("recovered")] == [4, 4, 4, 2]
     assert_equal(quiet, two.weights(0))
 
 

@@ -127,7 +127,7 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(hands):
     ((to, message),) = hands.sent
     assert (to, list(message)) == ("00003", ["left_out"])
     following.take_mail({"sender": "00002", **message})
-    assert hands.failed == [{"publish": False}]
+    assert hands.failed == [{"final": True}]
 
 
 # --- requests -------------------------------------------------------------------------------------------------------

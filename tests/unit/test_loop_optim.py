@@ -95,6 +95,17 @@ def test_an_optimizer_gets_its_own_rates_back():
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.03, 0.4]
 
 
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate, capturable=True)
+    schedule = LRSchedule(optimizer, lambda step: 0.5**step, scale=2.0)
+    schedule.apply(2)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.05)
+    schedule.put_back(only_scheduled=True)
+    assert float(rate) == pytest.approx(0.1)
+
+
 def test_a_group_that_was_added_keeps_its_rate_through_a_saved_schedule():
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)

@@ -9,6 +9,7 @@ import pytest
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import RankState
 from phalanx.launch.membership import Membership
+from phalanx.launch.policy import fails_too_often
 from phalanx.launch.spec import Elastic
 
 
@@ -333,6 +334,14 @@ def test_a_slow_rank_is_left_out_with_the_next_loss_and_its_late_answer_is_not_t
     case.ready(slow)
     assert case.members.spares == []
     assert case.processes.started == 1, "the lost one is replaced, the slow one is not"
+
+
+def test_a_machine_is_left_out_only_where_it_fails_far_more_often_than_the_others():
+    assert fails_too_often(4, [0, 0])
+    assert not fails_too_often(3, [0, 0])
+    assert not fails_too_often(4, [1])
+    assert fails_too_often(8, [1])
+    assert not fails_too_often(100, []), "the only machine"
 
 
 def test_a_slow_rank_stays_where_the_group_cannot_be_smaller():

@@ -7,8 +7,8 @@ size, the loss of the whole batch, tied weights, and evaluation through all stag
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from phalanx import torch_fakes
+from phalanx import torch_compat, torch_fakes
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import BatchPass, local
@@ -100,12 +100,10 @@ class Pipeline(nn.Module):
                 f"a stage of an nn.Sequential got {len(inputs)} tensors, and it takes one",
                 hint="Let every unit return one tensor, and the batches be (inputs, targets).",
             )
-        kept = [(b, b.clone()) for b in stage.buffers()] if stage in self._unshaped else []
+        copied = _copied_buffers(stage) if stage in self._unshaped else nullcontext()
         self._unshaped.discard(stage)
-        with self._autocast():
+        with self._autocast(), copied:
             output = type(stage).forward(stage, *inputs, **self._positions)
-        for buffer, value in kept:
-            buffer.copy_(value)
         if not self.row.schedule.splits_backward:
             return output
         # Such a schedule detaches outputs in place, which views (of a reshape, of a DTensor's local part) do not allow.
@@ -228,6 +226,19 @@ class Pipeline(nn.Module):
             self._runners[key] = _Runner(self.stages, self.row, self._device, count)
             self._unshaped = set(self.stages.values())
         return self._runners[key]
+
+
+@contextmanager
+def _copied_buffers(stage: nn.Module) -> Iterator[None]:
+    """Let a forward pass change copies. Writing the values back would change what its backward pass has saved."""
+    kept = [(own, dict(own)) for own in map(torch_compat.own_buffers, stage.modules())]
+    try:
+        for own, buffers in kept:
+            own.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
+        yield
+    finally:
+        for own, buffers in kept:
+            own.update(buffers)
 
 
 class _Runner:
