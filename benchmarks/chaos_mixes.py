@@ -30,14 +30,12 @@ COMMON = (
 EXACT = ("--strategy", "ring", "--fixed-order")
 OBJECTS = ("--own-objects", "--ema-decay", "0.9")
 MIXED = ("--kinds", "kill,exception,scale")
-FEW_KILLS = ["--kinds", "scale", *(word for step in (25, 45, 65) for word in ("--fault", f"kill:rank=1,step={step}"))]
-"""A machine whose ranks have failed four times is left out of a run, so requests do most of it there."""
 MIXES = {
     "objects": ["digits", "--num-workers", "4", *OBJECTS, *EXACT],
     "objects, torch's ddp": ["digits", "--num-workers", "2", *OBJECTS, "--strategy", "ddp", "--lr-schedule", "cosine"],
     "shards (fsdp)": ["digits", "--num-workers", "2", *OBJECTS, "--strategy", "fsdp", "--memory-frequency", "1"],
     "kills and requests": ["digits", "--num-workers", "2:4", *OBJECTS, *EXACT, *MIXED],
-    "two machines": ["digits", "--num-workers", "2:4", "--num-nodes", "2", *OBJECTS, *EXACT, *FEW_KILLS],
+    "two machines": ["digits", "--num-workers", "2:4", "--num-nodes", "2", *OBJECTS, *EXACT, *MIXED],
 }
 
 

@@ -54,7 +54,6 @@ class _Recorder:
         original, pairs, works = getattr(dist.ProcessGroup, name), self._pairs, self._works
         op, reference = name[:4], weakref.ref
 
-        @functools.wraps(original)
         def start(group: ProcessGroup, tensors: Sequence[Tensor], *places: int) -> Work:
             work: Work
             tensor = tensors[0]
@@ -68,6 +67,7 @@ class _Recorder:
             works[id(work)] = reference(work), pair, number, group if peer == _ANY else None
             return work
 
+        functools.update_wrapper(start, original)
         # For a group that is written in Python, torch calls what has the method's name, unless code of that name calls.
         start.__code__ = start.__code__.replace(co_name=name)
         setattr(dist.ProcessGroup, name, start)

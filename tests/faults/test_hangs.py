@@ -187,6 +187,39 @@ dist.recv(large, (rank - 1) % size)
 """
 
 
+OWN_KINDS = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+
+class Unfinished(dist.Work):
+    pass  # torch's own wait, which asks Python first
+
+dist.init_process_group("phalanx")  # a group that is written in Python
+other = 1 - dist.get_rank()
+taken = torch.zeros(4)
+works = dist.batch_isend_irecv(
+    [dist.P2POp(dist.isend, torch.ones(4), other), dist.P2POp(dist.irecv, taken, other)]
+)
+for work in works:
+    work.wait()
+if other:
+    dist.recv(taken[:2])
+else:
+    dist.send(taken[:2], other)
+try:
+    Unfinished().wait(timedelta(milliseconds=10))
+except RuntimeError as error:
+    assert "recursion" not in str(error), error
+print("taken", taken.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_groups_and_works_of_other_kinds_are_recorded_like_torchs(launch_script):
+    run = launch_script(OWN_KINDS, ranks_per_node=2)
+    assert run.console.lines == [(0, "taken [1.0, 1.0, 1.0, 1.0]")], run.report
+
+
 def test_a_ring_in_which_all_send_first_is_named_before_the_timeout_and_after(launch_script):
     console = RecordingConsole()
     run = launch_script(RING, console, ranks_per_node=2, stall_notice=1.0)
