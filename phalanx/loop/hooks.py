@@ -65,8 +65,8 @@ class Hooks:
     def __init__(self, callbacks: list[Any] | None = None) -> None:
         self._every: list[tuple[Hook, int]] = []
         self._callbacks: list[Callback] = []
-        self.called = 0
-        """How many callbacks were called after a step whose others were not: a lost rank broke it off."""
+        self.called: dict[str, int] = {}
+        """How many callbacks were called after a step or an epoch whose others were not: a lost rank broke it off."""
         self.sinks: list[Sink] = []
         """Receivers of events that were given among the callbacks."""
         for item in callbacks or []:
@@ -102,14 +102,11 @@ class Hooks:
 
     def after_step(self, trainer: Any, info: StepInfo) -> None:
         """Call what is due after this step, and was not called for it yet."""
-        if not self.called:
+        if "on_step_end" not in self.called:
             for hook, every in self._every:
                 if info.step % every == 0:
                     hook(info)
-        for callback in self._callbacks[self.called :]:
-            callback.on_step_end(trainer, info)
-            self.called += 1
-        self.called = 0
+        self.fire_once("on_step_end", trainer, info)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by position and class."""
@@ -132,6 +129,13 @@ class Hooks:
                 here[name].load_state_dict(state)
             else:
                 say(f"the checkpoint has the state of a callback, {name}, which this run does not have", "warning")
+
+    def fire_once(self, moment: str, *arguments: Any) -> None:
+        """Call one method of every callback, but of those that were called before a lost rank broke it off."""
+        for number in range(self.called.get(moment, 0), len(self._callbacks)):
+            self.called[moment] = number
+            getattr(self._callbacks[number], moment)(*arguments)
+        self.called.pop(moment, None)
 
     def fire(self, moment: str, *arguments: Any) -> None:
         """Call one method of every callback."""

@@ -61,7 +61,8 @@ class LoopState:
         loop = self._loop
         loop.report.resumed(state)
         if (unreported := state.pop("unreported", None)) is not None:
-            loop.unreported, loop.hooks.called = StepInfo(**unreported["info"]), unreported["called"]
+            loop.unreported = StepInfo(**unreported)
+        loop.hooks.called = state.pop("called", {})
         loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
         if loop.continues:  # the same run, with other ranks
             loop.time_spent = state["time_spent"]
@@ -163,7 +164,8 @@ def capture(loop: Any, committed: Committed) -> RunState | None:
     if loop.unreported is not None:
         info = {item.name: getattr(loop.unreported, item.name) for item in dataclasses.fields(StepInfo)}
         info["loss_tensor"] = info["loss_tensor"].detach().cpu()
-        content.shared["unreported"] = {"info": info, "called": loop.hooks.called}
+        content.shared["unreported"] = info
+    content.shared["called"] = loop.hooks.called
     for model in formation.models:  # gradients of the interrupted step are not part of the next one
         model.zero_grad(set_to_none=True)
     return RunState(formation.world_size, content)

@@ -234,7 +234,8 @@ class TrainLoop:
         if self.unreported is not None:
             self.hooks.after_step(self, self.unreported)
             self.unreported = None
-        closed = [record.step for record in self.history.epochs[-1:]] == [self.step]
+        reported = [record.step for record in self.history.epochs[-1:]] == [self.step]
+        closed = reported and "on_epoch_end" not in self.hooks.called
         if self._finished() and self.step and not closed:
             epoch = self.epoch
             self.train_loader.roll_over()
@@ -293,7 +294,7 @@ class TrainLoop:
             metrics = self.evaluate(ended_epoch=epoch)
         self._judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
-        self.hooks.fire("on_epoch_end", self, epoch, metrics)
+        self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
         if last or not self.control.is_active:
             return
         with self.report.ledger.phase("idle"):

@@ -324,6 +324,38 @@ def test_callbacks_are_called_once_after_each_step_that_was_taken(tmp_path, kind
     assert plain(hit) == plain(quiet)
 
 
+class Grows(phalanx.Callback):
+    """Changes the weights after each epoch: one call more or less would show."""
+
+    def on_epoch_end(self, trainer, epoch, metrics) -> None:
+        with torch.no_grad():
+            trainer.task.model[0].weight.mul_(1.5)
+
+
+class EvaluatesEpochs(KillWhen):
+    """Evaluates after each epoch, in which a rank is lost once."""
+
+    def on_step_end(self, trainer, info) -> None:
+        pass
+
+    def on_epoch_end(self, trainer, epoch, metrics) -> None:
+        handle = trainer.model.register_forward_pre_hook(lambda *_: self._in_forward(trainer))
+        trainer.evaluate()
+        handle.remove()
+
+
+@pytest.mark.parametrize("step", [8, 16], ids=["an epoch", "the last epoch"])
+def test_callbacks_are_called_once_after_each_epoch(tmp_path, step, fork_server):
+    settings = {"optimizer": "sgd", "epochs": 2 if step == 16 else 3}
+    quiet, straight, _ = small_fit(tmp_path / "quiet", callbacks=[Grows(), Grows()], **settings)
+    (tmp_path / "hit").mkdir()
+    kill = EvaluatesEpochs(tmp_path / "hit", "evaluation", step)
+    hit, history, _ = small_fit(tmp_path / "hit", callbacks=[Grows(), kill, Grows()], **settings)
+    assert kill.mark.exists()
+    assert [epoch.step for epoch in history.epochs] == [epoch.step for epoch in straight.epochs]
+    assert plain(hit) == plain(quiet)
+
+
 def test_the_best_checkpoint_that_was_in_flight_is_remembered(tmp_path, fork_server):
     """The loss comes a few steps after the best evaluation: its save is published, and not collected yet."""
     kill = KillWhen(tmp_path, "step", 10)
