@@ -30,6 +30,7 @@ class Board:
     def __init__(self, store: Store, own: str) -> None:
         self._store, self._own = store, own
         self._out: queue.SimpleQueue[tuple[str, Mail]] = queue.SimpleQueue()
+        self._posted = self._sent = 0
         self._in: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self._read = 0
         self._expected: list[int] = []
@@ -44,6 +45,7 @@ class Board:
 
     def post(self, to: str, message: Mail) -> None:
         """Send a message to the launcher of a machine."""
+        self._posted += 1
         self._out.put((to, {**message, "sender": self._own}))
 
     def receive(self) -> list[Mail]:
@@ -71,7 +73,7 @@ class Board:
     def flush(self, seconds: float) -> None:
         """Wait until all messages were sent."""
         deadline = time.monotonic() + seconds
-        while not self._out.empty() and not self.failed and time.monotonic() < deadline:
+        while self._sent < self._posted and not self.failed and time.monotonic() < deadline:
             time.sleep(_PERIOD_SECONDS / 2)
 
     def close(self) -> None:
@@ -105,6 +107,7 @@ class Board:
             to, message = self._out.get()
             number = self._store.add(f"mail/{to}", 1)
             self._store.set(f"mail/{to}/{number}", json.dumps(message))
+            self._sent += 1
         count = self._store.add(f"mail/{self._own}", 0)
         self._expected += range(self._read + 1, count + 1)
         self._read = count

@@ -119,7 +119,7 @@ class Evidence:
             frames = [frame for line in reversed(found.record["traceback"]) if (frame := parse_frame(line)) is not None]
             return self.describe(state) + (f" {describe_frames(frames)}" if frames else "")
         if state.alive:
-            return f"is {self._position(state)}"
+            return f"is {self.position(state)}"
         stack = main_stack("\n".join(found.log_tail)) if state.code == -signal.SIGABRT else []
         return how_it_ended(state.code or 0) + (f" {describe_frames(stack)}" if stack else "")
 
@@ -164,7 +164,7 @@ class Evidence:
     def explain_silence(self, states: Sequence[RankState], silent: Sequence[RankState]) -> FailureReport:
         """Name the rank that did not answer the others: one that is not waiting itself, and the furthest behind."""
         found = self.find_failure(states)
-        positions = {state.rank: self._position(state) for state in silent}
+        positions = {state.rank: self.position(state) for state in silent}
         guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.slot))]
         if not guilty:  # they wait for each other: show where
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
@@ -205,7 +205,7 @@ class Evidence:
         """Return the ranks that do not wait, with where they are, where all others wait in a collective."""
         waiting = [state for state in states if is_waiting(stack_path(self._spec.log_dir, state.slot))]
         rest = [state for state in states if state not in waiting]
-        return [(state, self._position(state)) for state in rest] if waiting else []
+        return [(state, self.position(state)) for state in rest] if waiting else []
 
     def explain_lost_nodes(
         self, states: Sequence[RankState], nodes: Sequence[str], blame: Blame | None = None
@@ -222,7 +222,8 @@ class Evidence:
         hint = "Look at the output of the launcher there, and at the network between the nodes."
         return FailureReport(cause=cause, details=tuple(lines), exit_code=1, hint=hint, logs=found.logs)
 
-    def _position(self, state: RankState) -> str:
+    def position(self, state: RankState) -> str:
+        """Say where a rank is, from the stack that it wrote last."""
         if state.pid is not None and is_stopped(state.pid):
             return "stopped (SIGSTOP or a debugger)"
         return whereabouts(stack_path(self._spec.log_dir, state.slot))
@@ -304,6 +305,23 @@ class StallWatch:
         self._limit = elastic.stall_seconds
         self._group, self._evidence, self._ask, self._console = group, evidence, ask, console
         self._asked = False
+        self._ending: set[str] = set()
+
+    def end(self, silent: list[RankState]) -> None:
+        """Kill ranks that are stopped, and those that neither leave or join a group nor make progress."""
+        self._group.signal(signal.SIGKILL, [state for state in silent if state.stopped_since is not None])
+        stuck = [state for state in silent if state.stopped_since is None and state.key not in self._ending]
+        if stuck:
+            self._ending |= {state.key for state in stuck}
+            self._ask(lambda _: self._kill(stuck), stuck)
+
+    def _kill(self, stuck: list[RankState]) -> None:
+        for state in stuck:
+            where = self._evidence.position(state)
+            self._console.notice(
+                f"rank {state.rank} does not go on after others were lost, and is killed: it is {where}"
+            )
+        self._group.signal(signal.SIGKILL, stuck)
 
     def check(self, role: Members) -> None:
         """Ask for the stacks where no rank of the group has made progress for long."""

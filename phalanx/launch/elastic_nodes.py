@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SUSPECT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+_FLUSH_SECONDS = 2.0
 _DECIDED = "decided"
 
 
@@ -186,7 +187,9 @@ class ElasticNodes(NodeGroup):
             self._mailbox.watch([node for node in self._nodes if node != self._own])
 
     def _close_mailbox(self) -> None:
+        """Close it when its messages were sent: the others wait for the failure that ended this attempt."""
         if self._mailbox is not None:
+            self._mailbox.flush(_FLUSH_SECONDS)
             self._mailbox.close()
 
     def post(self, to: str, message: Message) -> None:
@@ -266,7 +269,8 @@ class ElasticNodes(NodeGroup):
         host = self._nodes[lost]["host"]
         if ended:
             self._ended.append(lost)
-        self._close_mailbox()
+        assert self._mailbox is not None, "asked where there is one"
+        self._mailbox.close()  # what was not sent is lost with the machine
         seconds = timedelta(seconds=self._silence)
         rest = [node for node in sorted(self._nodes) if node != lost]
         candidates = [node for node in rest if node == self._own or answers(self._standby_of(node), _SUSPECT_SECONDS)]
@@ -292,8 +296,7 @@ class ElasticNodes(NodeGroup):
 
     def leave(self) -> None:
         """Send what is left, and leave."""
-        if self._mailbox is not None:
-            self._mailbox.flush(2.0)
-            if self._leads:
-                time.sleep(2 * _POLL_SECONDS)  # the others read their last message
-            self._mailbox.close()
+        if self._mailbox is not None and self._leads:
+            self._mailbox.flush(_FLUSH_SECONDS)
+            time.sleep(2 * _POLL_SECONDS)  # the others read their last message
+        self._close_mailbox()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from typing import Any
 
@@ -21,6 +20,7 @@ class Following(LocalRanks):
         self._ready: dict[str, dict[str, Any]] = {}
         self._generation = 0
         self._told_end = False
+        self._late: list[str] = []
         self._formed_at = time.monotonic()
         self.size = hands.node.world_size
         self._formed = set() if hands.node.late else set(hands.group.ranks)
@@ -71,9 +71,14 @@ class Following(LocalRanks):
             cause = f"this machine is left out of the run: {mail['left_out']}"
             self._hands.fail(FailureReport(cause=cause, exit_code=1), final=True)  # the others go on
         elif "late" in mail:
-            known = [state for state in self._hands.group.alive if state.key == mail["late"]]
-            self._hands.group.signal(signal.SIGKILL, [state for state in known if self._is_stuck(state)])
+            self._late.append(mail["late"])
         return "all_ended" in mail
+
+    def find_silent(self) -> list[RankState]:
+        """Return ranks to be killed: stopped ones, and late ones, as the deciding launcher says, without progress."""
+        late = [state for state in self._hands.group.alive if state.key in self._late]
+        self._late.clear()
+        return [*super().find_silent(), *filter(self._is_stuck, late)]
 
     def follow(self, leader: str) -> None:
         """Report the ranks of this machine to the launcher that decides from now on."""

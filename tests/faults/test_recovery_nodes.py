@@ -170,6 +170,17 @@ def test_a_killed_rank_is_replaced_on_its_machine(cluster, quiet):
     assert_equal(quiet, two.weights(0))
 
 
+def test_machines_that_have_lost_all_ranks_at_once_start_again_together(cluster, quiet):
+    """The launcher that decides has no rank left to wait for: its message must reach the other one all the same."""
+    two = cluster(2, ranks=(4, 4))
+    for rank in range(4):
+        (two.folder / f"die-{rank}-10").write_text("")
+    two.start(0, 1)
+    two.end(0, 1)
+    assert all("\nrestart " in (two.folder / f"out{number}").read_text() for number in (0, 1)), two.outputs()
+    assert_equal(quiet, two.weights(0))
+
+
 @long_proof
 def test_a_machine_that_fails_again_and_again_is_left_out_and_ends(cluster, quiet):
     two = cluster(2, ranks=(2, 4))
