@@ -206,6 +206,20 @@ def test_the_others_go_on_when_a_machine_is_killed(cluster, quiet, lost):
 
 
 @long_proof
+@pytest.mark.parametrize("lost", [1, 0], ids=["another", "the one with the store"])
+def test_the_others_go_on_when_a_machine_loses_its_fork_server(cluster, quiet, lost):
+    two = cluster(2, ranks=(2, 4))
+    two.start(0, 1)
+    two.wait_for_step(10)
+    children = Path(f"/proc/{two.launchers[lost].pid}/task/{two.launchers[lost].pid}/children").read_text()
+    os.kill(int(children.split()[0]), signal.SIGKILL)
+    assert two.launchers[lost].wait(timeout=60) == 1, two.outputs()
+    two.end(1 - lost)
+    assert "fork server" in (two.folder / f"out{lost}").read_text()
+    assert_equal(quiet, two.weights(1 - lost))
+
+
+@long_proof
 def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
     """Nothing answers on the cut cable, so that only heartbeats show it; the run must not go on in two parts."""
     two = cluster(2, ranks=(2, 4))
