@@ -62,6 +62,7 @@ class Evidence:
             time=state.ended or time.time(),
             record=read_record(self._spec.log_dir, state.slot),
             log_tail=log_tail(self._spec.log_dir, state.slot),
+            killed_for=state.killed_for,
         )
 
     def describe(self, state: RankState) -> str:
@@ -69,7 +70,7 @@ class Evidence:
         found = self.of(state)
         if found.record:
             return f"raised {found.record['type']}: {found.record['message'].splitlines()[0][:200]}"
-        return how_it_ended(found.code)
+        return found.killed_for or how_it_ended(found.code)
 
     def find_failure(self, states: Sequence[RankState]) -> FailureReport:
         """Explain the failure of the guilty rank among those that failed or are about to."""
@@ -318,9 +319,7 @@ class StallWatch:
     def _kill(self, stuck: list[RankState]) -> None:
         for state in stuck:
             where = self._evidence.position(state)
-            self._console.notice(
-                f"rank {state.rank} does not go on after others were lost, and is killed: it is {where}"
-            )
+            state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"
         self._group.signal(signal.SIGKILL, stuck)
 
     def check(self, role: Members) -> None:

@@ -178,6 +178,8 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
 
 def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBill | None) -> tuple[str, tuple[str, ...], str]:
     number = -ended.code
+    if ended.killed_for:
+        return ended.killed_for, _log_end(ended), ""
     if number == signal.SIGKILL:
         less = "Use less memory: a smaller batch_size, fewer ranks on this node, fewer data loader workers."
         if killed_for_memory:
@@ -212,6 +214,8 @@ class RankExit:
     """What the rank wrote about its exception."""
     log_tail: tuple[str, ...]
     """The last lines of its log."""
+    killed_for: str = ""
+    """Why this launcher killed it, if so."""
 
     @property
     def when(self) -> float:

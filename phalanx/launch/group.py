@@ -73,6 +73,8 @@ class RankState:
     """None while it runs; then as `subprocess` has it."""
     ended: float = 0.0
     stopped_since: float | None = None
+    killed_for: str = ""
+    """Why this launcher killed it, if so: the end of a sentence that begins with its name."""
     dismissed: bool = False
     """Whether it was asked to end, because the run goes on without it."""
 

@@ -24,6 +24,7 @@ from phalanx.host.files import replace_file
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.reliability import faults
 from phalanx.reliability.faults import AT_RANDOM, Fault, Mark, Marks
+from phalanx.world.abort import raise_if_aborted
 
 VARIABLE = "PHALANX_FAULTS"
 """Names the file of faults; marks are kept in a folder beside it."""
@@ -187,10 +188,12 @@ def _scale(trainer: Any, ranks: int) -> None:
     """Ask the launcher for another number of ranks, and wait until the ranks have to regroup for it."""
     log_dir = Path(os.environ.get("PHALANX_LOG_DIR", ""))
     answer = log_dir / "ranks.answer"  # as `phalanx scale` does, whose code belongs to the launcher's side
+    answer.unlink(missing_ok=True)
     replace_file(log_dir / "ranks.request", json.dumps({"ranks": ranks}))
     deadline = time.monotonic() + _SCALE_SECONDS
     refused = None
     while not (trainer.stop.requested or refused or time.monotonic() > deadline):
+        raise_if_aborted()  # another rank was lost; the request is carried out after that
         time.sleep(0.01)
         with contextlib.suppress(FileNotFoundError):
             refused = json.loads(answer.read_text())["refused"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -69,7 +70,7 @@ class SlowDisk(phalanx.Callback):
 def recovered(tmp_path: Path, val: Dataset | None = None, **settings) -> list[dict]:
     trainer = phalanx.PyTorchDDPTrainer(
         model=nn.Linear(8, 1),
-        num_workers=2,
+        num_workers=settings.pop("num_workers", 2),
         device="cpu",
         batch_size=1,
         strategy="ddp",
@@ -103,3 +104,30 @@ def test_a_save_that_the_disk_holds_up_is_left_behind(tmp_path, foreground, fork
     assert steps[-1] == "step-00000040"
     # One in the foreground is given up at its own step, where it is still due after the recovery: it is saved then.
     assert ("step-00000020" in steps) is foreground, "a save that was given up is not published"
+
+
+class Sleeps(phalanx.Callback):
+    """One rank is killed while another sleeps, once."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_step_end(self, trainer, info) -> None:
+        if (
+            info.step != 5
+            or trainer.formation.rank == 0
+            or self.mark.with_suffix(f".{trainer.formation.rank}").exists()
+        ):
+            return
+        self.mark.with_suffix(f".{trainer.formation.rank}").touch()
+        if trainer.formation.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
+
+
+@long_proof
+def test_a_rank_that_does_not_leave_is_killed_and_named_with_its_line(tmp_path, fork_server):
+    (event,) = recovered(tmp_path, callbacks=[Sleeps(tmp_path / "slept")], num_workers=3, heartbeat_timeout=1.0)
+    said = "rank 2 did not go on after other ranks were lost, and was killed: it was at test_recovery_progress.py:"
+    assert said in event["reason"]
+    assert event["lost"] == [1, 2]
