@@ -113,14 +113,12 @@ class Sleeps(phalanx.Callback):
         self.mark = mark
 
     def on_step_end(self, trainer, info) -> None:
-        if (
-            info.step != 5
-            or trainer.formation.rank == 0
-            or self.mark.with_suffix(f".{trainer.formation.rank}").exists()
-        ):
+        rank = trainer.formation.rank
+        mark = self.mark.with_suffix(f".{rank}")
+        if info.step != 5 or rank == 0 or mark.exists():
             return
-        self.mark.with_suffix(f".{trainer.formation.rank}").touch()
-        if trainer.formation.rank == 1:
+        mark.touch()
+        if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(300)
 
