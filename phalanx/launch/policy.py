@@ -129,7 +129,7 @@ def fails_too_often(own: int, others: Sequence[int]) -> bool:
     Where all machines lose ranks, the cause is not one of them.
     """
     usual = sum(others) / len(others) if others else float("inf")
-    return own >= _MANY_FAILURES * (1 + usual)
+    return own >= _MANY_FAILURES * (1 + 2 * usual)
 
 
 def pause(without_progress: int) -> float:
