@@ -75,8 +75,11 @@ def limit_seconds(job: ClusterJob, options: CommonOptions, save_seconds: int) ->
 def unpack_lines(work: str, each_node: str) -> Iterator[str]:
     """Return the lines of a script that unpack shipped code on every node and enter it."""
     yield f'work="{work}"'
-    # Other users can write to /tmp: a folder that one of them made under this name is refused.
-    script = 'umask 077; mkdir -p "$0" && [ -O "$0" ] && [ ! -L "$0" ] && tar -xzf "$1"/code-*.tar.gz -C "$0"'
+    # Complete at once, since nodes may share the folder. Other users can write to /tmp: a folder of theirs is refused.
+    script = (
+        'umask 077; new=$(mktemp -d "$0.XXXXXX") && tar -xzf "$1"/code-*.tar.gz -C "$new" || exit 1; '
+        'mv -T "$new" "$0" 2>/dev/null || rm -rf "$new"; [ -d "$0" ] && [ -O "$0" ] && [ ! -L "$0" ]'
+    )
     yield f'{each_node}bash -c {shlex.quote(script)} "$work" "$PHALANX_JOB_FOLDER" || exit 1'
     yield 'cd "$work" || exit 1'
 
