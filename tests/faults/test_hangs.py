@@ -73,6 +73,8 @@ def test_the_guilty_rank_and_its_line_are_named(tmp_path, monkeypatch, fork_serv
 
 
 def test_a_killed_loader_is_named_wherever_torch_raises(tmp_path, monkeypatch, fork_server):
+    # torch's loader makes temporary files to see whether it can, and its own signal handler may leave one behind.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     report = inject(tmp_path, monkeypatch, "killed loader", "gloo", 1)
     sample, loop = (line_of(PROGRAM.read_text(), f"at: {name}") for name in ("sample", "data"))
     words = rf"It loads Samples.__getitem__ \(hang_rank.py:{sample}\), iterated at hang_rank.py:{loop}\."
