@@ -336,7 +336,7 @@ class Attempt(Follower):
         if watch is None or group is None or evidence is None or inquiry is None:
             return
         if self._role is not None:
-            self._stall_watch.end(self._role.find_silent())
+            self._stall_watch.end(self._role.find_silent)
             if isinstance(self._role, Leading) and self._role.members.is_settled:
                 self._requests.answer(self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:

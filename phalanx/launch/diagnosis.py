@@ -308,15 +308,20 @@ class StallWatch:
         self._asked = False
         self._ending: set[str] = set()
 
-    def end(self, silent: list[RankState]) -> None:
-        """Kill ranks that are stopped, and those that neither leave or join a group nor make progress."""
+    def end(self, find: Callable[[], list[RankState]]) -> None:
+        """Kill ranks that are stopped, and those that neither leave or join a group nor make progress.
+
+        `find` returns them, and is asked again before a rank is killed: it may have gone on meanwhile.
+        """
+        silent = find()
         self._group.signal(signal.SIGKILL, [state for state in silent if state.stopped_since is not None])
         stuck = [state for state in silent if state.stopped_since is None and state.key not in self._ending]
         if stuck:
             self._ending |= {state.key for state in stuck}
-            self._ask(lambda _: self._kill(stuck), stuck)
+            self._ask(lambda _: self._kill([state for state in find() if state in stuck]), stuck)
 
     def _kill(self, stuck: list[RankState]) -> None:
+        self._ending.clear()
         for state in stuck:
             where = self._evidence.position(state)
             state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"

@@ -20,13 +20,14 @@ class Following(LocalRanks):
         self._ready: dict[str, dict[str, Any]] = {}
         self._generation = 0
         self._told_end = False
-        self._late: list[str] = []
+        self._late: set[str] = set()
         self._formed_at = time.monotonic()
         self.size = hands.node.world_size
         self._formed = set() if hands.node.late else set(hands.group.ranks)
         self._listen_to_all()
 
     def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
+        self._late.discard(state.key)  # it has left or joined
         if "ready" in message:
             self._ready[state.key] = message
         self._pass_on(state, message)
@@ -71,13 +72,12 @@ class Following(LocalRanks):
             cause = f"this machine is left out of the run: {mail['left_out']}"
             self._hands.fail(FailureReport(cause=cause, exit_code=1), final=True)  # the others go on
         elif "late" in mail:
-            self._late.append(mail["late"])
+            self._late.add(mail["late"])
         return "all_ended" in mail
 
     def find_silent(self) -> list[RankState]:
         """Return ranks to be killed: stopped ones, and late ones, as the deciding launcher says, without progress."""
         late = [state for state in self._hands.group.alive if state.key in self._late]
-        self._late.clear()
         return [*super().find_silent(), *filter(self._is_stuck, late)]
 
     def follow(self, leader: str) -> None:
