@@ -175,9 +175,17 @@ def number_groups_from_zero() -> None:
 
 
 def abort_nccl() -> None:
-    """Abort the collectives of nccl's groups, where there are any."""
-    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
-        dist.distributed_c10d._abort_process_group()
+    """Abort the collectives of nccl's groups, where there are any; the groups stay, to be destroyed."""
+    if not dist.is_initialized() or "nccl" not in str(dist.get_backend()):
+        return
+    names = dist.distributed_c10d._world.pg_names
+    first: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    first._group_start()  # as one: the aborts of several communicators would wait for each other
+    try:
+        for group in sorted(names, key=lambda group: names[group], reverse=True):
+            group.abort()  # type: ignore[attr-defined]
+    finally:
+        first._group_end()
 
 
 def attach_gloo(group: Any, gloo: Any) -> None:

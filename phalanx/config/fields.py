@@ -73,6 +73,9 @@ class Resources:
     node_rank: int | None = option(None, "which machine this is, from 0 (with num_nodes > 1)", minimum=0)
     rdzv_endpoint: str | None = option(None, "host:port of the rendezvous (with num_nodes > 1)")
     device: str = option("auto", "where the ranks compute", choices=("auto", "cuda", "cpu"))
+    share_gpus: bool = option(
+        False, "let several ranks run on each GPU over nccl, to debug a job for more GPUs: its speed says nothing"
+    )
     threads_per_rank: int | None = option(None, "CPU threads of each rank (default: cores / ranks)", minimum=1)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.signals import JOINS_LATE
+from phalanx.launch.shared_gpus import sharing_environment
 from phalanx.launch.spec import LaunchSpec
 from phalanx.observe.collectives import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
@@ -68,6 +70,7 @@ def rank_environment(
         VARIABLE: str(KEPT),
         **shared,
         **(network_environment(node.master_addr, shared) if node.num_nodes > 1 else loopback_environment(shared)),
+        **(sharing_environment(socket.gethostname(), int(rank)) if spec.shares_gpus else {}),
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from pathlib import Path
 
 from phalanx.errors import ForkServerDiedError, UsageError
@@ -17,6 +18,7 @@ from phalanx.launch.forkserver.client import fork_server
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.scratch import scratch_folder
+from phalanx.launch.shared_gpus import check_host_id, mps_environment
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 
 
@@ -36,8 +38,13 @@ def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: Signal
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
     if spec.starter is not None:
         return spec.starter.launch(spec, console)
-    with scratch_folder("ranks") as scratch:
-        launching = _Launching(spec, console, shared_environment(spec), scratch)
+    shared_env = shared_environment(spec)
+    with ExitStack() as stack:
+        if spec.shares_gpus:
+            check_host_id(shared_env)
+            shared_env |= stack.enter_context(mps_environment(shared_env, console.notice))
+        scratch = stack.enter_context(scratch_folder("ranks"))
+        launching = _Launching(spec, console, shared_env, scratch)
         try:
             return launching.run(signals or SignalInbox())
         finally:

@@ -69,6 +69,7 @@ def launch_spec(
         join_timeout=config.timeout,
         start_timeout=start_timeout,
         stall_notice=config.stall_notice,
+        shares_gpus=layout.shared_gpus > 0,
         threads_per_rank=config.threads_per_rank,
         data=data or {},
         prelude=engine_of(config).prelude,

@@ -22,6 +22,8 @@ class JobLayout:
     mesh: Mesh
     names: tuple[str, ...] = ()
     """Names of ranks where these are more than positions on the mesh."""
+    shared_gpus: int = 0
+    """The GPUs of this machine, where several ranks run on each over nccl; 0: each rank has its own."""
 
     @property
     def world_size(self) -> int:
@@ -64,10 +66,23 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     per_node = max(1, gpus_here if device == "cuda" else 1) if asked is None else asked // nodes
     if config.hosts is not None and config.node_rank is not None:
         per_node = list(config.host_ranks.values())[config.node_rank]
-    may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
+    if config.share_gpus and (device != "cuda" or not gpus_here) and engine.counts_gpus_here(config):
+        raise _nothing_to_share(config, device, asked or nodes * per_node)
+    # nccl refuses two ranks on one GPU, but for what share_gpus sets.
+    may_share = gpus_here > 0 and (config.share_gpus or config.communication_backend == "gloo")
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
-    return JobLayout(device, nodes, per_node, plan_mesh(config, asked or nodes * per_node, per_node))
+    shared = gpus_here if config.share_gpus and config.communication_backend != "gloo" and per_node > gpus_here else 0
+    mesh = plan_mesh(config, asked or nodes * per_node, per_node)
+    return JobLayout(device, nodes, per_node, mesh, shared_gpus=shared)
+
+
+def _nothing_to_share(config: DistributedConfig, device: str, ranks: int) -> UsageError:
+    why = "no GPU was found" if config.device != "cpu" else "the ranks compute on the CPU"
+    return UsageError(
+        f"share_gpus = True, but {why}.",
+        hint=f"Leave share_gpus out: {ranks} ranks on the CPU need no more than --num-workers {ranks} --device cpu.",
+    )
 
 
 def check_device(config: Settings, device: str) -> None:

@@ -177,14 +177,30 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError("device = 'cuda', but torch sees no GPU here", hint="Run on the CPU with --device cpu.")
     count = torch.cuda.device_count()
-    if env.local_world_size > count and config.communication_backend != "gloo":
+    shared = env.local_world_size > count
+    if shared and not config.share_gpus and config.communication_backend != "gloo":
         raise UsageError(
             f"{env.local_world_size} ranks were started on this machine, but it has {count} GPU{'s' * (count != 1)}",
-            hint="nccl needs one GPU per rank: start fewer ranks, or share the GPU with --communication-backend gloo.",
+            hint="nccl needs one GPU per rank: start fewer ranks, or several on each GPU with --share-gpus.",
         )
     device = torch.device("cuda", env.local_rank % count)
     torch.cuda.set_device(device)
+    if shared and config.share_gpus:
+        here = len(range(device.index, env.local_world_size, count))
+        torch.cuda.set_per_process_memory_fraction(memory_share(here, torch.cuda.get_device_properties(device).total_memory))
     return device
+
+
+def memory_share(ranks: int, total: int) -> float:
+    """Return the share of a GPU's bytes that each of so many ranks may allocate beside its CUDA context."""
+    share = 1 / ranks - _CONTEXT_BYTES / total
+    if share <= 0:
+        fits = max(1, int(total // (2 * _CONTEXT_BYTES)))
+        raise UsageError(
+            f"{ranks} ranks do not fit on a GPU with {total / 1e9:.0f} GB: each needs {_CONTEXT_BYTES / 1e9:g} GB for CUDA alone",
+            hint=f"At most {fits} ranks fit on such a GPU, with as much memory for the model as for CUDA.",
+        )
+    return share
 
 
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
