@@ -79,6 +79,8 @@ class Gradients:
         self._tried: dict[int, int] = {}
         self._skipped: dict[int, int] = {}
         self._overflows: dict[int, torch.Tensor] = {}
+        self.gate: StepGate | None = None
+        """Where lost ranks are replaced and gradients are reduced on a GPU: a step waits there for complete ones."""
 
     def watch(self, wrapped: nn.Module) -> None:
         """Add a wrapped model."""
@@ -300,13 +302,19 @@ class Gradients:
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         self._tried[id(optimizer)] += 1
         if self._skip_nonfinite and not bool(torch.isfinite(self._norm_of(optimizer))):
+            raise_if_aborted()  # what was read may be a part of a sum
             self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
             return
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
         try:
-            if self._scaler is None:
+            if self._scaler is None and self.gate is not None:
+                self.gate.take(partial(self._strategy.step, inner), optimizer, self.held.of(optimizer))
+            elif self._scaler is None:
                 self._strategy.step(inner)
             else:
+                if self.gate is not None:  # the scaler waits for the GPU anyway
+                    torch.cuda.current_stream().synchronize()
+                    raise_if_aborted()
                 # On the device: reading here whether the scaler skips this step would wait for it.
                 skips = self._any_overflow(optimizer).sign()
                 self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)

@@ -23,6 +23,8 @@ from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
 
+_CONTEXT_BYTES = 10**9
+"""What CUDA and nccl take of a GPU's memory for each process."""
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}
 _CONNECTED: dict[Hashable, dist.Store] = {}
