@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from phalanx.loop.loss_weights import LossWeights
 from phalanx.loop.precision import Precision
 from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy
+from phalanx.world.abort import raise_if_aborted
+from phalanx.world.gate import StepGate
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
@@ -308,7 +311,7 @@ class Gradients:
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
         try:
             if self._scaler is None and self.gate is not None:
-                self.gate.take(partial(self._strategy.step, inner), optimizer, self.held.of(optimizer))
+                self.gate.take(partial(self._strategy.step, inner), optimizer)
             elif self._scaler is None:
                 self._strategy.step(inner)
             else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,10 +49,10 @@ class StepGate:
         self._why = why
         self._host[_OPEN] = 0
 
-    def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+    def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         """Queue a step behind the gate, and return when the GPU has passed it; else undo the step, and raise.
 
-        `tensors`: what the step changes besides the optimizer's state. The wait costs the GPU nothing: it has the step
+        The wait costs the GPU nothing: it has the step
         itself to compute meanwhile.
         """
         self._count += 1
@@ -63,7 +63,7 @@ class StepGate:
         _driver().write(stream, self._address + _WORD * _PASSED, number)
         step()
         if not self._passes(number):
-            self._undo(before, optimizer, tensors)
+            self._undo(before, optimizer)
             raise CommunicationError(self._why)
 
     def _passes(self, number: int) -> bool:
@@ -83,8 +83,9 @@ class StepGate:
                 raise CommunicationError(f"the GPU has not ended its work {_HELD_SECONDS:g} s after: {self._why}")
         return True
 
-    def _undo(self, before: HostState, optimizer: torch.optim.Optimizer, tensors: Iterable[torch.Tensor]) -> None:
-        changed = [*tensors, *(value for value in _values(optimizer) if value.is_cuda)]
+    def _undo(self, before: HostState, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        changed = [value for value in (*parameters, *_values(optimizer)) if value.is_cuda]
         with torch.no_grad():
             with torch.cuda.stream(self._side):
                 copies = _copied(changed)
