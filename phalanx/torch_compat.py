@@ -34,7 +34,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_get_default_store": "joining a process group of the user's",
     "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
     "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
-    "torch.distributed.distributed_c10d:_abort_process_group": "recovery in place with nccl",
+    "torch.distributed.distributed_c10d:_world.pg_names": "recovery in place with nccl",
     "torch._dynamo.callback:on_compile_start": "heartbeats while a rank compiles",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
@@ -176,16 +176,16 @@ def number_groups_from_zero() -> None:
 
 def abort_nccl() -> None:
     """Abort the collectives of nccl's groups, where there are any; the groups stay, to be destroyed."""
-    if not dist.is_initialized() or "nccl" not in str(dist.get_backend()):
+    cuda, groups = torch.device("cuda"), reversed(list[Any](dist.distributed_c10d._world.pg_names))
+    nccl = [group._get_backend(cuda) for group in groups if "cuda:nccl" in str(dist.get_backend_config(group))]
+    if not nccl:
         return
-    names = dist.distributed_c10d._world.pg_names
-    first: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-    first._group_start()  # as one: the aborts of several communicators would wait for each other
+    nccl[-1]._group_start()  # as one: the aborts of several communicators would wait for each other
     try:
-        for group in sorted(names, key=lambda group: names[group], reverse=True):
-            group.abort()  # type: ignore[attr-defined]
+        for backend in nccl:
+            backend.abort()
     finally:
-        first._group_end()
+        nccl[-1]._group_end()
 
 
 def attach_gloo(group: Any, gloo: Any) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from phalanx import torch_compat
 from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.world.abort import raise_if_aborted
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ def gather_to_all(item: T) -> list[T]:
         return [item]
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, item)
+    raise_if_aborted()
     return gathered
 
 
@@ -54,7 +56,9 @@ def largest(number: int) -> int:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     found = torch.tensor([number], dtype=torch.int64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+    number = int(found)
+    raise_if_aborted()
+    return number
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:
@@ -65,6 +69,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
     if rank() == 0:
         outcome = [tried(action)]
     dist.broadcast_object_list(outcome, src=0)
+    raise_if_aborted()
     return unwrapped(outcome[0])  # type: ignore[no-any-return]
 
 

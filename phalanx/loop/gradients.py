@@ -305,7 +305,7 @@ class Gradients:
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         self._tried[id(optimizer)] += 1
         if self._skip_nonfinite and not bool(torch.isfinite(self._norm_of(optimizer))):
-            raise_if_aborted()  # what was read may be a part of a sum
+            raise_if_aborted()  # the norm may be that of a part of a sum
             self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
             return
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
@@ -315,9 +315,8 @@ class Gradients:
             elif self._scaler is None:
                 self._strategy.step(inner)
             else:
-                if self.gate is not None:  # the scaler waits for the GPU anyway
-                    torch.cuda.current_stream().synchronize()
-                    raise_if_aborted()
+                if self.gate is not None:
+                    self.gate.complete()  # the scaler waits for the GPU anyway
                 # On the device: reading here whether the scaler skips this step would wait for it.
                 skips = self._any_overflow(optimizer).sign()
                 self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)

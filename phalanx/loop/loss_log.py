@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from phalanx.world.abort import raise_if_aborted
 from phalanx.world.world import World
 
 
@@ -62,6 +63,7 @@ class LossLog:
         self._shares.clear()
         self._step_of.clear()
         totals, weights = table.tolist()
+        raise_if_aborted()  # else a part of a sum
         rows_read = zip(itertools.count(first), totals, weights, strict=False)
         # A step in which no label counts has no loss to report.
         return {step: StepLoss(total / weight, weight) for step, total, weight in rows_read if weight}

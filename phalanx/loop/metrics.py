@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 from phalanx.loop.losses import class_axis
+from phalanx.world.abort import raise_if_aborted
 
 Metric = Callable[[Any, Any], Any]
 """metric(output, target) -> one value per sample, the mean over the batch, or (total, number of what was counted)."""
@@ -79,6 +80,7 @@ class MetricSums:
         if dist.is_initialized():
             dist.all_reduce(totals)
         means = (totals[:, 0] / totals[:, 1]).tolist()
+        raise_if_aborted()  # else a part of a sum
         return dict(zip(names, means, strict=True))
 
 

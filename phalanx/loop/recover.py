@@ -33,6 +33,7 @@ from phalanx.strategies.base import share_weights
 from phalanx.world import membership
 from phalanx.world.abort import leave_groups
 from phalanx.world.env import read_rank_env, stop_signals
+from phalanx.world.gate import StepGate
 
 _SAVE_SECONDS = 0.1
 """How long a save in flight may take when ranks were lost: only where they had written their part it is complete."""
@@ -205,6 +206,8 @@ class Recovering(Survivor):
             return state
 
         loop.restore = restore_and_join
+        if "nccl" in (loop.formation.world.comm_backend or ""):
+            loop.formation.gradients.gate = StepGate(loop.formation.device)
         loop.reseed = loop.formation.reseed  # a step that is done again must draw the same numbers
         loop.before_stop = self._leave_if_regrouping
         if self._change is not None:

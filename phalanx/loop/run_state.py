@@ -21,6 +21,7 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.optim import rate_factor
 from phalanx.loop.state import put_back, snapshot_of
 from phalanx.torch_compat import foreach_copy_, pytree
+from phalanx.world.abort import complete
 from phalanx.world.seed import set_rng_state
 
 
@@ -198,13 +199,14 @@ def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None
     if max(steps) < 0:
         return None
     source = steps.index(max(steps))
-    # Ranks at the same step have equal tensors, so theirs are overwritten with what they hold, and stay complete if the
-    # broadcast breaks off. An older or another state is kept until the new one is here.
+    # Ranks at the same step have equal tensors and keep them. An older or another state is kept until the new one is
+    # here: a broadcast may break off.
     equal = own is not None and own.step == steps[source] and not formation.strategy.local_steps
     into = own.content.tensors if own is not None and (equal or formation.rank == source) else None
     plain = None if own is None else (own.world_size, own.content.shared, own.content.rank_state, own.content.epoch)
     before, shared, of_source, epoch = _broadcast(formation, plain, source)
     tensors = _share_tensors(formation, into, source)
+    complete()
     random = None if own is None else own.content.rank_state  # a new rank begins with the numbers of its seed
     content = Snapshot(steps[source], epoch, tensors, random, shared)
     state = load_kept(formation, content, f"the memory of rank {source}")
@@ -247,12 +249,15 @@ def _share(formation: Formation, leaf: Any, held: Any, source: int) -> Any:
     """Return the source's value for a leaf of the tree."""
     if not isinstance(leaf, _Described):
         return leaf
-    if isinstance(held, torch.Tensor) and (formation.rank == source or _Described.of(held) == leaf):
+    known = isinstance(held, torch.Tensor) and (formation.rank == source or _Described.of(held) == leaf)
+    if known and formation.rank == source:
         value = held.detach().to(formation.device).contiguous()
     else:
         value = torch.empty(leaf.shape, dtype=leaf.dtype, device=formation.device)
     if formation.world_size > 1:
         dist.broadcast(value, src=source)
+    if known:  # the same values: what is received is not used, because a broadcast that breaks off leaves anything
+        return held.detach()
     return value.cpu() if leaf.on_host else value
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from phalanx import errors
@@ -107,9 +110,17 @@ def write_payload(job: object, path: Path) -> None:
     """Pickle what the ranks run; classes and functions of `__main__` are pickled by value."""
     import cloudpickle  # only a process that starts ranks needs it
 
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            """Pickle modules of other types by name, too: torch.backends is one, and code of `__main__` may name it."""
+            derived = isinstance(obj, ModuleType) and type(obj) is not ModuleType
+            if derived and sys.modules.get(obj.__name__) is obj:
+                return import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
     try:
         with path.open("wb") as file:
-            cloudpickle.dump(job, file)
+            Pickler(file).dump(job)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         what = "open files, locks, sockets, running DataLoader iterators and CUDA handles are not"
         if "parametrized" in str(error):  # torch's text, with a link to what does not help here

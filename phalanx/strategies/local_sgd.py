@@ -17,6 +17,7 @@ from phalanx.strategies.base import CommStats, Strategy, newly_trained, share_we
 from phalanx.strategies.optimizer_state import level_moments
 from phalanx.strategies.ring_ddp import open_exchange_for
 from phalanx.strategies.tensors import is_meta, materialise
+from phalanx.world.abort import complete
 from phalanx.world.world import World
 
 
@@ -142,6 +143,7 @@ class Round:
             if tensor.nbytes > self.nbytes:  # for example an fp32 master copy of the only bf16 parameter
                 message = tensor.to(self._memory.device).contiguous()
                 self.exchange.all_reduce(message, "mean")
+                complete()
                 tensor.copy_(message)
                 continue
             if batch and (tensor.dtype != batch[0].dtype or sum(t.nbytes for t in batch) + tensor.nbytes > self.nbytes):
@@ -158,6 +160,7 @@ class Round:
         views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         torch_compat.foreach_copy_(views, tensors)
         self.exchange.all_reduce(flat, "mean")
+        complete()
         torch_compat.foreach_copy_(tensors, views)
 
 

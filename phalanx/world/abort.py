@@ -4,7 +4,8 @@ What waits in shared memory registers itself (`abortable`). gloo has no call for
 they are the sockets between the addresses that ranks exchange in the store while a process group is made, and no
 others: user code has sockets, too. nccl has a call of its own. A gloo group that is being made cannot be woken: it is
 made in a thread, which an abort leaves behind until it fails by itself. Waiting for a value in the store polls
-(`AbortableStore`). An abort holds until the next group begins (`begin_group`), also for what a rank enters after it.
+(`AbortableStore`). nccl's collectives end in silence: what they were to compute must not be used (`complete`,
+`phalanx.world.gate`). An abort holds until the next group begins (`begin_group`), also for what a rank enters after it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,16 @@ def raise_if_aborted() -> None:
         raise CommunicationError(_aborted)
 
 
+def complete() -> None:
+    """Raise where this rank has to leave its group, after the GPU has done its work: nccl does not wait for it.
+
+    For what keeps the result of a collective, where lost ranks are replaced.
+    """
+    if _watching and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+    raise_if_aborted()
+
+
 def begin_group() -> None:
     """Forget the last abort: what follows belongs to the next group."""
     global _aborted
@@ -82,22 +93,23 @@ def watch_groups() -> None:
     global _watching
     if not _watching:
         _watching = True
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends collectives, or the process, by itself
         torch_compat.around_new_groups(_make_group)
 
 
 def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
-    """Make a process group; raise at an abort. With nccl in this thread: threads have a current GPU of their own."""
+    """Make a process group; raise at an abort."""
     before = _open_sockets()
     made: Future[Any] = Future()
     values: list[bytes] = []
-    if store is not None and "nccl" not in backend:  # whose threads would call Python for every value
+    if store is not None and "nccl" in backend:  # whose threads would call Python for every value
+        store = store.clone()  # a connection of its own: one that waits for a value admits no other call
+    elif store is not None:
         store = noting = AbortableStore(store, values)
         made.add_done_callback(lambda _: noting.stop_noting())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        made.set_result(make(store))
-    else:
-        call = (made, lambda: make(store))
-        threading.Thread(target=_fulfil, args=call, name="phalanx-new-group", daemon=True).start()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    call = (made, lambda: make(store), device)
+    threading.Thread(target=_fulfil, args=call, name="phalanx-new-group", daemon=True).start()
     while not made.done() and _aborted is None:
         wait([made], timeout=_POLL_SECONDS[1])
     if not made.done():
@@ -110,8 +122,10 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     return made.result()
 
 
-def _fulfil(made: Future[Any], make: Callable[[], Any]) -> None:
+def _fulfil(made: Future[Any], make: Callable[[], Any], device: int | None) -> None:
     try:
+        if device is not None:
+            torch.cuda.set_device(device)  # each thread has its own
         made.set_result(make())
     except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
         made.set_exception(error)

@@ -1,0 +1,98 @@
+"""A run that loses ranks at given points, started as a process of its own: what it leaves is written as JSON.
+
+    python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import phalanx
+
+WIDTH, CLASSES = 64, 4
+
+
+class Faults(phalanx.Callback):
+    """Injects each fault once: (kind, step, rank, where)."""
+
+    def __init__(self, folder: str, faults: list[list[Any]]) -> None:
+        self.folder = Path(folder)
+        self.faults = faults
+        self.place = ("", 0)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self.trainer = trainer
+        for number, parameter in enumerate(trainer.model.parameters()):
+            parameter.register_hook(lambda gradient, number=number: self.maybe(f"backward {number}"))
+        for module in trainer.formation.unwrap(trainer.model).modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(lambda module, *_: None if module.training else self.maybe("evaluate"))
+
+    def on_step_end(self, trainer: Any, info: Any) -> None:
+        self.maybe("boundary", info.step)
+
+    def on_checkpoint(self, *_: Any) -> None:
+        self.maybe("save", self.trainer.step)
+
+    def maybe(self, where: str, step: int | None = None) -> None:
+        """Inject the fault of this step, rank and place."""
+        step = self.trainer.step + 1 if step is None else step
+        for number, (kind, at, rank, place) in enumerate(self.faults):
+            mark = self.folder / f"fault-{number}"
+            if (at, rank, place) == (step, self.trainer.formation.rank, where) and not mark.exists():
+                mark.write_text(str(os.getpid()))
+                self.inject(kind)
+
+    def inject(self, kind: str) -> None:
+        """Fail in one of the ways that ranks fail."""
+        if kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if kind == "raise":
+            raise RuntimeError("an error of this rank")
+        if kind == "oom":
+            torch.empty(2**45, dtype=torch.uint8, device=self.trainer.formation.device)
+
+
+def build() -> tuple[nn.Module, TensorDataset]:
+    """Return a model and data, equal in each run."""
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(WIDTH, CLASSES))
+    inputs = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(2))
+    return model, TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+
+
+def main(plan: dict[str, Any], folder: str) -> None:
+    """Train, and write the weights and the result."""
+    model, data = build()
+    settings = {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "share_gpus": torch.cuda.is_available(),
+        "batch_size": 8,
+        "strategy": "ddp",
+        "optimizer": "adamw",
+        "learning_rate": 0.01,
+        "check_replicas_every": 5,
+        "max_steps": 30,
+        "max_restarts": 2 * len(plan["faults"]) + 1,
+        "progress": False,
+        "run_dir": f"{folder}/run",
+        **plan.get("settings", {}),
+    }
+    trainer = phalanx.PyTorchDDPTrainer(model=model, callbacks=[Faults(folder, plan["faults"])], **settings)
+    trainer.fit(data, data if plan.get("evaluates") else None)
+    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, f"{folder}/weights.pt")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2])
