@@ -1,17 +1,19 @@
-"""Hold the optimizer's step back on the GPU until its gradients are known to be complete (`StepGate`).
+"""Hold the optimizer's step back on the GPU where its gradients may be incomplete (`StepGate`).
 
 With nccl the host runs ahead: when it learns that a rank is lost, the step that uses an interrupted sum is already queued,
-and an abort lets the GPU go on to it. So each step of a run that replaces lost ranks waits, in the GPU's own queue, for a
-word in host memory. The host writes it when the GPU has come there, if no abort has begun: an abort refuses all later
-steps before it ends nccl's collectives. A step that is refused is undone: its tensors are copied, the GPU goes on, and
-they get their values back.
+and an abort lets the GPU go on to it. So the GPU's queue has a gate before each step of a run that replaces lost ranks: a
+word in host memory. It is open, and costs microseconds; an abort closes it before it ends nccl's collectives. A step
+counts when the GPU has passed the gate. One that is held back there is undone: its tensors are copied, the gate is
+opened, and they get their values back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,85 +23,129 @@ from phalanx.errors import CommunicationError
 from phalanx.torch_compat import foreach_copy_
 from phalanx.world.abort import abortable
 
-_REACHED, _ALLOWED = range(2)
+_OPEN, _REACHED, _PASSED = range(3)
 _WORD = 4
-_GREATER_OR_EQUAL = 0
-"""CU_STREAM_WAIT_VALUE_GEQ, which compares cyclically."""
+_WAIT_EQUAL = 1
+"""CU_STREAM_WAIT_VALUE_EQ."""
 _POLLS = 100
 """So often without a pause: where the host is the slower one, the GPU comes within microseconds."""
 _PAUSE_SECONDS = 2e-5
+_SETTLE_SECONDS = 0.1
+"""A GPU that has passed shows it long before, also where processes take turns on it."""
+_BLOCKED_SECONDS = 1.0
+"""So long may a step wait for a GPU that is held back: one that reads a value of the GPU, or loads a kernel, does."""
 
 
 class StepGate:
-    """A place in the GPU's queue that it passes only when the host allows it."""
+    """A place in the GPU's queue that it passes only while the gate is open."""
 
     def __init__(self, device: torch.device) -> None:
-        self._words = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self._words = torch.tensor([1, 0, 0], dtype=torch.int32).pin_memory()
         self._host: Any = self._words.numpy()
         self._address = self._words.data_ptr()
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """Made in advance: what is copied while the GPU waits must not wait for it."""
         self._count = 0
+        self._queueing = False
         self._why: str | None = None
         self._before: dict[int, HostState] = {}
+        self._deciding = threading.Lock()
+        self.has_lost_state = False
+        """Whether a step that may be wrong could not be undone."""
         abortable(self)
 
     def abort(self, why: str) -> None:
-        """Refuse the steps that the GPU has not come to; called before nccl's collectives are ended."""
-        self._why = why
+        """Close the gate; called before nccl's collectives are ended."""
+        if self._why is None:
+            self._why = why
+            self._host[_OPEN] = 0
+            threading.Thread(target=_open_for_blocked, args=(weakref.ref(self),), daemon=True).start()
 
     def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
-        """Queue a step, and return when the GPU has come to it; undo it, and raise, after an abort.
+        """Queue a step, and return when the GPU has passed the gate before it; undo it, and raise, where it does not.
 
-        The GPU waits some microseconds for the host, and has the step to compute while the host goes on.
+        The GPU does not wait: it has the step to compute while the host goes on.
         """
+        self._raise_if_closed()
         self._count += 1
         before = self._before.setdefault(id(optimizer), HostState(optimizer))
         before.note()
         stream = torch.cuda.current_stream().cuda_stream
         _driver().write(stream, self._address + _WORD * _REACHED, self._count)
-        _driver().wait(stream, self._address + _WORD * _ALLOWED, self._count)
+        _driver().wait(stream, self._address + _WORD * _OPEN, 1)
+        _driver().write(stream, self._address + _WORD * _PASSED, self._count)
+        self._queueing = True
         try:
             step()
         except BaseException:
-            self._allow()  # what was queued of it has to end
+            self._open(loses_state=True)
             raise
-        self._await_gpu()
-        if self._why is None:
-            self._allow()
-        else:
+        finally:
+            self._queueing = False
+        if not self._passes():
             self._undo(before)
-            raise CommunicationError(self._why)
+            self._raise_if_closed()
 
     def complete(self) -> None:
         """Wait until the GPU has done what is queued, and raise after an abort: what it has computed may be partial."""
         torch.cuda.current_stream().synchronize()
+        self._raise_if_closed()
+
+    def _raise_if_closed(self) -> None:
         if self._why is not None:
             raise CommunicationError(self._why)
 
-    def _allow(self) -> None:
-        self._host[_ALLOWED] = self._count
-
-    def _await_gpu(self) -> None:
-        """Wait until all work before the step is done, also where an abort has ended it."""
+    def _passes(self) -> bool:
+        """Wait until the GPU has passed the gate, or is held back there."""
         for _ in range(_POLLS):
-            if self._host[_REACHED] == self._count:
-                return
-        while self._host[_REACHED] != self._count:
+            if self._host[_PASSED] == self._count:
+                return not self.has_lost_state
+        while not self._holds():
+            if self._host[_PASSED] == self._count:
+                return not self.has_lost_state
             time.sleep(_PAUSE_SECONDS)  # not in CUDA: signals are handled, and other threads run
+        time.sleep(_SETTLE_SECONDS)  # it may have passed just before the gate was closed
+        return not self._holds() and not self.has_lost_state
+
+    def _holds(self) -> bool:
+        """Whether the GPU has come to the closed gate, and has not passed it."""
+        _, reached, passed = self._host.tolist()
+        return not self._host[_OPEN] and bool(reached == self._count != passed)
 
     def _undo(self, before: HostState) -> None:
         """Let the GPU take the step, and put back what it changes; nothing here may free its memory, which waits."""
+        if self.has_lost_state:
+            return
         changed = before.on_device()
         with torch.no_grad():
             with torch.cuda.stream(self._side):
                 copies = _copied(changed)
             self._side.synchronize()
-            self._allow()
+            self._open(loses_state=False)
             torch.cuda.synchronize()
             for tensor, value in zip(changed, copies, strict=True):
                 tensor.copy_(value)
         before.put_back()
+
+    def _open(self, *, loses_state: bool) -> None:
+        with self._deciding:
+            if not self._host[_OPEN]:
+                self.has_lost_state = loses_state
+                self._host[_OPEN] = 1
+
+    def open_if_blocked(self) -> bool:
+        """Open the gate where a step waits for the GPU that waits there; return whether it is open."""
+        if self._queueing and self._holds():
+            time.sleep(_BLOCKED_SECONDS)
+            if self._queueing and self._holds():
+                self._open(loses_state=True)
+        return bool(self._host[_OPEN])
+
+
+def _open_for_blocked(gate: weakref.ref[StepGate]) -> None:
+    while (found := gate()) is not None and not found.open_if_blocked():
+        del found
+        time.sleep(_SETTLE_SECONDS)
 
 
 class HostState:
@@ -164,7 +210,7 @@ class _Driver:
 
     def wait(self, stream: int, address: int, value: int) -> None:
         """Let a stream wait there until a word has a value."""
-        self._check(self._cuda.cuStreamWaitValue32_v2(*_arguments(stream, address, value), _GREATER_OR_EQUAL))
+        self._check(self._cuda.cuStreamWaitValue32_v2(*_arguments(stream, address, value), _WAIT_EQUAL))
 
     def _check(self, code: int) -> None:
         if code:
