@@ -38,6 +38,11 @@ _QUIET_SECONDS = 20.0
 _POLL_SECONDS = (0.0005, 0.01)
 """How long to wait before a value is looked for again: at first, and at most."""
 
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch would end collectives, or the process, by itself
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # after a lost rank each of its threads waits up to a minute for a dump
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 _watching = False
 _aborted: str | None = None
 """Why this rank has to leave its group."""
@@ -93,7 +98,7 @@ def watch_groups() -> None:
     global _watching
     if not _watching:
         _watching = True
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends collectives, or the process, by itself
+        os.environ.update(_NCCL)
         torch_compat.around_new_groups(_make_group)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ class Faults(phalanx.Callback):
         self.place = ("", 0)
 
     def on_fit_start(self, trainer: Any) -> None:
+        if seconds := os.environ.get("NCCL_FAULTS_DUMP"):
+            faulthandler.dump_traceback_later(float(seconds))
         torch.backends.cuda.matmul.allow_tf32 = False
         self.trainer = trainer
         for number, parameter in enumerate(trainer.model.parameters()):
