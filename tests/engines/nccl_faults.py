@@ -14,21 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx
+from phalanx.models.gpt import gpt
 
 WIDTH, CLASSES = 64, 4
 
 
 class Faults(phalanx.Callback):
-    """Injects each fault once: (kind, step, rank, where)."""
+    """Injects each fault once: (kind, step, rank, where). Where "forming": as `step` the generation of the group."""
 
     def __init__(self, folder: str, faults: list[list[Any]]) -> None:
         self.folder = Path(folder)
         self.faults = faults
-        self.place = ("", 0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called in each rank before it joins a group."""
+        self.__dict__.update(state)
+        join = dist.init_process_group
+
+        def join_or_fail(*args: Any, **options: Any) -> None:
+            self.maybe("forming", int(os.environ.get("PHALANX_GENERATION", "0")), int(os.environ["RANK"]))
+            join(*args, **options)
+
+        dist.init_process_group = join_or_fail
 
     def on_fit_start(self, trainer: Any) -> None:
         if seconds := os.environ.get("NCCL_FAULTS_DUMP"):
@@ -40,19 +52,30 @@ class Faults(phalanx.Callback):
         for module in trainer.formation.unwrap(trainer.model).modules():
             if isinstance(module, nn.Dropout):
                 module.register_forward_hook(lambda module, *_: None if module.training else self.maybe("evaluate"))
+        if (gate := getattr(trainer.formation.gradients, "gate", None)) is not None:
+            self.note_undone(gate)
+
+    def note_undone(self, gate: Any) -> None:
+        """Write a file for each step that the gate undoes."""
+        undo = gate._undo
+
+        def undo_and_note(before: Any) -> None:
+            undo(before)
+            name = f"undone-{self.trainer.step + 1}-{self.trainer.formation.rank}-{os.getpid()}"
+            (self.folder / name).write_text(str(gate.has_lost_state))
+
+        gate._undo = undo_and_note
 
     def on_step_end(self, trainer: Any, info: Any) -> None:
         self.maybe("boundary", info.step)
 
-    def on_checkpoint(self, *_: Any) -> None:
-        self.maybe("save", self.trainer.step)
-
-    def maybe(self, where: str, step: int | None = None) -> None:
+    def maybe(self, where: str, step: int | None = None, own: int | None = None) -> None:
         """Inject the fault of this step, rank and place."""
         step = self.trainer.step + 1 if step is None else step
+        own = self.trainer.formation.rank if own is None else own
         for number, (kind, at, rank, place) in enumerate(self.faults):
             mark = self.folder / f"fault-{number}"
-            if (at, rank, place) == (step, self.trainer.formation.rank, where) and not mark.exists():
+            if (at, rank, place) == (step, own, where) and not mark.exists():
                 mark.write_text(str(os.getpid()))
                 self.inject(kind)
 
@@ -66,9 +89,12 @@ class Faults(phalanx.Callback):
             torch.empty(2**45, dtype=torch.uint8, device=self.trainer.formation.device)
 
 
-def build() -> tuple[nn.Module, TensorDataset]:
+def build(name: str) -> tuple[nn.Module, TensorDataset]:
     """Return a model and data, equal in each run."""
     torch.manual_seed(1)
+    if name == "gpt":
+        tokens = torch.randint(61, (256, 17), generator=torch.Generator().manual_seed(1))
+        return gpt(layers=2, vocab_size=61, block_size=16), TensorDataset(tokens[:, :-1], tokens[:, 1:])
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]
     model = nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(WIDTH, CLASSES))
     inputs = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -77,19 +103,19 @@ def build() -> tuple[nn.Module, TensorDataset]:
 
 def main(plan: dict[str, Any], folder: str) -> None:
     """Train, and write the weights and the result."""
-    model, data = build()
+    model, data = build(plan.get("model", "mlp"))
     settings = {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "share_gpus": torch.cuda.is_available(),
         "batch_size": 8,
         "strategy": "ddp",
-        "optimizer": "adamw",
-        "learning_rate": 0.01,
-        "check_replicas_every": 5,
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
         "max_steps": 30,
         "max_restarts": 2 * len(plan["faults"]) + 1,
         "progress": False,
         "run_dir": f"{folder}/run",
+        **({"check_replicas_every": 5} if "memory_frequency" not in plan.get("settings", {}) else {}),
         **plan.get("settings", {}),
     }
     trainer = phalanx.PyTorchDDPTrainer(model=model, callbacks=[Faults(folder, plan["faults"])], **settings)
