@@ -21,7 +21,7 @@ _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _CONTROL = "nvidia-cuda-mps-control"
 _START_SECONDS = 20.0
 _QUIT_SECONDS = 10
-_LONGEST = 80
+_LONGEST = 85
 """Characters of the folder's path: those of a Unix socket in it are at most 107."""
 _QUIT = f"""
 cat >/dev/null
