@@ -167,7 +167,9 @@ def test_a_verdict_says_it(one_gpu):
 def started(ranks_per_gpu: int) -> events.RunStarted:
     sizes = {"parameters": 10, "batch_size": 2, "accumulation": 1, "global_batch": 8}
     layout = f"ddp ({format.speed_note(ranks_per_gpu)})"
-    return events.RunStarted("r", "runs/r", 4, "cuda", "ddp", "fp32", **sizes, layout=layout, ranks_per_gpu=ranks_per_gpu)
+    return events.RunStarted(
+        "r", "runs/r", 4, "cuda", "ddp", "fp32", **sizes, layout=layout, ranks_per_gpu=ranks_per_gpu
+    )
 
 
 def test_every_figure_of_the_console_is_marked():
