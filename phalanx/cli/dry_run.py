@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.json_output import print_json
 from phalanx.config import Resolved
-from phalanx.observe.format import size, table
+from phalanx.observe.format import size, speed_note, table
 from phalanx.runs.spec import given_settings
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what
     settings = given_settings(resolved, config)
     if as_json:
         ranks = {"ranks": layout.world_size, "nodes": layout.num_nodes, "device": layout.device}
+        ranks |= {"ranks_per_gpu": layout.ranks_per_gpu}
         plan = {"strategy": estimate.strategy if estimate else config.resolved_strategy, "mesh": layout.mesh.sizes}
         needs = None if estimate is None else estimate.to_dict()
         print_json({"run": what, **ranks, **plan, "estimate": needs, "settings": settings})
@@ -50,7 +51,8 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what
 def _layout_words(layout: JobLayout) -> str:
     axes = " x ".join(f"{axis} {count}" for axis, count in layout.mesh.sizes.items() if count > 1)
     nodes = f"{layout.num_nodes} machines, " if layout.num_nodes > 1 else ""
-    return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}"
+    shared = f"; {note}" if (note := speed_note(layout.ranks_per_gpu)) else ""
+    return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}{shared}"
 
 
 def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) -> list[tuple[str, str]]:

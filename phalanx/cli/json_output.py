@@ -73,13 +73,14 @@ def run_summary(run_dir: Path, start: int = 0) -> dict[str, Any]:
     from phalanx.runs.stored import StoredRun  # behind --help, which does not need it
 
     ended: dict[str, Any] = {}
+    begun: dict[str, Any] = {}
     measured: dict[str, Any] = {}
     for event in StoredRun(run_dir).events(start):
         if event["event"] == "run_started":  # of a restarted run the last part counts
-            ended, measured = {}, {}
+            ended, measured, begun = {}, {}, {"ranks_per_gpu": event.get("ranks_per_gpu", 1)}
         elif event["event"] == "run_ended":
             ended = event
         elif event["event"] == "metrics":
             measured |= {f"{event['split']}/{name}": value for name, value in event["values"].items()}
     rest = {name: value for name, value in ended.items() if name not in ("event", "time", "rank", "next_commands")}
-    return {"run_dir": str(run_dir), **rest, "metrics": measured}
+    return {"run_dir": str(run_dir), **begun, **rest, "metrics": measured}

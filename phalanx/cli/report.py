@@ -10,7 +10,7 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
-from phalanx.observe.format import duration, rate, table
+from phalanx.observe.format import duration, rate, speed_note, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
@@ -106,6 +106,7 @@ def _document(stored: StoredRun, found: Account) -> dict[str, Any]:
     return {
         "run": stored.name,
         "status": stored.status,
+        "ranks_per_gpu": stored.ranks_per_gpu,
         "steps": found.steps,
         "attempts": found.attempts,
         "redone_steps": found.redone_steps,
@@ -133,8 +134,10 @@ def _lines(stored: StoredRun, found: Account) -> list[str]:
     speeds.append(("samples/s", rate(found.steady_throughput), rate(found.throughput)))
     if found.steady_mfu is not None and found.mfu is not None:
         speeds.append(("MFU", f"{found.steady_mfu:.1%}", f"{found.mfu:.1%}"))
+    note = speed_note(stored.ranks_per_gpu)
     lines = [
         f"{stored.name}: {stored.status}, {found.steps:,} steps, {tries}{again}",
+        *([note] if note else []),
         "",
         table(rows),
         "",

@@ -53,6 +53,11 @@ def run(arguments: Sequence[str]) -> int:
     describe = describe_search if namespace.tune else describe_job
     job, config_files, planned = describe(trained, namespace.job_name)
     options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
+    if job.config.share_gpus and name != "ssh":
+        raise UsageError(
+            f"share_gpus = True: a job of {name} asks for a GPU per rank, so none would be shared",
+            hint="Leave share_gpus out; or take one GPU and start it there: phalanx train ... --share-gpus",
+        )
     if options.gpu is not None:
         say_to_user(foresee(job, planned, options.gpu))
     job = dataclasses.replace(

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
-from phalanx.observe.format import duration, of_total, rate, size, table
+from phalanx.observe.format import duration, of_total, rate, size, speed_note, table
 from phalanx.observe.heartbeat import Beat, Gauges, read_beats
 from phalanx.observe.rank_table import PERCENTILES, beats_of, percentiles, slowest_first, slowest_of, slowness
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
@@ -129,6 +129,7 @@ def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None
     slowest, ratio = slowest_of(beats), slowness(beats)
     if slowest is not None and ratio is not None:
         head += f"; rank {slowest} is the slowest: its own work takes {ratio:.2f} times that of the others"
+    head += f"; {note}" if (note := speed_note(stored.ranks_per_gpu)) else ""
     shown = _known_columns(beats)
     marks = {slowest: "slowest"} if stored.status not in _LIVE else _marks(beats, slowest, now)
     if len(beats) <= _ONE_BY_ONE:
@@ -180,6 +181,7 @@ def _document(stored: StoredRun, beats: Mapping[int, Beat]) -> dict[str, Any]:
     return {
         "run": stored.name,
         "status": stored.status,
+        "ranks_per_gpu": stored.ranks_per_gpu,
         "slowest": slowest_of(beats),
         "percentiles": {
             name: dict(zip(map(str, PERCENTILES), found, strict=True))

@@ -20,6 +20,7 @@ class CommonSettings(TypedDict, total=False):
     node_rank: int | None
     rdzv_endpoint: str | None
     device: Literal["auto", "cuda", "cpu"]
+    share_gpus: bool
     threads_per_rank: int | None
     backend: str
     strategy: str

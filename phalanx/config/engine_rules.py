@@ -39,6 +39,7 @@ _USED_BY = {
     "host_discovery_script": ("horovod",),
     "adasum": ("horovod",),
     "horovod_timeline": ("horovod",),
+    "share_gpus": ("pytorch-ddp", "pytorch-fsdp"),
 }
 """The backends that use a setting."""
 

@@ -347,6 +347,31 @@ def rank_counts(settings: Settings) -> Mistakes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")
 
 
+@rule("device", "communication_backend", *STRATEGY)
+def shared_gpus(settings: Settings) -> Mistakes:
+    """Report share_gpus where ranks do not use nccl on GPUs."""
+    if not settings.share_gpus:
+        return
+    if settings.device == "cpu":
+        ranks = settings.total_ranks or 2
+        yield (
+            "share_gpus",
+            f"share_gpus = True with device = 'cpu': leave it out, --num-workers {ranks} --device cpu is enough.",
+        )
+    elif settings.communication_backend not in (None, "nccl"):
+        yield (
+            "share_gpus",
+            f"share_gpus = True with communication_backend = {settings.communication_backend!r}: it is for nccl; gloo "
+            "needs nothing for several ranks on one GPU. Leave one of them out.",
+        )
+    elif settings.resolved_strategy == "deepspeed":
+        yield (
+            "share_gpus",
+            "share_gpus = True with strategy = 'deepspeed': not tried. The same stages on shared GPUs: leave it out "
+            "and set zero_stage.",
+        )
+
+
 COMMON_RULES = (
     pipeline_cuts,
     pipeline,
@@ -361,4 +386,5 @@ COMMON_RULES = (
     activation_checkpointing,
     folders,
     warmup,
+    shared_gpus,
 )

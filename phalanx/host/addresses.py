@@ -34,6 +34,8 @@ def loopback_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def network_environment(master: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that lets ranks on several hosts reach each other, where torch would choose wrongly."""
+    if is_loopback(master):  # all nodes are on this machine
+        return loopback_environment(environ)
     if VARIABLE in environ:
         return {}
     interface = _interface_to(master)
@@ -51,7 +53,7 @@ def own_address(master: str, *, one_machine: bool = False) -> str:
 
     Ranks of one machine use loopback.
     """
-    if one_machine or _is_loopback_text(master):
+    if one_machine or is_loopback(master):
         return LOOPBACK
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
@@ -86,8 +88,6 @@ def free_port(local_rank: int = 0) -> int:
 @functools.cache
 def _interface_to(master: str) -> str | None:
     """Return the card on the way to `master`, or None where the host's name is good or nothing better is known."""
-    if _is_loopback_text(master):
-        return None
     with contextlib.suppress(OSError):  # a name that cannot be resolved is no better than one for loopback
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
         if not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found):
@@ -98,7 +98,7 @@ def _interface_to(master: str) -> str | None:
     return _card_with(address)
 
 
-def _is_loopback_text(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether the user wrote loopback: then all nodes are on this machine, and loopback is right."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by NVML: how many there are, their memory, how busy one is.
+"""The GPUs of this machine, by NVML: how many there are, their memory, how busy one is; and how ranks share one.
 
 No torch, no CUDA context.
 """
@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from phalanx.errors import UsageError
+
+HOST_ID = "NCCL_HOSTID"
+"""What NCCL takes for the name of a rank's host; it refuses two ranks of one host on one GPU."""
 _SUCCESS = 0
 _GPU_CHIP = 0
 """NVML's number of the temperature sensor."""
+_VERSION_BYTES = 96
+_CONTEXT_BYTES = 10**9
+"""What CUDA and nccl take of a GPU's memory for each process."""
 
 
 def count_gpus() -> int:
@@ -32,6 +41,44 @@ def gpu_memory() -> int:
         return min((_memory_of(nvml, index) for index in range(count.value)), default=0) if found else 0
     finally:
         nvml.nvmlShutdown()
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver; "none" without one."""
+    nvml = _load_nvml()
+    if nvml is None:
+        return "none"
+    try:
+        text = ctypes.create_string_buffer(_VERSION_BYTES)
+        found = nvml.nvmlSystemGetDriverVersion(text, _VERSION_BYTES) == _SUCCESS
+        return text.value.decode() if found else "unknown"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def ranks_per_gpu(ranks: int, gpus: int) -> int:
+    """Return the most ranks on one GPU where the ranks of a machine are spread over its GPUs in turn."""
+    return -(-ranks // gpus) if gpus else 1
+
+
+def shared_memory(ranks: int, total: int) -> int:
+    """Return the bytes of a GPU that each of so many ranks may allocate beside its CUDA context; refuse too many."""
+    fits = total // (2 * _CONTEXT_BYTES)
+    if ranks > fits:
+        needs = f"each takes {_CONTEXT_BYTES / 1e9:g} GB for CUDA and nccl alone, and needs as much for the model"
+        raise UsageError(
+            f"{ranks} ranks do not fit on a GPU with {total / 1e9:.0f} GB: {needs}.",
+            hint=f"Request at most {max(1, fits)} per GPU, or run the same ranks on the CPU with --device cpu.",
+        )
+    return total // ranks - _CONTEXT_BYTES
+
+
+def sharing_environment(process: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank with which NCCL accepts it on a shared GPU: a host of its own, and sockets.
+
+    `process`: a word that no other process of this host has at the same time.
+    """
+    return {HOST_ID: f"{socket.gethostname()}-{process}", "NCCL_IB_DISABLE": environ.get("NCCL_IB_DISABLE", "1")}
 
 
 def _memory_of(nvml: ctypes.CDLL, index: int) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
+from phalanx.host.gpus import sharing_environment
 from phalanx.host.signals import JOINS_LATE
-from phalanx.launch.shared_gpus import sharing_environment
 from phalanx.launch.spec import LaunchSpec
 from phalanx.observe.collectives import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
@@ -70,7 +69,7 @@ def rank_environment(
         VARIABLE: str(KEPT),
         **shared,
         **(network_environment(node.master_addr, shared) if node.num_nodes > 1 else loopback_environment(shared)),
-        **(sharing_environment(socket.gethostname(), int(rank)) if spec.shares_gpus else {}),
+        **(sharing_environment(f"{os.getpid()}.{rank}", shared) if spec.ranks_per_gpu > 1 else {}),
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world_size,

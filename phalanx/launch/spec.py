@@ -163,8 +163,8 @@ class LaunchSpec:
     """How long until the first rank must have reached init_process_group or finished; None: no limit."""
     stall_notice: float = 60.0
     """After how many seconds without progress a notice names the rank that the others wait for; 0: never."""
-    shares_gpus: bool = False
-    """Whether several ranks run on each GPU, over nccl."""
+    ranks_per_gpu: int = 1
+    """The most ranks on one GPU of this node; over 1 they share it over nccl (`share_gpus`)."""
     threads_per_rank: int | None = None
     """Compute threads per rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
     identity: Mapping[str, str] = field(default_factory=lambda: _EMPTY)

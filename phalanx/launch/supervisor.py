@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
 from pathlib import Path
 
 from phalanx.errors import ForkServerDiedError, UsageError
@@ -18,7 +17,7 @@ from phalanx.launch.forkserver.client import fork_server
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.scratch import scratch_folder
-from phalanx.launch.shared_gpus import check_host_id, mps_environment
+from phalanx.launch.shared_gpus import sharing_gpus
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 
 
@@ -39,12 +38,8 @@ def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: Signal
     if spec.starter is not None:
         return spec.starter.launch(spec, console)
     shared_env = shared_environment(spec)
-    with ExitStack() as stack:
-        if spec.shares_gpus:
-            check_host_id(shared_env)
-            shared_env |= stack.enter_context(mps_environment(shared_env, console.notice))
-        scratch = stack.enter_context(scratch_folder("ranks"))
-        launching = _Launching(spec, console, shared_env, scratch)
+    with sharing_gpus(spec, shared_env, console.notice) as sharing, scratch_folder("ranks") as scratch:
+        launching = _Launching(spec, console, shared_env, sharing, scratch)
         try:
             return launching.run(signals or SignalInbox())
         finally:
@@ -54,11 +49,13 @@ def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: Signal
 class _Launching:
     """Runs attempts. A fork server that dies ends the ranks and the store too; the next attempt gets a new one."""
 
-    def __init__(self, spec: LaunchSpec, console: RankConsole, shared_env: dict[str, str], scratch: Path) -> None:
+    def __init__(
+        self, spec: LaunchSpec, console: RankConsole, shared_env: dict[str, str], sharing: dict[str, str], scratch: Path
+    ) -> None:
         self._spec = spec
         self._console = console
         self._shared_env = shared_env
-        self._rank_env = dict(shared_env)  # what the fork server has is compared with the environment before it
+        self._rank_env = shared_env | sharing  # what the fork server has is compared with the environment before it
         if spec.num_nodes == 1:
             self._rank_env.setdefault(VARIABLE, secrets.token_hex(32))
         self._scratch = scratch

@@ -70,7 +70,8 @@ class MemoryWatch(Callback):
         if self._on_cuda:
             stats = torch.cuda.memory_stats_as_nested_dict(formation.device)["allocated_bytes"]["all"]
             total, other = float(stats["peak"]), 0.0
-            limit, local = float(torch.cuda.get_device_properties(formation.device).total_memory), 1
+            limit = float(torch.cuda.get_device_properties(formation.device).total_memory)
+            local = formation.world.ranks_per_gpu
         else:
             total = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             limit, local, other = float(host_memory()), formation.world.env.local_world_size, self._before - own

@@ -35,12 +35,14 @@ from phalanx.observe.events import (
     RunStarted,
     StepDone,
 )
+from phalanx.observe.format import speed_note
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
 from phalanx.plan.model import ModelShape
 from phalanx.strategies.base import Strategy
+from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
@@ -131,6 +133,7 @@ class Reporter:
         self._began = self._epoch_began = time.monotonic()
         if not announce:
             return
+        note = speed_note(world.ranks_per_gpu)
         self.events.emit(
             RunStarted(
                 name=facts.name,
@@ -151,7 +154,8 @@ class Reporter:
                 tensorboard_dir=tensorboard_dir(config, facts.run_dir),
                 log_dir=str(facts.run_dir / "logs"),
                 trained_parameters=parameters[1],
-                layout=layout_words(facts.strategy.name, config, world.mesh.sizes),
+                layout=layout_words(facts.strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
+                ranks_per_gpu=world.ranks_per_gpu,
                 job=self._job(shape, parameters[0]),
             )
         )
@@ -166,9 +170,14 @@ class Reporter:
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
     def _job(self, shape: ModelShape | None, parameters: int) -> dict[str, Any]:
-        """Return what the planner must know of this run; empty where the dimensions do not give the parameters."""
+        """Return what the planner must know of this run; empty where it would learn a wrong speed from it.
+
+        That is where the dimensions do not give the parameters, or ranks share a GPU.
+        """
         facts, device = self._facts, self._facts.world.device
-        if shape is None or abs(shape.parameters - parameters) > _OTHER_PARAMETERS * parameters:
+        if shape is None or facts.world.ranks_per_gpu > 1:
+            return {}
+        if abs(shape.parameters - parameters) > _OTHER_PARAMETERS * parameters:
             return {}
         from phalanx.plan.learning import job_of  # with the planner, once per run
 
@@ -368,21 +377,6 @@ class Reporter:
     def _speedup(self, rate: float) -> float | None:
         reference = self._facts.config.reference_throughput
         return None if reference is None else rate / reference
-
-
-_AXES = {"pp": "pipeline", "dp_replicate": "replicate", "dp_shard": "fsdp", "cp": "context", "tp": "tensor"}
-
-
-def layout_words(strategy: str, config: DistributedConfig, sizes: dict[str, int]) -> str:
-    """Return how the ranks share the model: the strategy's name, or of several axes `fsdp 2 x tensor 2`."""
-    if strategy == "deepspeed" and config.zero_stage is not None:
-        return f"deepspeed (ZeRO stage {config.zero_stage})"
-    if strategy not in ("composed", "fsdp"):
-        return strategy
-    parts = [f"{word} {sizes[axis]}" for axis, word in _AXES.items() if sizes.get(axis, 1) > 1]
-    if config.expert_parallel > 1:
-        parts.append(f"expert {config.expert_parallel}")
-    return " x ".join(parts) or strategy
 
 
 def _command(name: str) -> str | None:

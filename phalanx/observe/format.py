@@ -46,15 +46,21 @@ def _parameters(run: RunStarted) -> str:
     return words if trained in (None, run.parameters) else f"{trained:,} of {words} trained"
 
 
-def step_parts(event: StepDone) -> list[str]:
+def speed_note(ranks_per_gpu: int) -> str:
+    """Return what must be said beside each figure of speed where ranks share a GPU; else nothing."""
+    return f"{ranks_per_gpu} ranks per GPU: speed is not representative" if ranks_per_gpu > 1 else ""
+
+
+def step_parts(event: StepDone, run: RunStarted | None) -> list[str]:
     """Return the figures of a step, the most important first: a narrow terminal drops from the end."""
+    shared = " (shared GPU)" if run and run.ranks_per_gpu > 1 else ""
     parts = [f"loss {event.loss:.4f}", f"lr {event.learning_rate:.1e}"]
     if event.grad_norm is not None:
         parts.append(f"grad {event.grad_norm:.2f}")
     if event.tokens_per_second is None:
-        parts.append(f"{rate(event.samples_per_second)} samples/s")
+        parts.append(f"{rate(event.samples_per_second)} samples/s{shared}")
     else:
-        parts.append(f"{rate(event.tokens_per_second)} tokens/s")
+        parts.append(f"{rate(event.tokens_per_second)} tokens/s{shared}")
     if event.mfu is not None:
         parts.append(f"MFU {event.mfu:.1%}")
     if event.memory_bytes:
@@ -66,7 +72,7 @@ def step_line(event: StepDone, run: RunStarted | None) -> str:
     """Write a step as one line of a stable form: `step 120/450 epoch 2/5 loss 0.4312 lr 1.0e-03 ...`."""
     step = of_total(event.step, run.total_steps if run else None)
     epoch = of_total(event.epoch, run.epochs if run else None)
-    return " ".join([f"step {step} epoch {epoch}", *step_parts(event)])
+    return " ".join([f"step {step} epoch {epoch}", *step_parts(event, run)])
 
 
 def metrics_line(event: MetricsReported, run: RunStarted | None) -> str:
@@ -159,6 +165,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     if end.checkpoint_stall >= _MIN_SHOWN_SECONDS:
         rows.append(("checkpoints", f"waited {duration(end.checkpoint_stall)} for them, not in the throughput"))
     if run is not None:
+        rows += [("", note)] if (note := speed_note(run.ranks_per_gpu)) else []
         rows += [("layout", ", ".join(_layout(run))), ("parameters", _parameters(run).removesuffix(" parameters"))]
     if end.sent_bytes is not None:
         rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))

@@ -46,7 +46,7 @@ class MemoryBill:
     """Before training: the interpreter, libraries, data; on CUDA nothing."""
     ranks: int = 1
     local_ranks: int = 1
-    """Ranks that share the limit: those of the machine on the CPU, else 1."""
+    """Ranks that share the limit: those of the machine on the CPU, those of the GPU on it."""
     strategy: str = "ddp"
     precision: str = "fp32"
     batch_size: int = 1

@@ -187,7 +187,7 @@ class RichView:
 
     def _figures_row(self) -> Text:
         """Fit as many figures as the terminal is wide."""
-        parts = format.step_parts(self._last) if self._last else []
+        parts = format.step_parts(self._last, self._run) if self._last else []
         while len(parts) > 1 and len(" · ".join(parts)) > self._terminal.width:
             parts.pop()
         return Text(" · ".join(parts) or "waiting for the first step", style="cyan", no_wrap=True, overflow="ellipsis")

@@ -18,6 +18,7 @@ from phalanx.config.run_fields import Monitoring
 from phalanx.config.settings import GROUPS
 from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import VARIABLE, engine_name, engine_of
+from phalanx.host.gpus import driver_version
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
@@ -69,7 +70,7 @@ def launch_spec(
         join_timeout=config.timeout,
         start_timeout=start_timeout,
         stall_notice=config.stall_notice,
-        shares_gpus=layout.shared_gpus > 0,
+        ranks_per_gpu=layout.ranks_per_gpu if config.share_gpus else 1,
         threads_per_rank=config.threads_per_rank,
         data=data or {},
         prelude=engine_of(config).prelude,
@@ -92,6 +93,8 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     groups = [group.__dataclass_fields__ for group in GROUPS if group not in (Resources, Monitoring)]
     names = [name for fields in groups for name in fields if name not in _OF_A_MACHINE]
     found = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}
+    if config.share_gpus:
+        found["NVIDIA driver"] = driver_version()
     if isinstance(target, ScriptTarget) and Path(target.path).is_file():  # else `check` says what is wrong
         found["script"] = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
     return {**found, **{name: repr(getattr(config, name)) for name in names}}

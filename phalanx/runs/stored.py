@@ -106,6 +106,11 @@ class StoredRun:
         return self._last("run_started")
 
     @property
+    def ranks_per_gpu(self) -> int:
+        """How many ranks share a GPU; over 1, its figures do not say how fast the layout is."""
+        return int(self.begun.get("ranks_per_gpu", 1))
+
+    @property
     def last_step(self) -> dict[str, Any]:
         """The last event `step`; empty before the first."""
         return self._last("step")

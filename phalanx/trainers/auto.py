@@ -17,7 +17,7 @@ from phalanx.config.rules import AXES
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.host.cgroups import host_memory
-from phalanx.host.gpus import gpu_memory
+from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.memory import rank_memory
@@ -81,8 +81,10 @@ def is_large(model: nn.Module, memory: int) -> bool:
 
 
 def rank_bytes(device: str, ranks_here: int) -> int:
-    """Return the memory of a rank's device, or its share of the host's; 0: not known."""
-    return gpu_memory() if device == "cuda" else host_memory() // ranks_here
+    """Return a rank's share of its GPU's memory, or of the host's; 0: not known."""
+    if device == "cuda":
+        return gpu_memory() // ranks_per_gpu(ranks_here, count_gpus())
+    return host_memory() // ranks_here
 
 
 def _layouts(config: DistributedConfig, ranks: int, train: Any) -> Iterator[tuple[dict[str, Any], Layout]]:

@@ -384,9 +384,9 @@ def _layout_name(config: DistributedConfig, layout: JobLayout) -> str:
         strategy += f" ({config.resolved_sharding})"
     axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
     strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
-    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
-    accumulation = config.gradient_accumulation_steps
-    return f"{strategy}, {ranks} on {layout.device}" + (f", accumulation {accumulation}" if accumulation > 1 else "")
+    counts = {"{} on each GPU": layout.ranks_per_gpu, "accumulation {}": config.gradient_accumulation_steps}
+    more = (words.format(count) for words, count in counts.items() if count > 1)
+    return ", ".join([strategy, f"{layout.ranks} on {layout.device}", *more])
 
 
 def _without_first_step(straight: Recording) -> Recording:

@@ -75,6 +75,7 @@ def read_recording(folder: Path, name: str) -> Recording:
 
 def execute(run: Run, subject: Subject, folder: Path) -> Recording:
     """Train the run's few steps and return the recording."""
+    torch.backends.cudnn.allow_tf32 = False  # torch's default, which rounds the convolutions of a GPU to 10 bits
     probe = Probe(stop_after=run.stop_after, first_step=run.first_step)
 
     def build() -> tuple[TrainTask, DistributedConfig]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.host.addresses import loopback_environment, network_environment
+from phalanx.host.addresses import is_loopback, loopback_environment, network_environment
 
 _USUAL_PORT = 29500
 _DERIVED_PORTS = (10000, 19000)
@@ -64,6 +64,16 @@ class RankEnv:
     def on_one_machine(self) -> bool:
         """Whether all ranks of the job are known to be on this machine."""
         return self.knows_local_size and self.local_world_size >= self.world_size
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this machine; nodes whose address is loopback are all on it."""
+        return self.world_size if is_loopback(self.master_addr) else self.local_world_size
+
+    @property
+    def number_here(self) -> int:
+        """This rank's number among them."""
+        return self.local_rank + self.local_world_size * (self.node_rank if is_loopback(self.master_addr) else 0)
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Settings
-from phalanx.engine import engine_of
+from phalanx.engine import engine_name, engine_of
 from phalanx.errors import UsageError
+from phalanx.host.addresses import is_loopback
+from phalanx.host.gpus import HOST_ID, gpu_memory, ranks_per_gpu, shared_memory
 from phalanx.world.mesh import Mesh, plan_mesh
 
 
@@ -22,8 +25,8 @@ class JobLayout:
     mesh: Mesh
     names: tuple[str, ...] = ()
     """Names of ranks where these are more than positions on the mesh."""
-    shared_gpus: int = 0
-    """The GPUs of this machine, where several ranks run on each over nccl; 0: each rank has its own."""
+    ranks_per_gpu: int = 1
+    """The most ranks of this machine that run on one GPU; over 1 they share it."""
 
     @property
     def world_size(self) -> int:
@@ -66,23 +69,36 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     per_node = max(1, gpus_here if device == "cuda" else 1) if asked is None else asked // nodes
     if config.hosts is not None and config.node_rank is not None:
         per_node = list(config.host_ranks.values())[config.node_rank]
-    if config.share_gpus and (device != "cuda" or not gpus_here) and engine.counts_gpus_here(config):
-        raise _nothing_to_share(config, device, asked or nodes * per_node)
+    total, place = asked or nodes * per_node, config.rdzv_endpoint or ""
+    if config.share_gpus and not gpus_here and engine.counts_gpus_here(config):
+        raise _nothing_to_share(total)
     # nccl refuses two ranks on one GPU, but for what share_gpus sets.
     may_share = gpus_here > 0 and (config.share_gpus or config.communication_backend == "gloo")
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
-    shared = gpus_here if config.share_gpus and config.communication_backend != "gloo" and per_node > gpus_here else 0
-    mesh = plan_mesh(config, asked or nodes * per_node, per_node)
-    return JobLayout(device, nodes, per_node, mesh, shared_gpus=shared)
+    here = total if is_loopback((place.rpartition(":")[0] or place).strip("[]")) else per_node
+    on_each = ranks_per_gpu(here, gpus_here) if device == "cuda" else 1
+    if config.share_gpus and on_each > 1:
+        _check_sharing(on_each)
+    return JobLayout(device, nodes, per_node, plan_mesh(config, total, per_node), ranks_per_gpu=on_each)
 
 
-def _nothing_to_share(config: DistributedConfig, device: str, ranks: int) -> UsageError:
-    why = "no GPU was found" if config.device != "cpu" else "the ranks compute on the CPU"
+def _nothing_to_share(ranks: int) -> UsageError:
     return UsageError(
-        f"share_gpus = True, but {why}.",
-        hint=f"Leave share_gpus out: {ranks} ranks on the CPU need no more than --num-workers {ranks} --device cpu.",
+        "share_gpus = True, but no GPU was found on this machine.",
+        hint=f"Run the same ranks on the CPU, without share_gpus: --num-workers {ranks} --device cpu",
     )
+
+
+def _check_sharing(ranks: int) -> None:
+    """Refuse more ranks than a GPU has memory for, and a host id of the user's: all ranks would have the same."""
+    if memory := gpu_memory():
+        shared_memory(ranks, memory)
+    if given := os.environ.get(HOST_ID):
+        raise UsageError(
+            f"share_gpus gives each rank its own {HOST_ID}, but it is set to '{given}' for all of them.",
+            hint=f"Run: unset {HOST_ID}",
+        )
 
 
 def check_device(config: Settings, device: str) -> None:
@@ -105,6 +121,7 @@ def _too_few_gpus(config: DistributedConfig, wanted: int, gpus_here: int) -> Usa
     setting = "num_gpus" if config.num_gpus else "gpus_per_node" if config.gpus_per_node else "num_workers"
     found = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
     fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
+    fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
     total = config.total_ranks or wanted
     return UsageError(
         f"{setting} = {getattr(config, setting)} needs {wanted} on this machine, but {found}.",

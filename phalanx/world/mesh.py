@@ -174,3 +174,18 @@ def _indivisible(setting: str, size: int, ranks: int, *, copy_size: int = 1) -> 
         hint=f"With {have} {setting} can be: {', '.join(possible)}. Or start a multiple of {size * copy_size} ranks: "
         f"--num-workers {size * copy_size}.",
     )
+
+
+_WORDS = {"pp": "pipeline", "dp_replicate": "replicate", "dp_shard": "fsdp", "cp": "context", "tp": "tensor"}
+
+
+def layout_words(strategy: str, config: Settings, sizes: Mapping[str, int]) -> str:
+    """Return how the ranks share the model: the strategy's name, or of several axes `fsdp 2 x tensor 2`."""
+    if strategy == "deepspeed" and config.zero_stage is not None:
+        return f"deepspeed (ZeRO stage {config.zero_stage})"
+    if strategy not in ("composed", "fsdp"):
+        return strategy
+    parts = [f"{word} {sizes[axis]}" for axis, word in _WORDS.items() if sizes.get(axis, 1) > 1]
+    if config.expert_parallel > 1:
+        parts.append(f"expert {config.expert_parallel}")
+    return " x ".join(parts) or strategy

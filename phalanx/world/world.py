@@ -16,6 +16,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import UsageError
+from phalanx.host.gpus import HOST_ID, ranks_per_gpu, shared_memory, sharing_environment
 from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
 from phalanx.world.env import RankEnv, card_environment, export_rank_env, read_rank_env
@@ -23,8 +24,6 @@ from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
 
-_CONTEXT_BYTES = 10**9
-"""What CUDA and nccl take of a GPU's memory for each process."""
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}
 _CONNECTED: dict[Hashable, dist.Store] = {}
@@ -69,6 +68,11 @@ class World:
     def dp_rank(self) -> int:
         """This rank's number among those that see different samples."""
         return self.mesh.dp_rank(self.rank)
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """The most ranks of this machine that run on one GPU; over 1 they share it."""
+        return ranks_per_gpu(self.env.ranks_here, torch.cuda.device_count()) if self.device.type == "cuda" else 1
 
     @property
     def leads_samples(self) -> bool:
@@ -179,30 +183,20 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError("device = 'cuda', but torch sees no GPU here", hint="Run on the CPU with --device cpu.")
     count = torch.cuda.device_count()
-    shared = env.local_world_size > count
-    if shared and not config.share_gpus and config.communication_backend != "gloo":
+    if env.local_world_size > count and not config.share_gpus and config.communication_backend != "gloo":
         raise UsageError(
             f"{env.local_world_size} ranks were started on this machine, but it has {count} GPU{'s' * (count != 1)}",
             hint="nccl needs one GPU per rank: start fewer ranks, or several on each GPU with --share-gpus.",
         )
-    device = torch.device("cuda", env.local_rank % count)
+    device = torch.device("cuda", env.number_here % count)
     torch.cuda.set_device(device)
-    if shared and config.share_gpus:
-        here = len(range(device.index, env.local_world_size, count))
-        torch.cuda.set_per_process_memory_fraction(memory_share(here, torch.cuda.get_device_properties(device).total_memory))
+    if config.share_gpus and env.ranks_here > count:
+        total = torch.cuda.get_device_properties(device).total_memory
+        each = shared_memory(ranks_per_gpu(env.ranks_here, count), total)
+        torch.cuda.set_per_process_memory_fraction(each / total)
+        if HOST_ID not in os.environ:  # torchrun, srun or mpirun started this rank
+            os.environ.update(sharing_environment(str(os.getpid()), os.environ))
     return device
-
-
-def memory_share(ranks: int, total: int) -> float:
-    """Return the share of a GPU's bytes that each of so many ranks may allocate beside its CUDA context."""
-    share = 1 / ranks - _CONTEXT_BYTES / total
-    if share <= 0:
-        fits = max(1, int(total // (2 * _CONTEXT_BYTES)))
-        raise UsageError(
-            f"{ranks} ranks do not fit on a GPU with {total / 1e9:.0f} GB: each needs {_CONTEXT_BYTES / 1e9:g} GB for CUDA alone",
-            hint=f"At most {fits} ranks fit on such a GPU, with as much memory for the model as for CUDA.",
-        )
-    return share
 
 
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:

@@ -48,7 +48,7 @@ class Tty(io.StringIO):
 
 def test_tokens_and_mfu_are_shown_where_they_are_known():
     step = events.StepDone(1, 1, 0.5, 1e-3, samples_per_second=10.0, tokens_per_second=10_240.0, mfu=0.4567)
-    assert format.step_parts(step)[-2:] == ["10,240 tokens/s", "MFU 45.7%"]
+    assert format.step_parts(step, None)[-2:] == ["10,240 tokens/s", "MFU 45.7%"]
     assert step.scalars()["perf/mfu"] == 0.4567
     end = events.RunEnded("finished", 1, 2.0, 10.0, tokens_per_second=10_240.0, mfu=0.4567)
     assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(format.summary_rows(end, None))

@@ -121,7 +121,7 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     group = dist.group.WORLD
     device = "cpu"
     if name == "nccl":
-        _check_nccl(channel)
+        _check_nccl(channel, plan)
         device = f"cuda:{channel.rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl")
@@ -134,13 +134,14 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     return case
 
 
-def _check_nccl(channel: P2PChannel) -> None:
+def _check_nccl(channel: P2PChannel, plan: BenchPlan) -> None:
     if not dist.is_nccl_available():
         raise CannotRunHere("this torch was built without nccl")
     if not torch.cuda.is_available():
         raise CannotRunHere("torch sees no GPU here")
-    if torch.cuda.device_count() < channel.size:
-        raise CannotRunHere(f"nccl needs a GPU for each rank: {torch.cuda.device_count()} for {channel.size} ranks")
+    gpus = torch.cuda.device_count()
+    if gpus < channel.size and plan.ranks_per_gpu == 1:
+        raise CannotRunHere(f"nccl needs a GPU for each rank, there are {gpus} for {channel.size} (or --share-gpus)")
 
 
 def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, given: torch.Tensor) -> torch.Tensor | None:

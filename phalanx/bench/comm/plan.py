@@ -54,6 +54,8 @@ class BenchPlan:
     warmup: int = 2
     ranks_per_host: int | None = None
     p2p: bool = False
+    ranks_per_gpu: int = 1
+    """Over 1: ranks share GPUs, and the times of nccl say nothing about several."""
 
     def __post_init__(self) -> None:
         if self.op not in ALGORITHMS_OF:

@@ -20,6 +20,7 @@ from phalanx.bench.comm.report import HEADER, BenchRow
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.collectives.topology import find_locations, hosts, measure_links
+from phalanx.observe.format import speed_note
 
 PLAN_NAME = "plan.json"
 RESULT_NAME = "result.json"
@@ -47,7 +48,8 @@ def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
         found["latency_us"] = [[seconds * 1e6 for seconds in row] for row in matrix.latency_s]
         found["bandwidth_gbs"] = [[rate / 1e9 for rate in row] for row in matrix.bandwidth]
     if plan.sizes:
-        show(f"{plan.op} on {channel.size} ranks\n{HEADER}")
+        note = f", {speed_note(plan.ranks_per_gpu)}" if plan.ranks_per_gpu > 1 else ""
+        show(f"{plan.op} on {channel.size} ranks{note}\n{HEADER}")
         found["rows"] = [row.to_dict() for row in measure_rows(plan, channel, show)]
     barrier(channel)  # no rank exits while another still receives from it
     return found
@@ -80,8 +82,9 @@ def _measure(algo: str, case: Case, plan: BenchPlan, size: int, channel: P2PChan
     wrong = torch.tensor(_count_wrong(case, given, plan, count, channel))
     dist.all_reduce(wrong)
     nbytes = count * DTYPE_BYTES[plan.dtype]
+    shared = plan.ranks_per_gpu if given.is_cuda else 1
     return BenchRow(
-        plan.op, algo, channel.size, nbytes, count, plan.dtype, plan.redop, slowest.item() * 1e6, int(wrong)
+        plan.op, algo, channel.size, nbytes, count, plan.dtype, plan.redop, slowest.item() * 1e6, int(wrong), shared
     )
 
 

@@ -28,6 +28,8 @@ class BenchRow:
     redop: str
     time_us: float
     wrong: int
+    ranks_per_gpu: int = 1
+    """Over 1: ranks shared GPUs, and the time says nothing about several."""
 
     @property
     def algbw_gbs(self) -> float:

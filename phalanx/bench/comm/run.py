@@ -36,7 +36,13 @@ def run_bench(
     with scratch_folder("bench") as folder:
         (folder / _PLAN).write_text(plan.to_json())
         target = CallTarget("phalanx.bench.comm.rank:run_plan", str(folder))
-        spec = LaunchSpec(target=target, ranks_per_node=ranks, log_dir=folder / "logs", threads_per_rank=threads)
+        spec = LaunchSpec(
+            target=target,
+            ranks_per_node=ranks,
+            log_dir=folder / "logs",
+            threads_per_rank=threads,
+            ranks_per_gpu=plan.ranks_per_gpu,
+        )
         run_on_ranks(spec, console=console)
         left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
         return left

@@ -12,9 +12,11 @@ from phalanx.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, 
 from phalanx.bench.comm.report import make_row, matrix_table, side_by_side
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import write_json
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.launch import PlainConsole, prestart
+from phalanx.launch import PlainConsole, count_gpus, prestart
 from phalanx.world.env import read_rank_env
+from phalanx.world.layout import plan_layout
 
 _HELP = """Measure collectives by algorithm and size, or the links between ranks.
 
@@ -66,6 +68,7 @@ def _parser() -> FlagParser:
     add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
     add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
     add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
+    add("--share-gpus", action="store_true", help="nccl: several ranks on each GPU; speed is not representative")
     add("--dtype", default="float32", metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} [float32]")
     add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
     add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
@@ -89,7 +92,7 @@ def _plan(asked: argparse.Namespace) -> BenchPlan:
         raise UsageError(f"--ranks-per-host is {asked.ranks_per_host}", hint="It must be 1 or more.")
     return BenchPlan(
         op=asked.op,
-        algos=parse_algorithms(asked.algo, asked.op),
+        algos=parse_algorithms(asked.algo or ("nccl" if asked.share_gpus else None), asked.op),
         sizes=() if only_links else parse_sizes(asked.sizes or "1K:64M:4"),
         dtype=asked.dtype,
         redop=asked.redop,
@@ -97,7 +100,18 @@ def _plan(asked: argparse.Namespace) -> BenchPlan:
         warmup=asked.warmup,
         ranks_per_host=asked.ranks_per_host,
         p2p=asked.p2p or asked.link_report,
+        ranks_per_gpu=_ranks_per_gpu(asked.num_workers) if asked.share_gpus else 1,
     )
+
+
+def _ranks_per_gpu(ranks: int) -> int:
+    """Return how many ranks will share a GPU; refuse where there is none."""
+    if (started := read_rank_env()) is not None:
+        raise UsageError("--share-gpus is for ranks that Phalanx starts", hint=f"Run it without {started.started_by}.")
+    if not count_gpus():
+        why = "--share-gpus: no GPU was found on this machine"
+        raise UsageError(why, hint="Leave it out: the algorithms other than nccl run on the CPU.")
+    return plan_layout(DistributedConfig(num_workers=ranks, share_gpus=True), count_gpus()).ranks_per_gpu
 
 
 def _summary(found: dict[str, Any], *, link_report: bool) -> str:
