@@ -31,7 +31,7 @@ from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
 from phalanx.strategies.base import share_weights
 from phalanx.world import membership
-from phalanx.world.abort import leave_groups
+from phalanx.world.abort import leave_groups, take_spent
 from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.gate import StepGate
 
@@ -210,7 +210,9 @@ class Recovering(Survivor):
             loop.formation.gradients.gate = StepGate(loop.formation.device)
         loop.reseed = loop.formation.reseed  # a step that is done again must draw the same numbers
         loop.before_stop = self._leave_if_regrouping
-        if self._change is not None:
+        if self._change is None:
+            take_spent()  # the first group is start-up
+        else:
             loop.continues = True
             loop.hooks.add(_ReportRecovery(self._change, max(self.step, self._step_before)))
 
@@ -288,6 +290,7 @@ class _ReportRecovery(Callback):
                 reason=self._change.reason,
                 world_size=trainer.formation.world_size,
                 lost=self._change.lost,
+                parts=take_spent(),
             )
         )
 

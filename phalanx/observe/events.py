@@ -231,6 +231,8 @@ class Recovered(Event):
     reason: str
     world_size: int
     lost: list[int] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    """The seconds of it that the main rank aborted collectives, and made process groups."""
 
 
 @dataclass(frozen=True)
@@ -314,8 +316,6 @@ class Goodput(Event):
     throughput: float = 0.0
     """Samples per second in the steady state."""
     mfu: float | None = None
-    redone_steps: int = 0
-    """Steps that this attempt took again after ranks were lost."""
     before: list[float] | None = None
     """Step and time of the last heartbeat of the attempt before this one, where that failed."""
 

@@ -32,6 +32,8 @@ CATEGORIES = {
     "checkpoint": "checkpoint stall",
     "lost": "lost and redone",
     "recovery": "recovery",
+    "abort": "recovery: abort of collectives",
+    "group": "recovery: new process groups",
     "idle": "idle",
 }
 """What a second of wall time may be spent on, and how reports call it."""
@@ -76,7 +78,6 @@ class Ledger:
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
         self._first_steps = (0, 0.0)
-        self._redone = 0
         self._report_at = 0.0
         beat = previous_beat() if attempt else None
         self._before_beat = None if beat is None else [beat.step, beat.time]
@@ -136,16 +137,6 @@ class Ledger:
             if seconds >= 1.0:
                 self._report_at = 0.0
 
-    def recovery(self, seconds: float) -> None:
-        """Count the time from the loss of a rank to the next step, within this attempt."""
-        self.spend("recovery", seconds)
-        self._report_at = 0.0
-
-    def redone(self, steps: int) -> None:
-        """Count steps that were lost and are taken again, within this attempt."""
-        self._redone += steps
-        self._steps += steps  # they took time too
-
     def seconds(self) -> dict[str, float]:
         """Return the time so far by category; the loop's time that nothing else explains was productive."""
         spent = {**self._spent, "data_wait": self._data_wait()}
@@ -156,11 +147,9 @@ class Ledger:
             usual = max(0.0, work - took) / (self._steps - first)
             spent["compile"] = min(work, max(0.0, took - first * usual))
             work -= spent["compile"]
-        if self._redone:
-            spent["lost"] = work * self._redone / self._steps
         if waited is not None:
             spent["communication"] = waited
-        parts = {"productive": work - spent.get("lost", 0.0), **spent}
+        parts = {"productive": work, **spent}
         for name, seconds in self._before.items():
             parts[name] = parts.get(name, 0.0) + seconds
         return {name: parts[name] for name in CATEGORIES if name in parts}
@@ -178,7 +167,6 @@ class Ledger:
             samples=samples[1],
             throughput=rate,
             mfu=mfu,
-            redone_steps=self._redone,
             before=self._before_beat,
             time=self._now(),
         )
@@ -256,6 +244,7 @@ def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
 
 def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
     """Add up a run from its events, the oldest first; None where none of them is about goodput."""
+    events = list(events)
     attempts = _attempts(events)
     if not attempts:
         return None
@@ -265,7 +254,7 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
         first = attempt.last["first_step"]
         resumed = min((each.last["first_step"] for each in attempts[number + 1 :]), default=attempt.step)
         lost = max(0, attempt.step - max(first, resumed))
-        redone += lost + attempt.last["redone_steps"]
+        redone += lost
         for name, seconds in attempt.last["seconds"].items():
             total[name] += seconds
         total["productive"] += attempt.tail
@@ -276,6 +265,10 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
         if number:
             gap = max(0.0, attempt.last["began"] - attempts[number - 1].end)
             total["recovery" if attempt.last["attempt"] else "idle"] += gap
+    for part, seconds in ((part, s) for event in events for part, s in event.get("parts", {}).items()):
+        named = min(seconds, total["recovery"])
+        total[part] += named
+        total["recovery"] -= named
     last, wall = attempts[-1], sum(total.values())
     useful = last.last["samples"] - attempts[0].last["first_samples"]
     return Account(

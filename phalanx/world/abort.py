@@ -44,6 +44,8 @@ _NCCL = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",  # torch waits four times as long before a failed group can be left
 }
+_spent = {"abort": 0.0, "group": 0.0}
+"""The seconds that this rank has aborted collectives, and made process groups, since the last `take_spent`."""
 _watching = False
 _aborted: str | None = None
 """Why this rank has to leave its group."""
@@ -94,6 +96,13 @@ def begin_group() -> None:
     _aborted = None
 
 
+def take_spent() -> dict[str, float]:
+    """Return the seconds that this rank has aborted collectives, and made process groups, and count anew."""
+    found = dict(_spent)
+    _spent.update(dict.fromkeys(_spent, 0.0))
+    return found
+
+
 def watch_groups() -> None:
     """Note the connections of each process group that is made from now on, and let its making be aborted."""
     global _watching
@@ -105,7 +114,7 @@ def watch_groups() -> None:
 
 def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     """Make a process group; raise at an abort."""
-    before = _open_sockets()
+    before, began = _open_sockets(), time.monotonic()
     made: Future[Any] = Future()
     values: list[bytes] = []
     if store is not None and "nccl" in backend:  # whose threads would call Python for every value
@@ -118,6 +127,7 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     threading.Thread(target=_fulfil, args=call, name="phalanx-new-group", daemon=True).start()
     while not made.done() and _aborted is None:
         wait([made], timeout=_POLL_SECONDS[1])
+    _spent["group"] += time.monotonic() - began
     if not made.done():
         raise ConnectionAbortedError(f"making a process group was ended: {_aborted}")
     if values:
@@ -168,6 +178,7 @@ def _as_the_system(address: Any) -> bytes:
 def abort_collectives(why: str) -> None:
     """Let every collective that waits in this process raise, and those that begin before the next `begin_group`."""
     global _aborted
+    began = time.monotonic()
     _aborted = why
     for waits in list(_abortable):
         waits.abort(why)
@@ -175,6 +186,7 @@ def abort_collectives(why: str) -> None:
         if inode in _connections:
             _shut_down(descriptor, inode)
     torch_compat.abort_nccl()
+    _spent["abort"] += time.monotonic() - began
 
 
 def _shut_down(descriptor: int, inode: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -385,6 +388,23 @@ def test_a_data_loader_with_worker_processes_trains_the_same():
 def test_data_that_cannot_be_pickled_is_refused_with_a_message(tmp_path):
     with pytest.raises(UsageError, match=r"the job cannot be sent to the ranks: cannot pickle '_thread\.lock' object"):
         make_trainer().fit(DataLoader(HoldsLock(), batch_size=4))
+
+
+def test_code_of_the_script_may_name_modules_of_other_types(tmp_path):
+    """torch.backends is not a plain module, and pickling by value takes the modules that a function names."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from phalanx.runs.start import write_payload\n"
+        "def precise():\n"
+        "    torch.backends.cuda.matmul.allow_tf32 = False\n"
+        "    return torch.backends.cudnn.allow_tf32\n"
+        "write_payload(precise, Path(sys.argv[1]))\n"
+    )
+    subprocess.run([sys.executable, str(script), str(tmp_path / "payload")], check=True)
+    precise = pickle.loads((tmp_path / "payload").read_bytes())
+    assert precise() is torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "deep/er/weights.pth"])

@@ -1,6 +1,6 @@
 """A run that loses ranks at given points, started as a process of its own: what it leaves is written as JSON.
 
-    python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
+python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
 """
 
 from __future__ import annotations

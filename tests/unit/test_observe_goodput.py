@@ -51,22 +51,6 @@ def test_every_second_has_a_category():
     assert found["productive"] == pytest.approx(10.0, abs=0.2)
 
 
-def test_recovery_in_place_and_the_steps_it_repeats():
-    clock = Clock()
-    ledger = Ledger(clock=clock)
-    ledger.begin()
-    for _ in range(9):
-        clock.now += 1.0
-        ledger.step_done()
-    clock.now += 3.0
-    ledger.recovery(2.0)
-    ledger.redone(1)
-    found = ledger.seconds()
-    assert found["recovery"] == 2.0
-    assert (found["lost"], found["productive"]) == pytest.approx((1.0, 9.0))
-    assert ledger.event(9, 0, (0, 9), 1.0, None).redone_steps == 1
-
-
 def test_start_up_after_a_failure_is_recovery():
     clock = Clock()
     ledger = Ledger(clock=clock, attempt=1)
@@ -168,3 +152,14 @@ def test_a_step_is_counted_in_less_than_a_hundredth_of_two_milliseconds():
 def test_the_event_survives_json():
     event = Ledger().event(1, 0, (0, 8), 3.0, None)
     assert events.from_json(event.to_json()) == event
+
+
+def test_parts_of_a_recovery_are_named():
+    parts = [*attempt_events(1000.0, 0, 10, seconds=11.0), *attempt_events(1015.0, 10, 20, attempt=1, seconds=15.0)]
+    recovered = {"event": "recovered", "time": 1018.0, "step": 10, "parts": {"abort": 0.5, "group": 1.0}}
+    found, before = account([*parts, recovered]), account(parts)
+    assert found is not None
+    assert before is not None
+    assert (found.seconds["abort"], found.seconds["group"]) == (0.5, 1.0)
+    assert found.seconds["recovery"] == pytest.approx(before.seconds["recovery"] - 1.5)
+    assert found.total == pytest.approx(before.total)
