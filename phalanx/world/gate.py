@@ -1,8 +1,8 @@
 """Hold the optimizer's step back on the GPU where its gradients may be incomplete (`StepGate`).
 
 With nccl the host runs ahead: when it learns that a rank is lost, the step that uses an interrupted sum is already
-queued, and an abort lets the GPU go on to it. So the GPU's queue has a gate before each step of a run that replaces lost
-ranks: a word in host memory. It is open, and costs microseconds; an abort closes it before it ends nccl's collectives.
+queued, and an abort lets the GPU go on to it. So the GPU's queue has a gate before each step of a run that replaces
+lost ranks: a word in host memory. It is open, and costs microseconds; an abort closes it before it ends collectives.
 A step counts when the GPU has passed the gate. One that is held back there is undone: its tensors are copied, the gate
 is opened, and they get their values back.
 """
