@@ -11,6 +11,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,21 @@ class Run:
         with socket.create_server(("127.0.0.1", 0)) as free:
             endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         self.processes = []
+        self.scratch: list[tempfile.TemporaryDirectory[str]] = []
         for number in range(launchers):
             settings = dict(plan.get("settings", {}))
             if launchers > 1:
                 settings |= {"num_nodes": launchers, "node_rank": number, "rdzv_endpoint": endpoint}
                 settings |= {"run_dir": f"{folder}/run{number}" if number else f"{folder}/run"}
             words = [json.dumps({**plan, "settings": settings, "faults": faults}), str(folder)]
-            own = folder / f"tmp{number}"  # what a killed launcher leaves is not looked for
-            own.mkdir()
+            # Of its own, because what a killed launcher leaves is not looked for; short, for the sockets of MPS.
+            own = tempfile.TemporaryDirectory(dir="/tmp", prefix="n", ignore_cleanup_errors=True)
+            self.scratch.append(own)
             with (folder / f"output{number}").open("w") as output:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, str(PROGRAM), *words],
-                        env={**clean_environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(own)},
+                        env={**clean_environment(), "PYTHONPATH": str(ROOT), "TMPDIR": own.name},
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
