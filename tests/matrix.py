@@ -121,7 +121,7 @@ def run_one(layout: Layout, folder: str, model: str, dtype: str, accumulation: i
 def differences(found: Trained, expected: Trained, *, norms: bool = True) -> dict[str, float]:
     """Return by how much weights, metrics and gradient norms differ, relative to the expected ones.
 
-    Weights are relative to the largest of each tensor, if that is above 1; only the main rank keeps the history of norms.
+    Weights are relative to the largest of each tensor, if that is above 1. Only the main rank keeps the norms.
     """
     weights, metrics, gradient_norms = expected
     assert found[0].keys() == weights.keys()
@@ -133,4 +133,3 @@ def differences(found: Trained, expected: Trained, *, norms: bool = True) -> dic
         pairs = enumerate(zip(found[2], gradient_norms, strict=True), 1)
         here |= {f"norm of step {step}": abs(ours - theirs) / theirs for step, (ours, theirs) in pairs}
     return here
-

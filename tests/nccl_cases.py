@@ -1,7 +1,7 @@
 """What several nccl ranks run on one GPU, by number of ranks: each case is compared with one process on that GPU.
 
-`nccl_launch` starts the ranks, and `tests/engines/test_nccl_parity.py` reads what they measured. All cases of a number of
-ranks run in the same processes, one after the other: to start processes takes longer than to train such small models.
+`nccl_launch` starts the ranks, and `tests/engines/test_nccl_parity.py` reads what they measured. All cases of a number
+of ranks run in the same processes, one after the other: to start those takes longer than to train such small models.
 """
 
 from __future__ import annotations
@@ -118,17 +118,14 @@ def compare(found: dict[str, Any], expected: dict[str, Any], kind: Kind, *, whol
     """Return all differences; `whole`: the run has taken all steps itself, so that it has the norms of all."""
     keeps = bool(found["trained"][2]) and whole  # the main rank keeps the history
     here = differences(found["trained"], expected["trained"], norms=keeps)
-    if kind.is_half:
-        here = {name: value for name, value in here.items() if not name.startswith("weights")}
+    ours, theirs = found["evaluated"], expected["evaluated"]
+    here |= {f"evaluated {name}": abs(ours[name] - value) / (abs(value) or 1.0) for name, value in theirs.items()}
+    if kind.is_half:  # rounding may change which of two scores is larger
+        here = {name: value for name, value in here.items() if "loss" in name or "norm of" in name}
         here["movement"] = _movement(found["trained"], expected["trained"], kind)
-    here |= {f"evaluated {name}": _relative(found["evaluated"][name], value) for name, value in expected["evaluated"].items()}
-    if found["predicted"] is not None and not kind.is_half:
+    elif found["predicted"] is not None:
         here["predictions"] = difference(found["predicted"], expected["predicted"])
     return here
-
-
-def _relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / (abs(theirs) or 1.0)
 
 
 def _movement(found: Trained, expected: Trained, kind: Kind) -> float:
@@ -191,22 +188,26 @@ def collectives(place: Place) -> Measured:
             for op, expected in totals.items():
                 function(own := every[rank].clone(), channel, op)
                 found[f"{algorithm} {op} of {count}"] = difference(own, expected)
-        whole = every.flatten().view(size, count)
+        own = every[rank].clone()
         makes = {
-            "all_gather": (lambda f: f(every[rank], channel), every),
-            "all_to_all": (lambda f: f(whole[rank].expand(size, -1).contiguous(), channel), whole),
-            "gather": (lambda f: f(every[rank], channel), every if rank == 0 else None),
-            "reduce_scatter": (lambda f: f(whole, channel), size * whole[rank : rank + 1]),
+            "all_gather": (own, every),
+            "all_to_all": (own.expand(size, -1).contiguous(), every),
+            "gather": (own, every if rank == 0 else None),
+            "reduce_scatter": (every, size * every[rank : rank + 1]),
         }
-        for name, (call, right) in makes.items():
-            got = call(next(iter(ALGORITHMS[name].values())))
+        for name, (given, right) in makes.items():
+            got = _first(name)(given, channel)
             found[f"{name} of {count}"] = 0.0 if got is right is None else difference(got, right)
         for name, arguments in {"broadcast": (), "scatter": (every if rank == 0 else None,)}.items():
             own = every[rank].clone() if name == "broadcast" else torch.zeros(count, device=channel.device)
-            next(iter(ALGORITHMS[name].values()))(own, channel, *arguments)
+            _first(name)(own, channel, *arguments)
             found[f"{name} of {count}"] = difference(own, every[0] if name == "broadcast" else every[rank])
     ALGORITHMS["barrier"]["dissemination"](channel)
     return found
+
+
+def _first(name: str) -> Callable[..., Any]:
+    return next(iter(ALGORITHMS[name].values()))
 
 
 def _matrix() -> dict[int, dict[str, Case]]:
@@ -246,7 +247,9 @@ MORE_LAYOUTS = {
     "ring in a fixed order": Layout(4, 4, {"strategy": "ring", "fixed_order": True}),
     "ddp, recomputed": Layout(2, 2, {"strategy": "ddp", "activation_checkpointing": "full"}),
     "fsdp, recomputed by selection": Layout(2, 2, {"strategy": "fsdp", "activation_checkpointing": "selective"}),
-    "tensor, every second layer recomputed": Layout(2, 1, {"tensor_parallel": 2, "activation_checkpointing": "every 2"}),
+    "tensor, every second layer recomputed": Layout(
+        2, 1, {"tensor_parallel": 2, "activation_checkpointing": "every 2"}
+    ),
     "ddp, activations on the host": Layout(2, 2, {"strategy": "ddp", "activation_offload": True}),
     "fsdp, activations on the host": Layout(2, 2, {"strategy": "fsdp", "activation_offload": True}),
 }
@@ -291,7 +294,9 @@ def all_cases() -> list[tuple[int, dict[str, Case]]]:
             found[2][f"{strategy}, compressed by {name}"] = Case(partial(compressed, name, strategy))
     for strategy in ("local-sgd", "diloco"):
         found[2][f"{strategy} in rounds"] = Case(partial(rounds, strategy), 1e-10)
-    found[2]["deepspeed, float32"] = Case(partial(equals_one, DEEPSPEED, Kind(), 4, "deepspeed"), 1e-5, needs="deepspeed", owns_group=True)
+    found[2]["deepspeed, float32"] = Case(
+        partial(equals_one, DEEPSPEED, Kind(), 4, "deepspeed"), 1e-5, needs="deepspeed", owns_group=True
+    )
     return [(ranks, _in_order(cases)) for ranks, cases in [*found.items(), (1, last)]]
 
 

@@ -8,6 +8,7 @@ prints a table without pytest. With PHALANX_CASES_DEVICE=cpu the same cases run 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import json
 import os
@@ -101,6 +102,7 @@ def _launch(folder: Path, here: Path, number: int, ranks: int, names: list[str])
         ranks_per_node=ranks,
         log_dir=here / "logs",
         shares_gpus=DEVICE == "cuda" and ranks > 1,
+        env={"TORCHINDUCTOR_COMPILE_THREADS": "1"},  # no pool of compilers that outlives a rank
     )
     console = RecordingConsole()
     begin = time.monotonic()
@@ -129,7 +131,9 @@ def _lines(path: Path) -> dict[str, Outcome]:
 
 
 def _stacks(here: Path) -> str:
-    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(here.glob("stack-*")) if path.stat().st_size)
+    return "\n".join(
+        f"{path.name}:\n{path.read_text()}" for path in sorted(here.glob("stack-*")) if path.stat().st_size
+    )
 
 
 def _log(text: str) -> None:
@@ -154,9 +158,10 @@ def run_cases(payload: str) -> None:
             with (here / f"rank-{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"case": name, **asdict(outcome)}) + "\n")
             if rank == 0:
-                shown = outcome.failure(cases[name].bound).strip().splitlines()
-                _log(f"{size} ranks  {name}  {outcome.worst[1]:.2g}  {outcome.seconds:.2f} s  {shown[-1] if shown else 'ok'}")
+                shown = (outcome.failure(cases[name].bound) or "ok").strip().splitlines()[-1]
+                _log(f"{size} ranks  {name}  {outcome.worst[1]:.2g}  {outcome.seconds:.2f} s  {shown}")
             _wait_for_all(here, size, name)
+        _leave()
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -174,9 +179,8 @@ def _prepare_group(case: Case, size: int) -> None:
     """Have the common group for most cases, as a script that joins by itself; none for the others."""
     if size == 1:
         return
-    if case.owns_group and dist.is_initialized():
-        forget_groups()
-        dist.destroy_process_group()
+    if case.owns_group:
+        _leave()
     if case.owns_group or dist.is_initialized():
         return
     timeout = timedelta(seconds=case.seconds)
@@ -186,6 +190,14 @@ def _prepare_group(case: Case, size: int) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timeout, device_id=device)
+
+
+def _leave() -> None:
+    """Leave the group, after what still holds it."""
+    if dist.is_initialized():
+        forget_groups()
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def _wait_for_all(here: Path, size: int, name: str) -> None:
@@ -206,7 +218,8 @@ def main(folder: str, *wanted: str) -> int:
     bounds = {name: case.bound for _, cases in all_cases() for name, case in cases.items()}
     failed = {name: text for name, one in outcomes.items() if (text := one.failure(bounds[name]))}
     for name, one in outcomes.items():
-        print(f"{'FAILED' if name in failed else 'ok':6} {one.worst[1]:8.2g} {one.seconds:6.2f} s  {name}: {one.worst[0]}")
+        state = "FAILED" if name in failed else "ok"
+        print(f"{state:6} {one.worst[1]:8.2g} {one.seconds:6.2f} s  {name}: {one.worst[0]}")
     for name, text in failed.items():
         print(f"\n== {name}\n{text[-3000:]}")
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} cases passed")
