@@ -103,10 +103,12 @@ def reference(kind: Kind, place: Place) -> Measured:
     return compare(found, kind.run(on_cpu, f"cpu {kind.name}", batch_size=GLOBAL_BATCH), kind)
 
 
-def equals_one(layout: Layout, kind: Kind, accumulation: int, name: str, place: Place) -> Measured:
-    """Train on the layout's ranks, and compare with one process."""
+def equals_one(
+    layout: Layout, kind: Kind, accumulation: int, name: str, place: Place, *, norms: bool = True
+) -> Measured:
+    """Train on the layout's ranks, and compare with one process; `norms`: those of gradients of whole batches, too."""
     found = kind.run(place, name, **split_settings(layout, accumulation))
-    return compare(found, _expected(kind, place), kind)
+    return compare(found, _expected(kind, place), kind, norms=norms)
 
 
 def _expected(kind: Kind, place: Place) -> dict[str, Any]:
@@ -114,10 +116,9 @@ def _expected(kind: Kind, place: Place) -> dict[str, Any]:
     return found
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], kind: Kind, *, whole: bool = True) -> Measured:
-    """Return all differences; `whole`: the run has taken all steps itself, so that it has the norms of all."""
-    keeps = bool(found["trained"][2]) and whole  # the main rank keeps the history
-    here = differences(found["trained"], expected["trained"], norms=keeps)
+def compare(found: dict[str, Any], expected: dict[str, Any], kind: Kind, *, norms: bool = True) -> Measured:
+    """Return all differences, of gradient norms only on the main rank, which keeps the history."""
+    here = differences(found["trained"], expected["trained"], norms=norms and bool(found["trained"][2]))
     ours, theirs = found["evaluated"], expected["evaluated"]
     here |= {f"evaluated {name}": abs(ours[name] - value) / (abs(value) or 1.0) for name, value in theirs.items()}
     if kind.is_half:  # rounding may change which of two scores is larger
@@ -152,7 +153,7 @@ def load(layout: Layout, target: str, kind: Kind, place: Place, *, device: str =
         place = replace(place, settings={"device": device})
     resume = {"checkpoint_dir": place.of(f"checkpoint {target}"), "resume_from_checkpoint": True}
     found = kind.run(place, f"after {target}", **split_settings(layout, 4 if layout.ranks > 1 else 1), **resume)
-    return compare(found, _expected(kind, place), kind, whole=False)
+    return compare(found, _expected(kind, place), kind, norms=False)
 
 
 def compressed(name: str, strategy: str, place: Place) -> Measured:
@@ -214,11 +215,11 @@ def _matrix() -> dict[int, dict[str, Case]]:
     found: dict[int, dict[str, Case]] = {1: {}, 2: {}, 4: {}, 8: {}}
     kinds: dict[str, Kind] = {}
 
-    def add(name: str, layout: Layout, kind: Kind, accumulation: int = 4, *, bound: float = 0.0, **more: Any) -> None:
+    def add(name: str, layout: Layout, kind: Kind, accumulation: int = 4, *, norms: bool = True, **more: Any) -> None:
         kinds[kind.name] = kind
-        bound = bound or (BF16 if kind.is_half else TOLERANCES[kind.dtype])
-        case = Case(partial(equals_one, layout, kind, accumulation, name), bound, **more)
-        found[layout.ranks][name] = case
+        bound = BF16 if kind.is_half else TOLERANCES[kind.dtype]
+        run = partial(equals_one, layout, kind, accumulation, name, norms=norms)
+        found[layout.ranks][name] = Case(run, bound, **more)
 
     for name, layout in (LAYOUTS | MORE_LAYOUTS).items():
         own = {"owns_group": layout.settings.get("offload") == "cpu"}
@@ -229,7 +230,8 @@ def _matrix() -> dict[int, dict[str, Case]]:
     for feature, settings in SHARED.items():
         for name, layout in PLAIN.items():
             add(f"{name}, {feature}", layout, Kind(settings=settings), 2)
-    add("local-sgd that averages every step", Layout(2, 2, EVERY_STEP), Kind(settings=WITHOUT_CLIPPING), 1)
+    # Its norms are those of a rank's own gradients.
+    add("local-sgd, every step", Layout(2, 2, EVERY_STEP), Kind(settings=WITHOUT_CLIPPING), 1, norms=False)
     for name, layout in (LAYOUTS | MORE_LAYOUTS).items():
         own = {"owns_group": layout.settings.get("offload") == "cpu"}
         add(f"{name}, float64", layout, Kind(layout.model, layout.layers, "float64"), **own)

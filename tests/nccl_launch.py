@@ -2,7 +2,7 @@
 
     python tests/nccl_launch.py FOLDER [part of a case's name ...]
 
-prints a table without pytest. With PHALANX_CASES_DEVICE=cpu the same cases run over gloo.
+prints a table without pytest. With CASES_DEVICE=cpu the same cases run over gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ranks import RecordingConsole
 from phalanx.launch import CallTarget, LaunchSpec, launch
 from phalanx.world.groups import forget_groups
 
-DEVICE = os.environ.get("PHALANX_CASES_DEVICE", "cuda")
+DEVICE = os.environ.get("CASES_DEVICE", "cuda")
 _LAUNCHES = 4
 """How often the ranks of a list of cases are started: a case that hangs or kills a rank ends them."""
 _POLL_SECONDS = 0.002

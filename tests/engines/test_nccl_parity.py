@@ -5,7 +5,7 @@ One command runs all cases of `nccl_cases`, in one start of the ranks for each n
     python -m pytest tests/engines/test_nccl_parity.py
 
 float32 (without TF32) to 1e-5, float64 to 1e-10, bf16 within a tenth of the distance that the weights have moved.
-With PHALANX_CASES_DEVICE=cpu the same cases run over gloo on the CPU. With OUT=FOLDER each is logged there as it ends.
+With CASES_DEVICE=cpu the same cases run over gloo on the CPU. With OUT=FOLDER each is logged there as it ends.
 """
 
 from __future__ import annotations
