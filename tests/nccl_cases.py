@@ -25,7 +25,7 @@ from phalanx.config.fields import COMPRESSORS
 from phalanx.observe.history import History
 from phalanx.trainers.weights import whole_weights
 
-BF16 = 0.1
+BF16 = 0.05
 """How far a bf16 run may be from one process in bf16: relative to how far the weights have moved, and to each norm."""
 Measured = dict[str, float]
 
@@ -174,7 +174,9 @@ def rounds(strategy: str, place: Place) -> Measured:
     """Weights after rounds of a rank's own steps equal the published algorithm in one process."""
     weights, _ = train_by_formation(strategy, **place.settings)
     expected = written_out(strategy, dist.get_world_size())
-    return {name: difference(torch.tensor(weights[name]).double(), value) for name, value in expected.items()}
+    return {
+        name: difference(torch.tensor(weights[name], dtype=torch.float64), value) for name, value in expected.items()
+    }
 
 
 def collectives(place: Place) -> Measured:
