@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -31,6 +32,8 @@ DEVICE = os.environ.get("CASES_DEVICE", "cuda")
 _LAUNCHES = 4
 """How often the ranks of a list of cases are started: a case that hangs or kills a rank ends them."""
 _POLL_SECONDS = 0.002
+_GRACE_SECONDS = 20.0
+"""How long the other ranks may take to end a case that has failed on one."""
 
 
 @dataclass
@@ -43,9 +46,8 @@ class Outcome:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The largest difference, and of what; not a number counts as infinite."""
-        found = {name: value if value == value else float("inf") for name, value in self.differences.items()}
-        return max(found.items(), key=lambda item: item[1], default=("nothing", 0.0))
+        """The largest difference, and of what."""
+        return max(self.differences.items(), key=lambda item: item[1], default=("nothing", 0.0))
 
     def failure(self, bound: float) -> str:
         """Return what is wrong; an empty string where nothing is."""
@@ -88,7 +90,7 @@ def _run_launches(folder: Path, number: int, ranks: int, cases: dict[str, Case])
         left = [name for name in left if name not in found]
         if not left:
             return found
-        found[left[0]] = Outcome(error=f"it ended its ranks: {problem}\n{_stacks(here)}")
+        found[left[0]] = Outcome(error=f"it ended its ranks: {problem}\n{_traces(here, left[0])}")
         _log(f"{ranks} ranks  {left[0]}  ENDED ITS RANKS: {problem.splitlines()[0] if problem else '?'}")
         left = left[1:]
     return found | {name: Outcome(error=f"not run: {_LAUNCHES} launches ended before it") for name in left}
@@ -130,10 +132,11 @@ def _lines(path: Path) -> dict[str, Outcome]:
     return {line.pop("case"): Outcome(**line) for line in lines}
 
 
-def _stacks(here: Path) -> str:
-    return "\n".join(
-        f"{path.name}:\n{path.read_text()}" for path in sorted(here.glob("stack-*")) if path.stat().st_size
-    )
+def _traces(here: Path, name: str) -> str:
+    """Return what ranks raised in a case that others did not end, and where those were when their time was over."""
+    raised = [(path.name, _lines(path).get(name, Outcome()).error) for path in sorted(here.glob("rank-*.jsonl"))]
+    waited = [(path.name, path.read_text()) for path in sorted(here.glob("stack-*"))]
+    return "\n".join(f"{file}:\n{text}" for file, text in [*raised, *waited] if text)
 
 
 def _log(text: str) -> None:
@@ -157,6 +160,8 @@ def run_cases(payload: str) -> None:
             outcome = _run_one(cases[name], place, size)
             with (here / f"rank-{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"case": name, **asdict(outcome)}) + "\n")
+            if outcome.error:  # other ranks may wait for this one
+                faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True, file=stack)
             if rank == 0:
                 shown = (outcome.failure(cases[name].bound) or "ok").strip().splitlines()[-1]
                 _log(f"{size} ranks  {name}  {outcome.worst[1]:.2g}  {outcome.seconds:.2f} s  {shown}")
@@ -169,7 +174,7 @@ def _run_one(case: Case, place: Place, size: int) -> Outcome:
     begin = time.perf_counter()
     try:
         _prepare_group(case, size)
-        found = case.run(place)
+        found = {name: math.inf if math.isnan(value) else value for name, value in case.run(place).items()}
         return Outcome(found, "", time.perf_counter() - begin)
     except Exception:  # noqa: BLE001 - it is the outcome, and the next case may well run
         return Outcome({}, traceback.format_exc(), time.perf_counter() - begin)

@@ -56,7 +56,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
         with _part_of(model, optimizer, empty_groups=False) as indices:
             here = get_optimizer_state_dict(model, optimizer)["param_groups"]
             shown = [
-                _as_here(state["param_groups"][index], group)  # type: ignore[index]
+                _as_here(state["param_groups"][index], group)  # type: ignore[arg-type]
                 for index, group in zip(indices, here, strict=True)
             ]
             if shown:
