@@ -166,6 +166,7 @@ def run_cases(payload: str) -> None:
                 shown = (outcome.failure(cases[name].bound) or "ok").strip().splitlines()[-1]
                 _log(f"{size} ranks  {name}  {outcome.worst[1]:.2g}  {outcome.seconds:.2f} s  {shown}")
             _wait_for_all(here, size, name)
+        faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True, file=stack)
         _leave()
         faulthandler.cancel_dump_traceback_later()
 
