@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
-from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
-from phalanx.trainers.job import Job, run_job
+from phalanx.observe.history import History
 from phalanx.trainers.weights import whole_weights
 
 SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}  # 61 tokens cannot be cut evenly
@@ -29,7 +28,7 @@ def make_tokens(samples: int, time: int, *, ignoring: bool) -> TensorDataset:
     return TensorDataset(tokens[:, :-1].contiguous(), targets)
 
 
-def train(
+def fit(
     folder: str,
     name: str = "llama",
     *,
@@ -38,26 +37,38 @@ def train(
     dtype: str = "float64",
     time: int = 8,
     **settings: Any,
-) -> tuple[dict[str, torch.Tensor], dict[str, float], list[float]]:
-    """Train on this rank; return the whole weights, the last evaluation, and the steps' gradient norms."""
+) -> tuple[PyTorchDDPTrainer, History]:
+    """Train on this rank; return the trainer and the history."""
     torch.manual_seed(3)
     model = settings.pop("model", None)
     if model is None:
         model = MODELS[name](**{**SHAPE, **settings.pop("shape", {})}).to(getattr(torch, dtype))
-    defaults = {"device": "cpu", "progress": False, "learning_rate": 1e-2, "log_every_n_steps": 1}
+    defaults = {"device": "cpu", "progress": False, "learning_rate": 1e-2, "log_every_n_steps": 1, "run_dir": folder}
     config = DistributedConfig(**{**defaults, **settings})
     ignoring = config.loss_weighting == "tokens"
     data = DataLoader(make_tokens(samples, time, ignoring=ignoring), shuffle=True)
     val = data if val_samples is None else DataLoader(make_tokens(val_samples, time, ignoring=ignoring))
-    result = run_job(Job("fit", TrainTask(model, data, val), config, Path(folder)), in_place=True)
-    weights = whole_weights(model)
+    trainer = PyTorchDDPTrainer(model, config)
+    return trainer, trainer.fit(data, val)
+
+
+def train(
+    folder: str, name: str = "llama", **settings: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, float], list[float]]:
+    """Train as `fit`; return the whole weights, the last evaluation, and the steps' gradient norms."""
+    trainer, history = fit(folder, name, **settings)
+    weights = whole_weights(trainer.model)
     assert weights is not None
-    assert result.history is not None
     return (
-        {key: value.clone() for key, value in weights.items()},
-        result.history.epochs[-1].val,
-        [step["grad_norm"] for step in result.history.steps],
+        {key: value.cpu().clone() for key, value in weights.items()},
+        history.epochs[-1].val,
+        [step["grad_norm"] for step in history.steps],
     )
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference of two tensors, relative to the largest value where that is above 1."""
+    return (ours - theirs).abs().max().item() / max(1.0, theirs.abs().max().item())
 
 
 def assert_same(
@@ -66,5 +77,5 @@ def assert_same(
     """Compare all weights, relative to the largest of each tensor; `where` tells an error which run it was."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        difference = (ours[name] - value).abs().max().item() / max(1.0, value.abs().max().item())
-        assert difference <= tolerance, f"{where} {name} differs by {difference}".lstrip()
+        apart = difference(ours[name], value)
+        assert apart <= tolerance, f"{where} {name} differs by {apart}".lstrip()

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.strategies.base import local
+from phalanx.strategies.tensors import drop_gathered
 
 
 class WeightAverage:
@@ -68,9 +68,7 @@ class WeightAverage:
     def swap(self) -> None:
         """Exchange the average and the model's weights, in place."""
         self._look_for_buffers()
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # else weights that were gathered in a forward pass would stay in use
+        drop_gathered(self._model)  # else weights that were gathered in a forward pass would stay in use
         for here, there in zip(self._here, self._there, strict=True):
             before = here.clone()
             here.copy_(there)

@@ -18,6 +18,7 @@ from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
 from phalanx.strategies.base import local
 from phalanx.strategies.optimizer_state import check_groups, fill_state, match_groups
+from phalanx.strategies.tensors import drop_gathered
 from phalanx.world.seed import rng_state, set_rng_state
 
 _AVERAGE = "average"
@@ -302,6 +303,8 @@ def _optimizers_of_models(prepared: Prepared) -> list[list[torch.optim.Optimizer
     """
     if prepared.strategy.owns_step:
         return [prepared.optimizers for _ in prepared.models]
+    for wrapped in prepared.models:
+        drop_gathered(wrapped)  # an evaluation may have left whole parameters, which no optimizer trains
     trains = [[_trains(optimizer, wrapped) for optimizer in prepared.optimizers] for wrapped in prepared.models]
     if prepared.world.mesh.pp > 1 and prepared.models and prepared.optimizers:
         anywhere = torch.tensor(trains, device=prepared.device).int()

@@ -56,7 +56,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
         with _part_of(model, optimizer, empty_groups=False) as indices:
             here = get_optimizer_state_dict(model, optimizer)["param_groups"]
             shown = [
-                {**state["param_groups"][index], "params": group["params"]}  # type: ignore[index]
+                _as_here(state["param_groups"][index], group)  # type: ignore[arg-type]
                 for index, group in zip(indices, here, strict=True)
             ]
             if shown:
@@ -68,7 +68,12 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
         del optimizer.state[parameter]
     optimizer.state.update(loaded)
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
+        group.update(_as_here(saved, group))
+
+
+def _as_here(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved group with this run's parameters and kernels: sharded ones have no fused SGD, for example."""
+    return {**saved, **{name: group[name] for name in ("params", "fused", "foreach", "capturable") if name in group}}
 
 
 def check_groups(here: Mapping[str, Any], saved: int, more: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
@@ -20,6 +21,13 @@ from phalanx.strategies.base import local
 def is_meta(model: nn.Module) -> bool:
     """Whether parameters of the model have shapes only."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Make a sharded model's parameters its shards again, where they have been whole since a forward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:

@@ -1,23 +1,15 @@
-"""On a GPU: ring attention by the flash kernel and by hand, and context parallelism on ranks that share the GPU."""
+"""On a GPU: ring attention by the flash kernel and by hand; `test_nccl_parity` trains with it."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx.config import DistributedConfig
-from phalanx.loop.task import TrainTask
-from phalanx.models.llama import llama
-from phalanx.strategies.base import whole
 from phalanx.strategies.context.kernels import CUDA_FLASH, PLAIN, choose_kernel
 from phalanx.strategies.context.ring_attention import Ring, RingAttention
 from phalanx.strategies.context.sequence import SequenceSlices
-from phalanx.trainers.job import Job, run_job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,35 +47,3 @@ def test_equals_attention_over_the_whole_sequence(ranks, dtype, causal):
         for ours, other, right in zip(found, theirs, exact, strict=True):
             allowed = max(1.5 * (other - right).norm(), 1e-12 * right.norm())
             assert (ours - right).norm() <= allowed
-
-
-def train(folder: str, precision: bool | str, degree: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    model = llama(layers=2, block_size=64)
-    tokens = torch.randint(256, (32, 65), generator=torch.Generator().manual_seed(1))
-    config = DistributedConfig(
-        device="cuda",
-        communication_backend="gloo",
-        context_parallel=degree,
-        batch_size=8,
-        max_steps=4,
-        optimizer="sgd",
-        learning_rate=0.1,
-        mixed_precision=precision,
-        progress=False,
-    )
-    data = DataLoader(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
-    run_job(Job("fit", TrainTask(model, data), config, Path(folder)), in_place=True)
-    return {name: whole(value.detach()).cpu().clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13),
-    reason="torch 2.11 crashes in plain gloo gathers of a GPU's DTensors, and two ranks of one GPU have no nccl",
-)
-@pytest.mark.parametrize(("precision", "tolerance"), [(False, 1e-4), ("bf16", 2e-3)])
-def test_training_equals_one_process(ranks, tmp_path, precision, tolerance):
-    expected = ranks(lambda: train(str(tmp_path / "one"), precision, 1), world_size=1)[0]
-    for weights in ranks(lambda: train(str(tmp_path / "two"), precision, 2), world_size=2):
-        for name, value in expected.items():
-            assert (weights[name] - value).abs().max() <= tolerance, name

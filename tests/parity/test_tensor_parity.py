@@ -73,16 +73,22 @@ def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [((4, 2, "fsdp"), (1, 1, "ddp")), ((4, 2, "fsdp"), (4, 1, "fsdp")), ((1, 1, "ddp"), (2, 2, "ddp"))],
+    ("first", "second", "optimizer"),
+    [
+        ((4, 2, "fsdp"), (1, 1, "ddp"), "adamw"),
+        ((4, 2, "fsdp"), (4, 1, "fsdp"), "adamw"),
+        ((1, 1, "ddp"), (2, 2, "ddp"), "adamw"),
+        ((1, 1, "ddp"), (2, 2, "ddp"), "sgd"),  # fused for whole parameters only
+    ],
 )
-def test_checkpoints_load_at_another_layout(ranks, tmp_path, first, second):
+def test_checkpoints_load_at_another_layout(ranks, tmp_path, first, second, optimizer):
     """Saved mid-run on one layout and finished on another: as if it had never moved. The gpt's weights are tied."""
     place = {"checkpoint_dir": str(tmp_path / "ckpt")}
 
     def run(layout, **settings):
         world_size, degree, strategy = layout
         split = {"strategy": strategy, "tensor_parallel": degree, "batch_size": 8 * degree // world_size}
+        split["optimizer"] = optimizer
         return ranks(lambda: train(str(tmp_path / "run"), "gpt", **split, **settings), world_size=world_size)[0][0]
 
     expected = run((1, 1, "ddp"), max_steps=4)
