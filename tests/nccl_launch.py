@@ -103,7 +103,7 @@ def _launch(folder: Path, here: Path, number: int, ranks: int, names: list[str])
         target=CallTarget("nccl_launch:run_cases", str(payload)),
         ranks_per_node=ranks,
         log_dir=here / "logs",
-        shares_gpus=DEVICE == "cuda" and ranks > 1,
+        ranks_per_gpu=ranks if DEVICE == "cuda" else 1,
         env={"TORCHINDUCTOR_COMPILE_THREADS": "1"},  # no pool of compilers that outlives a rank
     )
     console = RecordingConsole()
