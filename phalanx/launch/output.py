@@ -23,13 +23,13 @@ _PIPE_BYTES = 1 << 20
 _LONGEST = 1 << 16
 """How much of a line without an end is kept back."""
 _NOISE = re.compile(
-    r"(\[rank\d+\]:)?\[?[WEF]\d{4} [\d:.]+ .*\b(ProcessGroup\w*|NCCLUtils|TCPStore\w*|socket|FlightRecorder\w*|TraceUtils)"
-    r"\.[ch]pp:\d+\]"
+    r"(\[rank\d+\]:)?\[?[WEF]\d{4} [\d:.]+ .*"
+    r"\b(ProcessGroup\w*|NCCLUtils|TCPStore\w*|socket|FlightRecorder\w*|TraceUtils)\.[ch]pp:\d+\]"
     r"|\S+:\d+:\d+ \[\d+\] .*\bNCCL WARN "
     r"|frame #\d+: |#\d+ \S.* from \S+:\d+$|Exception raised from .*\(most recent call first\):"
     r"|terminate called (after throwing an instance of 'c10::|recursively)|  what\(\):  \[PG "
 )
-"""Lines of torch's and nccl's C++ code around a lost rank or a hang. The launcher says the cause; the log has the lines."""
+"""What the C++ code of torch and nccl prints around a lost rank or a hang: it is for the log, the launcher names the cause."""
 _END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
 _SIZE_BYTES = 8
