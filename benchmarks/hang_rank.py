@@ -31,8 +31,8 @@ KINDS = {
     "stopped": "metric",
     "loop": "loop",
     "lock": "lock",
-    "subgroup": "sub",
-    "message": "message",
+    "subgroup": "away",
+    "message": "away",
 }
 """Kinds of faults, and the line that must be named."""
 DEVICE = "cuda" if os.environ.get("HANG_BACKEND") == "nccl" else "cpu"
@@ -118,9 +118,9 @@ class Fault:
         except ValueError:
             pass  # the fault "swallowed"
         if self.is_due("subgroup", step) or self.is_due("message", step):
-            time.sleep(1000)
+            time.sleep(1000)  # at: away
         if self.kind == "subgroup" and dist.get_rank(self.pair) >= 0:
-            dist.all_reduce(torch.ones(4, device=DEVICE), group=self.pair)  # at: sub
+            dist.all_reduce(torch.ones(4, device=DEVICE), group=self.pair)
         if self.kind == "message":
             self.pass_on()
         dist.broadcast(torch.zeros(3, device=DEVICE), 0)
@@ -132,7 +132,7 @@ class Fault:
         sent, taken = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
         after, before = (self.own + 1) % self.ranks, (self.own - 1) % self.ranks
         pair = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, taken, before)]
-        for work in dist.batch_isend_irecv(pair):  # at: message
+        for work in dist.batch_isend_irecv(pair):
             work.wait()
 
     def check(self, step: int) -> None:

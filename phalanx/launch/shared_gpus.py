@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.launch.scratch import scratch_folder
 
-_HOST_ID = "NCCL_HOSTID"
+HOST_ID = "NCCL_HOSTID"
 _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _CONTROL = "nvidia-cuda-mps-control"
 _SECONDS = 20.0
@@ -26,15 +26,15 @@ _QUIT = f"cat >/dev/null; echo quit | {_CONTROL} >/dev/null 2>&1"
 
 def check_host_id(environ: Mapping[str, str]) -> None:
     """Refuse a host id of the user's: all ranks would have the same."""
-    if given := environ.get(_HOST_ID):
+    if given := environ.get(HOST_ID):
         raise UsageError(
-            f"share_gpus gives each rank its own {_HOST_ID}, but it is set to '{given}'.", hint=f"unset {_HOST_ID}"
+            f"share_gpus gives each rank its own {HOST_ID}, but it is set to '{given}'.", hint=f"unset {HOST_ID}"
         )
 
 
 def sharing_environment(host: str, slot: int) -> dict[str, str]:
     """Return the variables of one rank, by which NCCL takes it for a host of its own."""
-    return {_HOST_ID: f"{host}-{slot}", "NCCL_IB_DISABLE": "1"}
+    return {HOST_ID: f"{host}-{slot}", "NCCL_IB_DISABLE": "1"}
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def mps_environment(environ: Mapping[str, str], notice: Callable[[str], None]) -
     with scratch_folder("mps") as folder:
         found = {_PIPES: str(folder / "pipes"), _LOGS: str(folder / "logs")}
         if (problem := _start(folder, {**environ, **found})) is not None:
-            notice(f"MPS does not start ({problem}): the ranks of a GPU take turns, and each collective takes milliseconds")
+            notice(f"MPS does not start ({problem}): the ranks of a GPU take turns, a collective takes milliseconds")
             yield {}
             return
         # A process that waits for the end of this one, however it ends: the daemon would stay.

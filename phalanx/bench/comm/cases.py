@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from phalanx.comm.collectives import ALGORITHMS
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.errors import SharedMemoryUnavailable, UsageError
+from phalanx.launch.shared_gpus import HOST_ID
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _TORCH_OPS["prod"] = dist.ReduceOp.PRODUCT
@@ -122,7 +124,7 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     device = "cpu"
     if name == "nccl":
         _check_nccl(channel)
-        device = f"cuda:{channel.rank % torch.cuda.device_count()}"
+        device = f"cuda:{_local_rank(channel) % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl")
     case = Case(partial(_move_by_torch, plan, channel, group), partial(_fresh, device=device))
@@ -139,8 +141,19 @@ def _check_nccl(channel: P2PChannel) -> None:
         raise CannotRunHere("this torch was built without nccl")
     if not torch.cuda.is_available():
         raise CannotRunHere("torch sees no GPU here")
-    if torch.cuda.device_count() < channel.size:
-        raise CannotRunHere(f"nccl needs a GPU for each rank: {torch.cuda.device_count()} for {channel.size} ranks")
+    here, gpus = _ranks_here(channel), torch.cuda.device_count()
+    if gpus < here and HOST_ID not in os.environ:
+        raise CannotRunHere(
+            f"nccl needs a GPU for each rank: {gpus} for {here} ranks; --share-gpus puts several on one"
+        )
+
+
+def _ranks_here(channel: P2PChannel) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", channel.size))
+
+
+def _local_rank(channel: P2PChannel) -> int:
+    return int(os.environ.get("LOCAL_RANK", channel.rank))
 
 
 def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, given: torch.Tensor) -> torch.Tensor | None:

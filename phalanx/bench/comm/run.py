@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.bench.comm.plan import BenchPlan
@@ -17,11 +18,17 @@ _PLAN, _RESULT = "plan.json", "result.json"
 
 
 def run_bench(
-    plan: BenchPlan, ranks: int, console: RankConsole, *, threads: int | None = None
+    plan: BenchPlan,
+    ranks: int,
+    console: RankConsole,
+    *,
+    threads: int | None = None,
+    share_gpus: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
     """Measure on ranks of this machine, or on those that torchrun, srun or mpirun started.
 
-    Return the result of the first rank; None on the other started ranks.
+    Return the result of the first rank; None on the other started ranks. `env`: added to the ranks' environment.
     """
     started = read_rank_env()
     if started is not None:
@@ -36,7 +43,14 @@ def run_bench(
     with scratch_folder("bench") as folder:
         (folder / _PLAN).write_text(plan.to_json())
         target = CallTarget("phalanx.bench.comm.rank:run_plan", str(folder))
-        spec = LaunchSpec(target=target, ranks_per_node=ranks, log_dir=folder / "logs", threads_per_rank=threads)
+        spec = LaunchSpec(
+            target=target,
+            ranks_per_node=ranks,
+            log_dir=folder / "logs",
+            threads_per_rank=threads,
+            shares_gpus=share_gpus,
+            env=env or {},
+        )
         run_on_ranks(spec, console=console)
         left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
         return left

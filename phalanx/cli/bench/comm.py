@@ -35,13 +35,14 @@ def run(arguments: Sequence[str]) -> int:
     for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
         if path and path != "-" and not Path(path).parent.is_dir():
             raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
+    shared = _shares_gpus(asked)
     if read_rank_env() is None:
         prestart()
     from phalanx.bench.comm.run import run_bench
 
     quiet = asked.json == "-"
     console = PlainConsole(out=sys.stderr if quiet else None)
-    found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
+    found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank, share_gpus=shared)
     if found is None:  # a rank of a job that torchrun, srun or mpirun started, and not the first one
         return 0
     if not quiet:
@@ -66,6 +67,8 @@ def _parser() -> FlagParser:
     add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
     add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
     add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
+    add("--device", default="cpu", metavar="NAME", help="cuda: over nccl, where --algo names no algorithm [cpu]")
+    add("--share-gpus", action="store_true", help="several ranks on each GPU over nccl; times say nothing about GPUs")
     add("--dtype", default="float32", metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} [float32]")
     add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
     add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
@@ -83,13 +86,26 @@ def _parser() -> FlagParser:
     return parser
 
 
+def _shares_gpus(asked: argparse.Namespace) -> bool:
+    """Whether several ranks run on each GPU; refuse what needs a GPU where there is none."""
+    from phalanx.host.gpus import count_gpus
+
+    if asked.device != "cuda" and not asked.share_gpus:
+        return False
+    if not count_gpus():
+        flag = "--share-gpus" if asked.share_gpus else "--device cuda"
+        hint = f"Without a GPU: phalanx bench comm --num-workers {asked.num_workers} --algo gloo,shm"
+        raise UsageError(f"{flag}, but no GPU was found", hint=hint)
+    return bool(asked.share_gpus and count_gpus() < asked.num_workers)
+
+
 def _plan(asked: argparse.Namespace) -> BenchPlan:
     only_links = (asked.p2p or asked.link_report) and asked.sizes is None and asked.algo is None
     if asked.ranks_per_host is not None and asked.ranks_per_host < 1:
         raise UsageError(f"--ranks-per-host is {asked.ranks_per_host}", hint="It must be 1 or more.")
     return BenchPlan(
         op=asked.op,
-        algos=parse_algorithms(asked.algo, asked.op),
+        algos=parse_algorithms(asked.algo, asked.op, "cuda" if asked.share_gpus else asked.device),
         sizes=() if only_links else parse_sizes(asked.sizes or "1K:64M:4"),
         dtype=asked.dtype,
         redop=asked.redop,
