@@ -49,6 +49,7 @@ PRIVATE = {
     "torch._C._distributed_c10d:ProcessGroup._get_backend": "the reports of hangs over nccl, recovery with nccl",
     "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
     "torch.distributed:Work._source_rank": "the reports of hangs",
+    "torch.distributed._functional_collectives:wait_tensor": "exposed communication of fsdp and model parallelism",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -67,3 +68,43 @@ def group_ranks() -> dict[str, list[int]]:
     """Return the global ranks of every process group of this process, by torch's name of the group."""
     names = dict(dist.distributed_c10d._world.pg_names)
     return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+
+
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "send",
+    "recv",
+)
+
+
+def around_waits(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, in_graphs: bool
+) -> Callable[[], None]:
+    """Wrap every place in which Python waits for communication; return what undoes it.
+
+    `in_graphs`: also what torch.compile guards, so that a change would make it compile again.
+    """
+    places: list[tuple[Any, str]] = [(dist.Work, "wait"), (torch.cuda.Stream, "wait_event")]
+    places += [(dist.ProcessGroup, name) for name in _COLLECTIVES if name in vars(dist.ProcessGroup)]
+    if in_graphs:
+        places.append((import_module("torch.distributed._functional_collectives"), "wait_tensor"))
+    # Not by getattr, which returns a method of a C++ class without what makes it a method.
+    kept = [(owner, name, vars(owner)[name]) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def undo() -> None:
+        for owner, name, original in kept:
+            setattr(owner, name, original)
+
+    return undo
