@@ -87,9 +87,7 @@ _COLLECTIVES = (
 )
 
 
-def around_waits(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, in_graphs: bool
-) -> Callable[[], None]:
+def around_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, in_graphs: bool) -> Callable[[], None]:
     """Wrap every place in which Python waits for communication; return what undoes it.
 
     `in_graphs`: also what torch.compile guards, so that a change would make it compile again.

@@ -18,6 +18,8 @@ import torch
 from phalanx.torch_records import around_waits
 
 _EVERY_SECONDS = 2.0
+_FIRST_STEPS = 3
+"""These make communicators and load kernels: they are not measured."""
 _DISTRIBUTED = "torch/distributed/"
 
 
@@ -60,7 +62,8 @@ class WaitSampler:
 
     def begin(self) -> None:
         """Begin to measure a step, where that is due; called before each of its forward passes."""
-        if self._undo is None and time.monotonic() >= self._due and not self._marks:
+        is_due = self._steps >= _FIRST_STEPS and time.monotonic() >= self._due
+        if is_due and self._undo is None and not self._marks:
             self._undo = around_waits(self._timed, in_graphs=not self._compiled)
 
     def step_done(self) -> None:
@@ -103,7 +106,7 @@ class WaitSampler:
         return call
 
     def _mark(self) -> _Mark:
-        return torch.cuda.Event(enable_timing=True) if self._on_gpu else HostMark()
+        return torch.cuda.Event(enable_timing=True) if self._on_gpu else HostMark()  # type: ignore[no-untyped-call]
 
     def _counts(self, args: tuple[Any, ...]) -> bool:
         """Whether what computes waits: not another stream, and not for a copy from the host."""
