@@ -123,16 +123,18 @@ def _answer(log_dir: Path, slot: int, stack: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all other signals are for the main thread
     opened = os.fstat(stack)
     watch = OverdueWatch(slot)
+    watches = True
     while True:
         try:
             if signal.sigtimedwait({ASK}, WATCH_SECONDS) is None:
-                watch.check()
+                watches = watches and watch.check()
                 continue
             if _is_open(stack, opened):
                 write_stacks(stack)
             write_calls(log_dir, slot)
         except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
             traceback.print_exc()
+            watches = False
 
 
 def _is_open(descriptor: int, opened: os.stat_result) -> bool:

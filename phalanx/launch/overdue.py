@@ -37,15 +37,15 @@ class OverdueWatch:
         self._place: tuple[int, int] | None = None
         self._since = 0.0
 
-    def check(self) -> None:
-        """Report the oldest operation that is late, once."""
+    def check(self) -> bool:
+        """Report the oldest operation that is late, once; return True."""
         dist = getattr(sys.modules.get("torch"), "distributed", None)
-        if dist is None or not dist.is_available() or not dist.is_initialized():
-            return
-        found = self.find(time.time())
+        known = dist is not None and dist.is_available() and dist.is_initialized()
+        found = self.find(time.time()) if known else ""
         if found and found != self._reported:
             self._reported = found
             announce("overdue", self._slot, found)
+        return True
 
     def find(self, now: float) -> str:
         """Say which operation is late, in words by which the launcher knows a timeout; empty where none is."""

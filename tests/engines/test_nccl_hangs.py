@@ -87,6 +87,7 @@ def test_collectives_over_nccl_are_correct_and_timed(tmp_path, op):
     assert [(row["algo"], row["wrong"]) for row in rows] == [("nccl", 0), ("nccl", 0)], answer.text
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_more_ranks_than_gpus_are_left_out_without_the_flag():
     answer = phalanx("bench", "comm", "--device", "cuda", "--num-workers", torch.cuda.device_count() + 1)
     assert "nccl             left out: nccl needs a GPU for each rank" in answer.out, answer.text
@@ -99,7 +100,7 @@ def test_doctor_names_the_transport_of_a_real_communicator():
     chosen = [each for each in found if re.match(r"\d+\.\d+(\.\d+)?, (NET|P2P|SHM)/", each["text"])]
     assert chosen, (found, answer.text)
     if torch.cuda.device_count() == 1:
-        assert re.search(r"NET/Socket.*: each rank has its own host id.*TCP over \w+", chosen[0]["text"]), chosen
+        assert re.search(r"NET/Socket.*: each rank has its own host id.*TCP", chosen[0]["text"]), chosen
 
 
 class SlowRank(Callback):

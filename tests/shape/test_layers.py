@@ -54,6 +54,7 @@ SIDEWAYS = {
     ("launch", "host"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
+    ("launch", "torch_records"),
     ("engine", "launch"),
     ("engines", "tune"),
     ("strategies", "models"),
