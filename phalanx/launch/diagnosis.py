@@ -41,12 +41,13 @@ class Evidence:
             max(node.world_size, node.first_rank + spec.ranks_per_node) + _extra_slots(spec),
         )
         self._oom_kills = oom_kills()
-        self._late: dict[int, dict[str, Any]] = {}
+        self.late: dict[int, dict[str, Any]] = {}
+        """By slot, what ranks that run have waited for too long, in the form of an error record."""
 
     def note_late(self, slot: int, text: str) -> None:
         """Note that a rank has waited too long for an operation that raises no error: as if it had raised one."""
         fixed = {"type": "CommunicationError", "hint": "", "exit_code": 1, "of_collectives": True, "traceback": []}
-        self._late[slot] = {**fixed, "message": text, "time": time.time(), "step": self._step(slot)}
+        self.late[slot] = {**fixed, "message": text, "time": time.time(), "step": self._step(slot)}
 
     def clear(self, ranks: Sequence[int], attempt: int) -> None:
         """Remove what earlier runs left under this node's ranks; the log continues across restarts."""
@@ -66,7 +67,7 @@ class Evidence:
             rank=state.slot,
             code=state.code if state.code is not None else 1,
             time=state.ended or time.time(),
-            record=read_record(self._spec.log_dir, state.slot) or (self._late.get(state.slot) if state.alive else None),
+            record=read_record(self._spec.log_dir, state.slot) or (self.late.get(state.slot) if state.alive else None),
             log_tail=log_tail(self._spec.log_dir, state.slot),
             killed_for=state.killed_for,
         )
@@ -122,7 +123,7 @@ class Evidence:
     def _whereabouts(self, state: RankState) -> str:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""
         found = self.of(state)
-        if found.record and state.slot not in self._late:
+        if found.record and state.slot not in self.late:
             frames = [frame for line in reversed(found.record["traceback"]) if (frame := parse_frame(line)) is not None]
             return self.describe(state) + (f" {describe_frames(frames)}" if frames else "")
         if state.alive:
@@ -270,7 +271,7 @@ class Evidence:
 
     def _is_suspect(self, state: RankState) -> bool:
         if state.alive:
-            return state.slot in self._late or record_path(self._spec.log_dir, state.slot).exists()
+            return state.slot in self.late or record_path(self._spec.log_dir, state.slot).exists()
         return state.code not in (0, EXIT_PREEMPTED)
 
     def _step(self, rank: int) -> int | None:
@@ -350,6 +351,7 @@ class StallWatch:
         if blame is None or not guilty:
             report(blame)
             return
+        self._evidence.late.clear()
         guilty[0].killed_for = f"{blame.cause}, and was killed"
         self._group.signal(signal.SIGKILL, guilty[:1])
 

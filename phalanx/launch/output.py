@@ -29,7 +29,7 @@ _NOISE = re.compile(
     r"|frame #\d+: |#\d+ \S.* from \S+:\d+$|Exception raised from .*\(most recent call first\):"
     r"|terminate called (after throwing an instance of 'c10::|recursively)|  what\(\):  \[PG "
 )
-"""What the C++ code of torch and nccl prints around a lost rank or a hang: it is for the log, the launcher names the cause."""
+"""What the C++ code of torch and nccl prints around a lost rank or a hang: for the log. The launcher names the cause."""
 _END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
 _SIZE_BYTES = 8

@@ -1,11 +1,24 @@
-"""Operations that are queued and raise no error, as over nccl: the rank reports them itself, the launcher names the cause.
+"""Operations that are queued and raise no error, as over nccl: the rank reports them, the launcher names the cause.
 
 gloo's asynchronous calls stand for those of nccl where there is no GPU; `tests/engines/test_nccl_hangs.py` runs nccl.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from phalanx import PyTorchDDPTrainer
+from phalanx.launch import overdue
+from phalanx.loop.hooks import Callback
 
 QUEUED = """
 import os, sys, threading, time
@@ -85,3 +98,41 @@ def test_a_call_is_late_only_after_the_timeout_of_its_group(launch_script, timeo
     waits = next(number for number, line in enumerate(BLOCKED.splitlines(), 1) if "# waits" in line)
     late = f"Timed out waiting 1 s for an operation over gloo: all_reduce at train.py:{waits}"
     assert run.console.lines == [(0, late if timeout == "short" else "not late")], run.report
+
+
+class StuckOnce(Callback):
+    """Rank 1 stops in a step, the first time; all ranks look at gloo's operations as at those of nccl."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = folder / "stuck"
+
+    def on_fit_start(self, trainer):
+        if not any(thread.name == "looks" for thread in threading.enumerate()):
+            overdue._is_late = lambda record, now: now - overdue.began(record) > 1.5
+            overdue._MOST_SKIPPED = 0
+            watch = overdue.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
+            threading.Thread(target=self.look, args=(watch,), name="looks", daemon=True).start()
+
+    def look(self, watch):
+        while True:
+            time.sleep(0.2)
+            watch.check()
+
+    def on_step_end(self, trainer, info):
+        if info.step == 4 and dist.get_rank() == 1 and not self.mark.exists():
+            self.mark.touch()
+            time.sleep(120)
+
+
+def test_where_ranks_are_replaced_the_one_that_others_wait_for_is_killed_and_replaced(tmp_path):
+    data = TensorDataset(torch.ones(48, 4), torch.zeros(48, 2))
+    began = time.monotonic()
+    history = PyTorchDDPTrainer(
+        nn.Linear(4, 2), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", communication_backend="gloo", max_restarts=1,
+        epochs=1, batch_size=2, timeout=100, run_dir=str(tmp_path), callbacks=[StuckOnce(tmp_path)], progress=False,
+        verbosity="quiet",
+    ).fit(data)  # fmt: skip
+    assert history.status == "finished"
+    assert time.monotonic() - began < 60
+    events = (tmp_path / "events.jsonl").read_text()
+    assert "never entered all_reduce #" in events, events
