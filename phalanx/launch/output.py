@@ -27,9 +27,9 @@ _NOISE = re.compile(
     r"\b(ProcessGroup\w*|NCCLUtils|TCPStore\w*|socket|FlightRecorder\w*|TraceUtils)\.[ch]pp:\d+\]"
     r"|\S+:\d+:\d+ \[\d+\] .*\bNCCL WARN "
     r"|frame #\d+: |#\d+ \S.* from \S+:\d+$|Exception raised from .*\(most recent call first\):"
-    r"|terminate called (after throwing an instance of 'c10::|recursively)|  what\(\):  \[PG "
+    r"|terminate called (after throwing an instance of '(c10|gloo)::|recursively)|  what\(\):  \[(PG|enforce) "
 )
-"""What the C++ code of torch and nccl prints around a lost rank or a hang: for the log. The launcher names the cause."""
+"""What the C++ code of torch and nccl prints around a lost rank or a hang: for the log. The launcher names a cause."""
 _END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
 _SIZE_BYTES = 8

@@ -24,7 +24,6 @@ SLOW = 0.08
 STEPS = 16
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("mode", "kinds"), [("script", "missing,stopped,subgroup,message"), ("trainer", "loader,shape")]
 )
