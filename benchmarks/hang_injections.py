@@ -36,6 +36,8 @@ from phalanx.errors import PhalanxError
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
 from phalanx.launch.output import PlainConsole
 
+_KEPT = 20_000
+"""Characters of each file of a rank that the results keep of an injection whose report was wrong."""
 RANK_FILE = Path(hang_rank.__file__)
 PLACES = ((1, 4), (2, 7), (0, 5), (1, 8), (2, 3), (0, 6))
 """Rank and step."""
@@ -75,8 +77,8 @@ def marked_line(name: str) -> str:
     return f"{RANK_FILE.name}:{next(n for n, line in enumerate(lines, 1) if f'# at: {name}' in line)}"
 
 
-def inject(given: Injection) -> tuple[Injection, str, float]:
-    """Run once with a fault; return the report and the seconds from the timeout or the first error to the end."""
+def inject(given: Injection) -> tuple[Injection, str, float, dict[str, str]]:
+    """Run once with a fault; return the report, the seconds to the end, and the ends of what the ranks have written."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fault = {"HANG": f"{given.kind},{given.rank},{given.step}", "HANG_NOTE": str(folder / "fault")}
@@ -88,7 +90,8 @@ def inject(given: Injection) -> tuple[Injection, str, float]:
         errors = [json.loads(path.read_text())["time"] for path in folder.rglob("*.error.json")]
         if given.backend == "nccl" and not errors and (folder / "fault").exists():
             errors = [float((folder / "fault").read_text()) + given.timeout]
-        return given, report, max(0.0, ended - min(errors, default=ended))
+        written = {path.name: path.read_text(errors="replace")[-_KEPT:] for path in folder.rglob("rank-*.*")}
+        return given, report, max(0.0, ended - min(errors, default=ended)), written
 
 
 def _run_script(folder: Path, given: Injection) -> str:
@@ -138,7 +141,7 @@ def is_right(report: str, mode: str, kind: str, rank: int) -> bool:
     return f"{name}:{line}" in head or f'{name}", line {line},' in rest
 
 
-def _run(asked: list[Injection], jobs: int) -> Iterator[tuple[Injection, str, float]]:
+def _run(asked: list[Injection], jobs: int) -> Iterator[tuple[Injection, str, float, dict[str, str]]]:
     """Run all injections, several at a time in processes of their own, and yield their results in order."""
     if jobs == 1:
         yield from map(inject, asked)
@@ -168,11 +171,12 @@ def main() -> int:
     ]
     found: dict[tuple[str, str, str], list[tuple[bool, float]]] = defaultdict(list)
     rows = []
-    for given, report, seconds in _run(asked, options.jobs):
+    for given, report, seconds, written in _run(asked, options.jobs):
         right = is_right(report, given.mode, given.kind, given.rank)
         found[given.kind, given.mode, given.backend].append((right, seconds))
         rows.append({**given._asdict(), "right": right, "seconds": round(seconds, 2), "report": report})
         if not right:
+            rows[-1]["written"] = written
             print(f"--- {given}:\n{report}\n", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
