@@ -8,7 +8,6 @@ group's `_allgather_base`) stay in their classes and are listed here.
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter
@@ -46,8 +45,10 @@ PRIVATE = {
     "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer": "gradient compression under ddp",
     "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": "exposed communication of ddp",
     "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
+    "torch._C._distributed_c10d:ProcessGroup._get_backend": "the reports of hangs over nccl, recovery with nccl",
     "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs, recovery in place with nccl",
     "torch.distributed:Work._source_rank": "the reports of hangs",
+    "torch.distributed._functional_collectives:wait_tensor": "exposed communication of fsdp and model parallelism",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
@@ -130,8 +131,6 @@ raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_
 
 default_store = dist.distributed_c10d._get_default_store
 """Returns the store of the process group that the user's script initialised."""
-source_rank: Callable[[dist.Work], int] = dist.Work._source_rank
-"""Returns which rank of its group sent the message that a receive from any rank has brought."""
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -212,22 +211,6 @@ def finished_work(tensors: list[Tensor]) -> Any:
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     return _create_work_from_future(future)
-
-
-def flight_records() -> list[dict[str, Any]]:
-    """Return the collectives that torch's flight recorder has kept, the oldest first, with their Python frames."""
-    from torch._C import _distributed_c10d as c10d
-
-    # torch 2.11 keeps those of nccl apart.
-    dumps = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
-    kept = [entry for dump in dumps for entry in pickle.loads(dump(True, True, False)).get("entries", [])]
-    return list({(str(each["process_group"]), each["profiling_name"], each["op_id"]): each for each in kept}.values())
-
-
-def group_ranks() -> dict[str, list[int]]:
-    """Return the global ranks of every process group of this process, by torch's name of the group."""
-    names = dict(dist.distributed_c10d._world.pg_names)
-    return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
 
 
 def rebuild_buckets(reducer: Any) -> None:

@@ -16,6 +16,7 @@ from phalanx.doctor.gpus import check_gpus
 from phalanx.doctor.host import check_host
 from phalanx.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
 from phalanx.doctor.links import by_srun, check_links, over_ssh
+from phalanx.doctor.nccl import check_log, log_environment, read_log
 from phalanx.doctor.network import check_network
 from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import EXIT_CODES, LEVELS, CheckResult, worst
@@ -124,15 +125,25 @@ def _measure() -> Iterator[CheckResult]:
     from phalanx.bench.comm.run import run_bench
     from phalanx.host.gpus import count_gpus
     from phalanx.launch.output import PlainConsole
+    from phalanx.launch.scratch import scratch_folder
 
     gpus = count_gpus()
-    algos = ("nccl",) if gpus > 1 else ("gloo", "shm")
-    plan = BenchPlan(op="all_reduce", algos=algos, sizes=(16 << 20,), p2p=True)
-    with open(os.devnull, "w") as nowhere:
-        found = run_bench(plan, max(2, gpus), PlainConsole(out=nowhere)) or {}
+    shared = gpus == 1  # nccl's choices are shown by two ranks on it; their speed means nothing
+    algos = ("nccl",) if gpus > 1 else ("gloo", "shm", "nccl") if shared else ("gloo", "shm")
+    plan = BenchPlan(op="all_reduce", algos=algos, sizes=(16 << 20,), p2p=True, ranks_per_gpu=1 + shared)
+    with open(os.devnull, "w") as nowhere, scratch_folder("doctor") as folder:
+        console = PlainConsole(out=nowhere, err=nowhere)
+        found = run_bench(plan, max(2, gpus), console, env=log_environment(folder)) or {}
+        if gpus:
+            yield from check_log(read_log(folder), shared=shared)
     links = [link.expected_gbs for link in gpu_links() if link.expected_gbs] if gpus > 1 else []
     expected, what = (max(links), "link of a GPU") if links else (found["copy_gbs"], "copy by one core")
     for row in map(make_row, found["rows"]):
+        if row.wrong:
+            text = f"all_reduce by {row.algo} has {row.wrong} wrong elements of {row.count}"
+            yield CheckResult("error", "bandwidth", text, f"phalanx bench comm --algo {row.algo}; nvidia-smi -q -d ECC")
+        if row.algo == "nccl" and shared:
+            continue
         share = row.busbw_gbs / expected if expected else 0.0
         text = f"all_reduce of 16 MiB by {row.algo}: {row.busbw_gbs:.2f} GB/s"
         text += f", {share:.0%} of a {what} ({expected:.1f} GB/s)"

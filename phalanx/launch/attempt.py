@@ -13,7 +13,6 @@ from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.blame import Blame
-from phalanx.launch.collectives import RankCalls
 from phalanx.launch.diagnosis import Evidence, StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
@@ -75,8 +74,7 @@ class Attempt(Follower):
         self._blaming = False
         self._diagnosing = False
         self._published_end = self._killing = False
-        self._all_ended = False
-        self._final = False
+        self._all_ended = self._final = False
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
         """Follow the attempt to its end."""
@@ -165,6 +163,8 @@ class Attempt(Follower):
         self._console.handle(event)
         if event.get("action") == "exclude" and isinstance(self._role, Leading):
             self._role.members.exclude(event["ranks"])
+        elif event["event"] == "overdue":
+            self._take_late(event)
 
     def _take_rendezvous(self) -> None:
         message = self._rendezvous.receive()
@@ -254,9 +254,22 @@ class Attempt(Follower):
         aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
         if not aborted and not self._evidence.of(ended).lost_peer:
             self._blame()
-        elif not self._blaming:
+        else:
+            self._blame_soon()
+
+    def _blame_soon(self) -> None:
+        if not self._blaming:
             self._blaming = True
             self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._rendezvous.has_other_nodes else 0.0), self._blame)
+
+    def _take_late(self, event: dict[str, Any]) -> None:
+        """Compare what all ranks have called: one has waited too long over nccl, which raises no error."""
+        assert self._evidence is not None
+        self._evidence.note_late(event["rank"], event["text"])
+        if self._role is None:
+            self._blame_soon()
+        elif self._inquiry is not None and not self._is_stopping:
+            self._stall_watch.end_late(self._role, self._inquiry.find_blame, self._report)
 
     def _is_lost_while_saving(self, ended: RankState) -> bool:
         """Whether a rank was killed after the run was asked to stop, so that the others need one to save with."""
@@ -332,8 +345,8 @@ class Attempt(Follower):
         now = time.monotonic()
         if (notice := self._notices.take_notice(now)) is not None:
             self._console.notice(notice)
-        watch, group, evidence, inquiry = self._watch, self._group, self._evidence, self._inquiry
-        if watch is None or group is None or evidence is None or inquiry is None:
+        watch, inquiry = self._watch, self._inquiry
+        if watch is None or inquiry is None:
             return
         if self._role is not None:
             self._stall_watch.end(self._role.find_silent)
@@ -344,19 +357,11 @@ class Attempt(Follower):
             self._stall_watch.check(self._role)
         if self._stall_notice is not None:
             self._stall_notice.check(now)
-        hang = watch.find_hang(now)
-        if hang is not None:
+        if (hang := watch.find_hang(now)) is not None:
             self._diagnosing = True
-            missing = [state for state in group.alive if state.rank in hang.missing]
-            inquiry.ask_ranks(lambda _: self._fail(evidence.explain_hang(hang, self._states())), missing)
+            inquiry.name_missing(hang, self._fail)
         elif watch.wants_notice(now):
-            first = next(iter(group.ranks.values()))
-
-            def notice_slow_start(_: list[RankCalls]) -> None:
-                if watch.quiet:
-                    self._console.notice(evidence.describe_slow_start(first, watch.waited(time.monotonic())))
-
-            inquiry.ask_ranks(notice_slow_start, [first])
+            inquiry.describe_start(watch, self._console.notice)
 
     # --- the end ------------------------------------------------------------------------------------------------
 

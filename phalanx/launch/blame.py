@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +44,14 @@ def find_blame(ranks: Sequence[RankCalls]) -> Blame | None:
     mismatches = [found for key, calls in groups.items() if (found := _find_mismatch(known, key, calls)) is not None]
     if mismatches:
         return min(mismatches, key=lambda found: found.since)
-    return _find_missing(known, groups)
+    # Where every call has been entered, the GPU may not have come to the later ones: it runs them in their order.
+    return _find_missing(known, groups) or _find_missing(known, _by_group([_without_queued(each) for each in ranks]))
+
+
+def _without_queued(rank: RankCalls) -> RankCalls:
+    """Leave out the calls that a rank has made after the first one that has not ended."""
+    first = min((call.began for call in rank.calls if not call.done), default=math.inf)
+    return dataclasses.replace(rank, calls=tuple(call for call in rank.calls if call.done or call.began <= first))
 
 
 def _by_group(ranks: Sequence[RankCalls]) -> dict[Key, dict[int, dict[int, Call]]]:

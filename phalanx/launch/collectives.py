@@ -1,13 +1,13 @@
 """A rank's record of its collectives, in the log folder: written when the launcher asks, and when an error ends it.
 
 The launcher asks by a signal that a thread of the rank waits for. The thread writes the stacks of all threads, then the
-record. It answers while the main thread waits in a collective or runs an endless loop, and costs nothing until then.
+record. It answers while the main thread waits in a collective or runs an endless loop. Between two questions it looks
+whether an operation over nccl is late (`overdue`).
 """
 
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import json
 import os
 import signal
@@ -21,21 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.files import replace_file
+from phalanx.launch.overdue import WATCH_SECONDS, OverdueWatch
+from phalanx.launch.records import read_calls_here
 from phalanx.launch.stacks import write_stacks
-from phalanx.observe.collectives import GRADIENTS, call_ring, pick_line
 
 ASK = signal.SIGRTMIN + 9
 """Asks a rank for its stacks and its record. The fork server ignores it, and so does a rank until it can answer."""
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
 
 
 @dataclass(frozen=True)
@@ -131,14 +122,19 @@ def answer_launcher(log_dir: Path, slot: int, stack: int) -> None:
 def _answer(log_dir: Path, slot: int, stack: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all other signals are for the main thread
     opened = os.fstat(stack)
+    watch = OverdueWatch(slot)
+    watches = True
     while True:
-        signal.sigwait({ASK})
         try:
+            if signal.sigtimedwait({ASK}, WATCH_SECONDS) is None:
+                watches = watches and watch.check()
+                continue
             if _is_open(stack, opened):
                 write_stacks(stack)
             write_calls(log_dir, slot)
         except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
             traceback.print_exc()
+            watches = False
 
 
 def _is_open(descriptor: int, opened: os.stat_result) -> bool:
@@ -159,37 +155,6 @@ def _write_calls(log_dir: Path, slot: int, *, failed: bool) -> None:
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     message: dict[str, Any] = {"rank": slot, "calls": [], "groups": {}, "failed": failed, "time": time.time()}
     if dist is not None and dist.is_available() and dist.is_initialized():
-        from phalanx.torch_compat import flight_records, group_ranks
-
-        ring = call_ring()
-        calls = _number_buckets([_from_torch(record) for record in flight_records() if not record["is_p2p"]])
-        calls += ring.to_dicts() if ring is not None else []
         message["rank"] = dist.get_rank()
-        message["calls"] = sorted(calls, key=lambda call: call["began"])
-        message["groups"] = {**group_ranks(), **(ring.groups if ring is not None else {})}
+        message["calls"], message["groups"] = read_calls_here()
     replace_file(calls_path(log_dir, slot), json.dumps(message))
-
-
-def _from_torch(record: dict[str, Any]) -> dict[str, Any]:
-    shapes = ", ".join(f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})" for shape in record["input_sizes"])
-    dtypes = ", ".join(dict.fromkeys(_DTYPES.get(name, name) for name in record["input_dtypes"]))
-    return {
-        "group": record["process_group"][0],
-        "number": record["collective_seq_id"],
-        "op": record["profiling_name"].partition(":")[2],
-        "detail": f"{shapes} {dtypes}".strip(),
-        "where": pick_line((frame["filename"], frame["line"]) for frame in record.get("frames", ())),
-        "began": record["time_created_ns"] / 1e9,
-        "done": bool(record["retired"]),
-        # DDP calls from C++, which the backward pass has called: no frame of Python is between them.
-        "bucket": int(any(frame["name"] == "_engine_run_backward" for frame in record.get("frames", ())[:1])),
-    }
-
-
-def _number_buckets(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number DDP's calls in the last backward pass; where it began is known only in a trainer."""
-    number = itertools.count(1)
-    for call in calls:
-        is_last = 0.0 < GRADIENTS.began <= call["began"]
-        call["bucket"] = next(number) if call["bucket"] and is_last else 0
-    return calls

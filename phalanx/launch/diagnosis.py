@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.cgroups import oom_kills
@@ -41,6 +41,13 @@ class Evidence:
             max(node.world_size, node.first_rank + spec.ranks_per_node) + _extra_slots(spec),
         )
         self._oom_kills = oom_kills()
+        self.late: dict[int, dict[str, Any]] = {}
+        """By slot, what ranks that run have waited for too long, in the form of an error record."""
+
+    def note_late(self, slot: int, text: str) -> None:
+        """Note that a rank has waited too long for an operation that raises no error: as if it had raised one."""
+        fixed = {"type": "CommunicationError", "hint": "", "exit_code": 1, "of_collectives": True, "traceback": []}
+        self.late[slot] = {**fixed, "message": text, "time": time.time(), "step": self._step(slot)}
 
     def clear(self, ranks: Sequence[int], attempt: int) -> None:
         """Remove what earlier runs left under this node's ranks; the log continues across restarts."""
@@ -60,7 +67,7 @@ class Evidence:
             rank=state.slot,
             code=state.code if state.code is not None else 1,
             time=state.ended or time.time(),
-            record=read_record(self._spec.log_dir, state.slot),
+            record=read_record(self._spec.log_dir, state.slot) or (self.late.get(state.slot) if state.alive else None),
             log_tail=log_tail(self._spec.log_dir, state.slot),
             killed_for=state.killed_for,
         )
@@ -116,7 +123,7 @@ class Evidence:
     def _whereabouts(self, state: RankState) -> str:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""
         found = self.of(state)
-        if found.record:
+        if found.record and state.slot not in self.late:
             frames = [frame for line in reversed(found.record["traceback"]) if (frame := parse_frame(line)) is not None]
             return self.describe(state) + (f" {describe_frames(frames)}" if frames else "")
         if state.alive:
@@ -264,7 +271,7 @@ class Evidence:
 
     def _is_suspect(self, state: RankState) -> bool:
         if state.alive:
-            return record_path(self._spec.log_dir, state.slot).exists()
+            return state.slot in self.late or record_path(self._spec.log_dir, state.slot).exists()
         return state.code not in (0, EXIT_PREEMPTED)
 
     def _step(self, rank: int) -> int | None:
@@ -326,6 +333,27 @@ class StallWatch:
             where = self._evidence.position(state)
             state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"
         self._group.signal(signal.SIGKILL, stuck)
+
+    def end_late(
+        self,
+        role: Members,
+        find_blame: Callable[[Callable[[Blame | None], None]], None],
+        report: Callable[[Blame | None], None],
+    ) -> None:
+        """Kill the rank that others have waited for too long over nccl; `report` it where it is not of this machine."""
+        if not self._asked and role.unchanged_since < time.monotonic():
+            self._asked = True
+            find_blame(lambda blame: self._kill_blamed(blame, report))
+
+    def _kill_blamed(self, blame: Blame | None, report: Callable[[Blame | None], None]) -> None:
+        self._asked = False
+        guilty = [state for state in self._group.alive if blame is not None and state.rank == blame.rank]
+        if blame is None or not guilty:
+            report(blame)
+            return
+        self._evidence.late.clear()
+        guilty[0].killed_for = f"{blame.cause}, and was killed"
+        self._group.signal(signal.SIGKILL, guilty[:1])
 
     def check(self, role: Members) -> None:
         """Ask for the stacks where no rank of the group has made progress for long."""

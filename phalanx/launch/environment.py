@@ -67,6 +67,9 @@ def rank_environment(
     log_dir = spec.log_dir.absolute()
     return {
         VARIABLE: str(KEPT),
+        # torch's watchdog of nccl then waits a minute with the end of the process: time to compare all ranks.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / "nccl-trace-rank-"),
         **shared,
         **(network_environment(node.master_addr, shared) if node.num_nodes > 1 else loopback_environment(shared)),
         **(sharing_environment(f"{os.getpid()}.{rank}", shared) if spec.ranks_per_gpu > 1 else {}),

@@ -13,10 +13,12 @@ from phalanx.launch.blame import Blame, find_blame
 from phalanx.launch.collectives import ASK, RankCalls
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.startup_watch import Hang, StartWatch
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
@@ -82,6 +84,22 @@ class Inquiry:
                 then(self._evidence.collect_calls(states, asked))
 
         poll(asked + _ANSWER_SECONDS, insisted=not insist)
+
+    def name_missing(self, hang: Hang, then: Callable[[FailureReport], None]) -> None:
+        """Ask the ranks that never joined where they are, and call `then` with the report."""
+        missing = [state for state in self._group.alive if state.rank in hang.missing]
+        states = list(self._group.ranks.values())
+        self.ask_ranks(lambda _: then(self._evidence.explain_hang(hang, states)), missing)
+
+    def describe_start(self, watch: StartWatch, notice: Callable[[str], None]) -> None:
+        """Say where the first rank is, while none has joined."""
+        first = next(iter(self._group.ranks.values()))
+
+        def describe(_: list[RankCalls]) -> None:
+            if watch.quiet:
+                notice(self._evidence.describe_slow_start(first, watch.waited(time.monotonic())))
+
+        self.ask_ranks(describe, [first])
 
     # --- several machines ---------------------------------------------------------------------------------------
 

@@ -22,6 +22,14 @@ _PIPE_BYTES = 1 << 20
 """More than a pipe holds: what is still read after all writers should have ended."""
 _LONGEST = 1 << 16
 """How much of a line without an end is kept back."""
+_NOISE = re.compile(
+    r"(\[rank\d+\]:)?\[?[WEF]\d{4} [\d:.]+ .*"
+    r"\b(ProcessGroup\w*|NCCLUtils|TCPStore\w*|socket|FlightRecorder\w*|TraceUtils)\.[ch]pp:\d+\]"
+    r"|\S+:\d+:\d+ \[\d+\] .*\bNCCL WARN "
+    r"|frame #\d+: |#\d+ \S.* from \S+:\d+$|Exception raised from .*\(most recent call first\):"
+    r"|terminate called (after throwing an instance of '(c10|gloo)::|recursively)|  what\(\):  \[(PG|enforce) "
+)
+"""What the C++ code of torch and nccl prints around a lost rank or a hang: for the log. The launcher names a cause."""
 _END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
 _SIZE_BYTES = 8
@@ -127,6 +135,7 @@ class OutputPump:
         self._err = err
         self._terminal = terminal
         self._lines = LineSplitter(eager=terminal is not None)
+        self._in_noise = False
         self._read, self.write_end = os.pipe2(os.O_CLOEXEC) if terminal is None else _open_terminal()
         self.resize()
         os.set_blocking(self._read, False)
@@ -162,6 +171,9 @@ class OutputPump:
         return bool(chunk)
 
     def _show(self, text: str) -> None:
+        self._in_noise = _NOISE.match(text.rstrip()) is not None or (self._in_noise and not text.strip())
+        if self._in_noise:  # with the empty lines that follow it
+            return
         self._console.rank_output(self._rank, self._label, text, err=self._err)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Records a rank's own point-to-point calls over gloo: torch's flight recorder has those of nccl alone.
+"""Records a rank's own point-to-point calls over gloo, and counts those over nccl, which torch's flight recorder has.
 
 `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv` all call a method of the process group, which is wrapped here,
 and wait by `Work.wait`. A message counts as waited for only in there: many programs never wait for what they send.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from time import time as now
 from typing import TYPE_CHECKING, Any
 
+from phalanx.launch.records import Joined
 from phalanx.observe.collectives import CallRing, PairCalls, call_ring
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ class _Recorder:
         import torch.distributed as dist
 
         original, pairs, works = getattr(dist.ProcessGroup, name), self._pairs, self._works
-        op, reference = name[:4], weakref.ref
+        op, reference, counts = name[:4], weakref.ref, Joined.messages
 
         def start(group: ProcessGroup, tensors: Sequence[Tensor], *places: int) -> Work:
             work: Work
             tensor = tensors[0]
             if tensor.is_cuda:
+                if len(places) == 2:
+                    counts[group.group_name, op, places[0]] += 1
                 work = original(group, tensors, *places)
                 return work
             peer, tag = places if len(places) == 2 else (_ANY, *places)
@@ -95,7 +98,7 @@ class _Recorder:
 
     def _count_source(self, work: Work, group: ProcessGroup, pair: PairCalls) -> None:
         """Count a message of any rank with those of the rank that has sent it."""
-        from phalanx.torch_compat import source_rank
+        from phalanx.torch_records import source_rank
 
         source, tag = source_rank(work), int(pair.name.rpartition(" ")[2])
         found = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)

@@ -24,6 +24,7 @@ from phalanx.launch.error_file import exit_code_of, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.loader_workers import name_loader, note_loaders
 from phalanx.launch.point_to_point import record_messages
+from phalanx.launch.records import Joined
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
@@ -138,6 +139,7 @@ def announce_joining(rank: int) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         announce("joining", rank)
+        Joined.begin()
         original(*args, **kwargs)
         announce("joined", rank)
 

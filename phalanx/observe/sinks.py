@@ -171,13 +171,13 @@ def _is_socket(descriptor: int) -> bool:
         return False
 
 
-def announce(what: str, rank: int) -> None:
-    """Send "joining" or "joined": this rank enters or leaves its rendezvous."""
+def announce(what: str, rank: int, text: str = "") -> None:
+    """Send "joining" or "joined", where this rank enters or leaves its rendezvous, or "overdue" with what is late."""
     descriptor = os.environ.get(EVENTS_FD, "")
     if not descriptor.isdecimal():
         return
     with socket.socket(fileno=os.dup(int(descriptor))) as events:
         try:
-            events.send(json.dumps({"event": what, "rank": rank}).encode())
+            events.send(json.dumps({"event": what, "rank": rank, **({"text": text} if text else {})}).encode())
         except (BrokenPipeError, ConnectionResetError):
             return  # the launcher has ended, and this rank will be killed

@@ -115,13 +115,14 @@ class CommStats:
     sent_bytes: int | None
     """None where only times are known."""
     plain_bytes: int | None
-    busy_s: float
+    busy_s: float | None
+    """None where only the wait is known."""
     waited_s: float
 
     @property
-    def hidden_s(self) -> float:
+    def hidden_s(self) -> float | None:
         """Communication time that overlapped with computation."""
-        return max(0.0, self.busy_s - self.waited_s)
+        return None if self.busy_s is None else max(0.0, self.busy_s - self.waited_s)
 
 
 class BatchPass(Protocol):

@@ -106,6 +106,8 @@ class Composed(FSDP):
                 hint="Give loss_fn=lambda output, target: ..., or the model a method loss_from_output(output, target), "
                 "with batches of (inputs, targets).",
             )
+        if self._waits is not None:
+            self._waits.begin()
         factor = passes.begin()
         loss = wrapped.train_batch(batch, passes, factor)
         passes.end()

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx import torch_compat
+from phalanx.comm.waits import WaitSampler
 from phalanx.config.settings import precision_name
 from phalanx.errors import ModelError, UsageError, unknown_name
-from phalanx.strategies.base import Strategy, share_weights
+from phalanx.strategies.base import BatchPass, CommStats, Strategy, share_weights
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.seed import seed_everything
@@ -137,6 +138,34 @@ class FSDP(Strategy):
         """Whether gradients are whole, and apart from the parameters, until they are reduced; in a pipeline they are
         reduced with each batch."""
         return self.world.world_size > 1 and self.world.mesh.pp == 1
+
+    def train_batch(self, wrapped: nn.Module, batch: Any, passes: BatchPass) -> torch.Tensor:
+        """Run forward and backward; of some steps, how long they wait for communication is measured."""
+        if self._waits is not None:
+            self._waits.begin()
+        return super().train_batch(wrapped, batch, passes)
+
+    def after_step(self) -> None:
+        """Count a step."""
+        if self._waits is not None:
+            self._waits.step_done()
+
+    def comm_stats(self) -> CommStats | None:
+        """Return how long this rank has waited: the mean of the steps that were measured."""
+        waited = None if self._waits is None else self._waits.seconds()
+        return None if waited is None else CommStats(None, None, None, waited)
+
+    def close(self) -> None:
+        """End a measurement that has begun."""
+        if self._waits is not None:
+            self._waits.close()
+
+    @cached_property
+    def _waits(self) -> WaitSampler | None:
+        """What measures waits; None where torch does not communicate."""
+        if self.world.comm_backend not in ("gloo", "nccl"):
+            return None
+        return WaitSampler(self.world.device, compiled=bool(self.config.compile))
 
     def step(self, optimizer_step: Callable[[], object] | None) -> None:
         """Take the step, or drop the gradients that were not reduced yet."""

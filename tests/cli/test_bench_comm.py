@@ -172,3 +172,17 @@ def test_expected_bandwidth(tmp_path):
     across = link_report(1.0, 5.0, one_host=False, links=[ExpectedLink("eth0", 1.25, "sysfs")])
     assert "80%" in across
     assert "memory" not in across
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--share-gpus"], "--share-gpus, but no GPU was found"),
+        (["--device", "cuda"], "--device cuda, but no GPU was found"),
+        (["--device", "cudo"], "'cudo'"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused_with_the_way_without_them(monkeypatch, flags, words):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    answer = phalanx("bench", "comm", *flags)
+    assert (answer.code, words in answer.err) == (2, True), answer.text

@@ -14,6 +14,7 @@ from phalanx.cli.doctor import examine
 from phalanx.doctor.gpus import topology
 from phalanx.doctor.hosts import compare_hosts
 from phalanx.doctor.links import check_links
+from phalanx.doctor.nccl import check_log, read_log
 from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import worst
 from phalanx.errors import UsageError
@@ -216,3 +217,35 @@ def test_bad_input_is_answered(tmp_path, monkeypatch, words, error):
     answer = phalanx("doctor", *words)
     assert answer.code == 2
     assert error in answer.err
+
+
+SHARED = """\
+vm:10:10 [0] NCCL INFO NCCL version 2.28.9+cuda13.0
+vm:10:10 [0] NCCL INFO NCCL_HOSTID set by environment to vm-0
+vm:10:10 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 1.
+vm:10:10 [0] NCCL INFO NET/Socket : Using [0]lo:127.0.0.1<0>
+vm:10:44 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+vm:10:44 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "shared", "level", "words"),
+    [
+        (SHARED, True, "ok", "2.28.9, NET/Socket/0: each rank has its own host id, as with --share-gpus, so that they "
+         "talk by TCP over lo"),
+        (SHARED, False, "note", "2.28.9, NET/Socket/0: TCP over lo, as NCCL_IB_DISABLE is set"),
+        ("NCCL version 2.26\nChannel 00/1 : 0[0] -> 1[1] via P2P/CUMEM", False, "ok",
+         "2.26, P2P/CUMEM: GPUs read and write each other's memory"),
+        ("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", False, "warning",
+         "SHM/direct/direct: through host memory: the GPUs have no peer access"),
+        ("NCCL_P2P_DISABLE set by environment to 1.\nChannel 00 : 0[0] -> 1[1] via SHM/direct/direct", False, "warning",
+         "through host memory, as NCCL_P2P_DISABLE is set"),
+        ("Channel 00/0 : 0[3] -> 8[3] [send] via NET/IB/0/GDRDMA", False, "ok", "RDMA from GPU memory"),
+        ("", False, "error", "no communicator was made"),
+    ],
+)  # fmt: skip
+def test_the_transport_that_nccl_has_chosen_is_named_with_the_reason(tmp_path, log, shared, level, words):
+    (tmp_path / "nccl.7.log").write_text(log)
+    (found,) = check_log(read_log(tmp_path), shared=shared)
+    assert (found.level, found.topic, words in found.text) == (level, "NCCL", True), found

@@ -46,8 +46,15 @@ def test_stacks_are_shown_while_the_run_goes_on_and_after_it_was_stopped(tmp_pat
     assert first in after.out
 
 
-def test_a_rank_that_holds_the_interpreter_lock_shows_its_main_thread(tmp_path):
-    lines = ["import ctypes", "hold = ctypes.PyDLL(None).sleep", "print('ready', flush=True)", "while True: hold(60)"]
+@pytest.mark.parametrize("library", ["PyDLL", "CDLL"])
+def test_a_rank_that_waits_in_c_with_or_without_the_interpreter_lock_shows_its_main_thread(tmp_path, library):
+    """Without the lock as in torch.cuda.synchronize(): no Python code runs in the main thread, so no signal handler."""
+    lines = [
+        "import ctypes",
+        f"hold = ctypes.{library}(None).sleep",
+        "print('ready', flush=True)",
+        "while True: hold(60)",
+    ]
     script = write_script(tmp_path / "lock.py", "\n".join(lines))
     run = start("train", "--script", script, "--num-workers", 1, "--device", "cpu", cwd=tmp_path, TMPDIR=str(tmp_path))
     try:

@@ -19,6 +19,7 @@ LAYERS = {
     "torch_compat": 1,
     "torch_fakes": 1,
     "torch_flash": 1,
+    "torch_records": 1,
     "host": 1,
     "observe": 1,
     "recipes": 1,
@@ -53,6 +54,7 @@ SIDEWAYS = {
     ("launch", "host"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
+    ("launch", "torch_records"),
     ("engine", "launch"),
     ("engines", "tune"),
     ("strategies", "models"),
@@ -143,6 +145,7 @@ def test_private_torch_is_used_in_one_module_only():
             "phalanx.torch_compat",
             "phalanx.torch_fakes",
             "phalanx.torch_flash",
+            "phalanx.torch_records",
             "phalanx.launch.forkserver.preload",
         ):  # the second imports by name, if present
             continue

@@ -217,3 +217,36 @@ def test_a_message_and_a_collective_that_wait_for_each_other():
         "rank 0 waits in all_reduce #1 of (4,) float32 at train.py:10, rank 1 in recv from rank 0 #1 of (4,) float32 "
         "at ring.py:7: they wait for each other"
     )
+
+
+def queued(rank_number, *groups_of_calls):
+    """Return a rank over nccl that has queued calls of which none has ended: (group, its ranks, op, peer) each."""
+    made = tuple(
+        Call(name, 1, op, "(4,) float32", f"train.py:{10 + index}", float(index), done=False, peer=peer)
+        for index, (name, _, op, peer) in enumerate(groups_of_calls)
+    )
+    return RankCalls(rank_number, made, {name: ranks for name, ranks, _, _ in groups_of_calls}, position="is at x.py:1")
+
+
+def test_messages_that_both_ends_have_queued_in_an_order_that_cannot_end_are_a_circle():
+    there, back = ("0 0>1 nccl", (0, 1)), ("0 1>0 nccl", (0, 1))
+    ranks = [
+        queued(0, (*back, "recv from rank 1", 1), (*there, "send to rank 1", 1)),
+        queued(1, (*there, "recv from rank 0", 0), (*back, "send to rank 0", 0)),
+    ]
+    assert str(find_blame(ranks)) == (
+        "rank 0 waits in recv from rank 1 #1 of (4,) float32 at train.py:10, "
+        "rank 1 in recv from rank 0 #1 of (4,) float32 at train.py:10: they wait for each other"
+    )
+
+
+def test_a_rank_that_has_queued_calls_of_two_groups_in_another_order_is_in_the_way():
+    """Each of the two waits in a group for the other, which the GPU reaches only after its own first call."""
+    first, second = ("a", (0, 1)), ("b", (0, 1))
+    ranks = [
+        queued(0, (*first, "all_reduce", None), (*second, "all_reduce", None)),
+        queued(1, (*second, "all_reduce", None), (*first, "all_reduce", None)),
+    ]
+    found = find_blame(ranks)
+    assert found is not None
+    assert "never entered all_reduce #1 of (4,) float32 that rank" in found.cause

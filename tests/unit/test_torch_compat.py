@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
-from phalanx import torch_compat, torch_fakes, torch_flash
+from phalanx import torch_compat, torch_fakes, torch_flash, torch_records
 
 NEEDS_CUDA = {"record_allocations", "allocations"}
 
@@ -118,8 +118,13 @@ def test_process_groups(group):
     torch_compat.default_store().set("key", "value")
     assert torch_compat.is_alive(group)
     assert torch_compat.finished_work([tensor]).wait()
-    assert [0] in torch_compat.group_ranks().values()
-    assert isinstance(torch_compat.flight_records(), list)  # empty where TORCH_FR_BUFFER_SIZE was not set
+    assert [0] in torch_records.group_ranks().values()
+    assert isinstance(torch_records.flight_records(), list)  # empty where TORCH_FR_BUFFER_SIZE was not set
+    assert isinstance(torch_records.unfinished_records("gloo"), list)
+    assert isinstance(torch_records.recorded_progress(), bytes)
+    assert torch_records.group_timeout("gloo", group) == torch_records.group_timeout("gloo") > 0
+    assert torch_records.group_timeout("nccl") is None
+    assert (torch_records.has_backend("gloo"), torch_records.has_backend("nccl")) == (True, False)
 
 
 def test_a_destroyed_group_is_not_alive(group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ from phalanx.comm.collectives import ALGORITHMS
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.errors import SharedMemoryUnavailable, UsageError
+from phalanx.host.gpus import HOST_ID
+from phalanx.world.env import read_rank_env
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _TORCH_OPS["prod"] = dist.ReduceOp.PRODUCT
@@ -121,8 +124,7 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     group = dist.group.WORLD
     device = "cpu"
     if name == "nccl":
-        _check_nccl(channel, plan)
-        device = f"cuda:{channel.rank % torch.cuda.device_count()}"
+        device = f"cuda:{_check_nccl() % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl")
     case = Case(partial(_move_by_torch, plan, channel, group), partial(_fresh, device=device))
@@ -134,14 +136,18 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     return case
 
 
-def _check_nccl(channel: P2PChannel, plan: BenchPlan) -> None:
+def _check_nccl() -> int:
+    """Refuse where the ranks of this machine cannot use nccl; return the rank's number here."""
     if not dist.is_nccl_available():
         raise CannotRunHere("this torch was built without nccl")
     if not torch.cuda.is_available():
         raise CannotRunHere("torch sees no GPU here")
+    env = read_rank_env()
+    local, here = (0, 1) if env is None else (env.local_rank, env.local_world_size)
     gpus = torch.cuda.device_count()
-    if gpus < channel.size and plan.ranks_per_gpu == 1:
-        raise CannotRunHere(f"nccl needs a GPU for each rank, there are {gpus} for {channel.size} (or --share-gpus)")
+    if gpus < here and HOST_ID not in os.environ:
+        raise CannotRunHere(f"nccl needs a GPU for each rank: {gpus} for {here} ranks; see --share-gpus")
+    return local
 
 
 def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, given: torch.Tensor) -> torch.Tensor | None:

@@ -99,8 +99,12 @@ def _check_algorithm(op: str, algo: str) -> None:
     raise UsageError(unknown_name(f"algorithm of {op}", algo, ALGORITHMS_OF[op]))
 
 
-def parse_algorithms(text: str | None, op: str) -> tuple[str, ...]:
-    """Read `ring,tree,gloo`; nothing: what every machine can do."""
+def parse_algorithms(text: str | None, op: str, device: str = "cpu") -> tuple[str, ...]:
+    """Read `ring,tree,gloo`; nothing: what every machine can do, or with GPUs nccl."""
+    if device not in ("cpu", "cuda"):
+        raise UsageError(unknown_name("device", device, ("cpu", "cuda")))
+    if text is None and device == "cuda":
+        return ("nccl",) if op in ALGORITHMS_OF else ()
     if text is None:
         wanted = ("ring", "tree", "direct", "gloo", "shm")
         return tuple(name for name in ALGORITHMS_OF.get(op, ()) if name in wanted)

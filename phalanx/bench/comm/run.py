@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.bench.comm.plan import BenchPlan
@@ -17,11 +18,16 @@ _PLAN, _RESULT = "plan.json", "result.json"
 
 
 def run_bench(
-    plan: BenchPlan, ranks: int, console: RankConsole, *, threads: int | None = None
+    plan: BenchPlan,
+    ranks: int,
+    console: RankConsole,
+    *,
+    threads: int | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
     """Measure on ranks of this machine, or on those that torchrun, srun or mpirun started.
 
-    Return the result of the first rank; None on the other started ranks.
+    Return the result of the first rank; None on the other started ranks. `env`: added to the ranks' environment.
     """
     started = read_rank_env()
     if started is not None:
@@ -42,6 +48,7 @@ def run_bench(
             log_dir=folder / "logs",
             threads_per_rank=threads,
             ranks_per_gpu=plan.ranks_per_gpu,
+            env=env or {},
         )
         run_on_ranks(spec, console=console)
         left: dict[str, Any] = json.loads((folder / _RESULT).read_text())

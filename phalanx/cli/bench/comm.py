@@ -68,7 +68,8 @@ def _parser() -> FlagParser:
     add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
     add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
     add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
-    add("--share-gpus", action="store_true", help="nccl: several ranks on each GPU; speed is not representative")
+    add("--device", default="cpu", metavar="NAME", help="cuda: over nccl, where --algo names no algorithm [cpu]")
+    add("--share-gpus", action="store_true", help="several ranks on each GPU over nccl; speed is not representative")
     add("--dtype", default="float32", metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} [float32]")
     add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
     add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
@@ -92,7 +93,7 @@ def _plan(asked: argparse.Namespace) -> BenchPlan:
         raise UsageError(f"--ranks-per-host is {asked.ranks_per_host}", hint="It must be 1 or more.")
     return BenchPlan(
         op=asked.op,
-        algos=parse_algorithms(asked.algo or ("nccl" if asked.share_gpus else None), asked.op),
+        algos=parse_algorithms(asked.algo, asked.op, "cuda" if asked.share_gpus else asked.device),
         sizes=() if only_links else parse_sizes(asked.sizes or "1K:64M:4"),
         dtype=asked.dtype,
         redop=asked.redop,
@@ -100,18 +101,23 @@ def _plan(asked: argparse.Namespace) -> BenchPlan:
         warmup=asked.warmup,
         ranks_per_host=asked.ranks_per_host,
         p2p=asked.p2p or asked.link_report,
-        ranks_per_gpu=_ranks_per_gpu(asked.num_workers) if asked.share_gpus else 1,
+        ranks_per_gpu=_ranks_per_gpu(asked),
     )
 
 
-def _ranks_per_gpu(ranks: int) -> int:
-    """Return how many ranks will share a GPU; refuse where there is none."""
+def _ranks_per_gpu(asked: argparse.Namespace) -> int:
+    """Return how many ranks will share a GPU; refuse what needs a GPU where there is none."""
+    if asked.device != "cuda" and not asked.share_gpus:
+        return 1
+    if not count_gpus():
+        flag = "--share-gpus" if asked.share_gpus else "--device cuda"
+        hint = f"Without a GPU: phalanx bench comm --num-workers {asked.num_workers} --algo gloo,shm"
+        raise UsageError(f"{flag}, but no GPU was found on this machine", hint=hint)
+    if not asked.share_gpus:
+        return 1
     if (started := read_rank_env()) is not None:
         raise UsageError("--share-gpus is for ranks that Phalanx starts", hint=f"Run it without {started.started_by}.")
-    if not count_gpus():
-        why = "--share-gpus: no GPU was found on this machine"
-        raise UsageError(why, hint="Leave it out: the algorithms other than nccl run on the CPU.")
-    return plan_layout(DistributedConfig(num_workers=ranks, share_gpus=True), count_gpus()).ranks_per_gpu
+    return plan_layout(DistributedConfig(num_workers=asked.num_workers, share_gpus=True), count_gpus()).ranks_per_gpu
 
 
 def _summary(found: dict[str, Any], *, link_report: bool) -> str:
