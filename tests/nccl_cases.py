@@ -241,8 +241,13 @@ def _matrix() -> dict[int, dict[str, Case]]:
             add(f"{name}, gpt, float64", layout, Kind("gpt", layout.layers, "float64"), **own)
     for name, layout in COMPILED.items():
         add(f"{name}, compiled", layout, Kind(), 1, seconds=240.0)
-    found[1] = {kind.name: Case(partial(reference, kind), TOLERANCES[kind.dtype]) for kind in kinds.values()}
+    found[1] = {kind.name: Case(partial(reference, kind), _bound_to_cpu(kind)) for kind in kinds.values()}
     return found
+
+
+def _bound_to_cpu(kind: Kind) -> float:
+    """Between a GPU and the CPU: rotary positions are angles in float32, whose sines differ in the last bit."""
+    return TOLERANCES[kind.dtype] if kind.model == "gpt" else max(TOLERANCES[kind.dtype], 1e-6)
 
 
 MORE_LAYOUTS = {

@@ -257,7 +257,7 @@ class Strategy:
         """Divide the averaged gradient, at a step boundary, by the mean weight of its losses."""
         gradients = [local(gradient) for gradient in dense_gradients(parameters)]
         if gradients:  # a pipeline stage may be frozen
-            torch_compat.foreach_mul_(gradients, 1.0 / divisor)
+            torch_compat.foreach_mul_(gradients, 1.0 / divisor.to(gradients[0].device))  # the host's, with offload
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""

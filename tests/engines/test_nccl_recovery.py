@@ -120,9 +120,9 @@ def test_every_kind_of_loss(tmp_path, quiet):
     assert_close(quiet, hit)
     seconds = [event["seconds"] for event in hit.recovered()]
     print("recovered in", [f"{each:.2f}" for each in seconds])
-    assert max(seconds) < 3.0
     assert "ProcessGroupNCCL" not in hit.output, "noise goes to the logs of the ranks"
     assert gpu_processes() <= before
+    assert max(seconds) < 3.0
 
 
 def test_during_evaluation(tmp_path):
@@ -165,16 +165,23 @@ def test_a_lost_machine(tmp_path, lost):
     assert kept.wait(90) == 0, (tmp_path / "hit" / f"output{1 - lost}").read_text()[-3000:]
 
 
-def test_a_hundred_kills_in_the_backward_pass(tmp_path):
-    count = int(os.environ.get("PHALANX_NCCL_KILLS", "10"))
-    numbers = random.Random(1)
-    faults = [["kill", 3 + 2 * n, numbers.randrange(3), f"backward {numbers.randrange(14)}"] for n in range(count)]
-    settings = {"num_workers": 3, "max_steps": 2 * count + 6}
-    quiet = Run(tmp_path / "quiet", [], settings=settings).ended()
-    hit = Run(tmp_path / "hit", faults, settings=settings).ended(60 + 6 * count)
-    seconds = sorted(event["seconds"] for event in hit.recovered())
-    undone = [path.read_text() for path in (tmp_path / "hit").glob("undone-*")]
-    print(f"{count} kills: recovered in {seconds[len(seconds) // 2]:.2f} s (median), {seconds[-1]:.2f} s (longest)")
+def test_kills_in_the_backward_pass(tmp_path):
+    """At random points, in four runs at once: a sum that a lost rank leaves incomplete must never be applied."""
+    kills = int(os.environ.get("PHALANX_NCCL_KILLS", "5"))
+    settings = {"num_workers": 3, "max_steps": 2 * kills + 6}
+    quiet = Run(tmp_path / "quiet", [], settings=settings)
+    runs = []
+    for seed in range(4):
+        draw = random.Random(seed)
+        faults = [["kill", 3 + 2 * n, draw.randrange(3), f"backward {draw.randrange(14)}"] for n in range(kills)]
+        runs.append(Run(tmp_path / f"hit{seed}", faults, settings=settings))
+    quiet.ended()
+    for run in runs:
+        run.ended(60 + 6 * kills)
+    seconds = sorted(event["seconds"] for run in runs for event in run.recovered())
+    undone = [path.read_text() for path in tmp_path.glob("hit*/undone-*")]
+    print(f"{len(seconds)} recoveries: {seconds[len(seconds) // 2]:.2f} s (median), {seconds[-1]:.2f} s (longest)")
     print(f"{len(undone)} steps of survivors were undone, {undone.count('True')} could not be")
-    assert len(seconds) == count
-    assert_close(quiet, hit)
+    assert len(seconds) == 4 * kills
+    for run in runs:
+        assert_close(quiet, run)

@@ -104,10 +104,13 @@ class Pipeline(nn.Module):
         self._unshaped.discard(stage)
         with self._autocast(), copied:
             output = type(stage).forward(stage, *inputs, **self._positions)
-        if not self.row.schedule.splits_backward:
-            return output
+        return pytree.tree_map_only(torch.Tensor, self._sendable, output)
+
+    def _sendable(self, output: torch.Tensor) -> torch.Tensor:
+        """Return an output with the strides that torch expects: a vocabulary cut unevenly leaves gaps between rows."""
+        output = output.contiguous()
         # Such a schedule detaches outputs in place, which views (of a reshape, of a DTensor's local part) do not allow.
-        return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf._is_view() else leaf, output)
+        return output.clone() if self.row.schedule.splits_backward and output._is_view() else output
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the stages too: the modules around their units are copies."""
