@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
@@ -130,7 +131,8 @@ class Formation(Prepared):
         claim_layout(model, self.strategy.layout)
         adapt(model, self.config)
         before = dict(model.named_parameters(remove_duplicate=False))
-        if not any(parameter.is_meta for parameter in before.values()):
+        # What an earlier call has sharded lies where the strategy has put it, with offload in host memory.
+        if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
         self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
