@@ -60,14 +60,15 @@ def main() -> None:
     chosen = parser.parse_args()
     bench = Bench(chosen.batch)
     bench.seconds(5, gated=True)
-    pairs = [
-        (bench.seconds(chosen.steps, gated=False), bench.seconds(chosen.steps, gated=True))
-        for _ in range(chosen.rounds)
-    ]
-    free, gated = [list(each) for each in zip(*pairs, strict=True)]
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(chosen.rounds):
+        for gated in (False, True) if number % 2 else (True, False):  # a GPU that gets warm is slower
+            times[gated].append(bench.seconds(chosen.steps, gated=gated))
+    free, gate = times[False], times[True]
     print(environment("cuda"))
-    print(f"step without the gate {1e3 * median(free):.2f} ms, with it {1e3 * median(gated):.2f} ms")
-    print(f"ratio {ratio(gated, free):.4f} (each round: {', '.join(f'{b / a:.4f}' for a, b in pairs)})")
+    print(f"step without the gate {1e3 * median(free):.2f} ms, with it {1e3 * median(gate):.2f} ms")
+    each = ", ".join(f"{one / other:.4f}" for one, other in zip(gate, free, strict=True))
+    print(f"ratio {ratio(gate, free):.4f} (each round: {each})")
 
 
 if __name__ == "__main__":
