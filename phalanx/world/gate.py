@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from phalanx.errors import CommunicationError
 from phalanx.torch_compat import foreach_copy_
@@ -67,8 +68,12 @@ class StepGate:
         The GPU does not wait: it has the step to compute while the host goes on.
         """
         self._raise_if_closed()
-        self._count += 1
         before = self._before.setdefault(id(optimizer), HostState(optimizer))
+        if before.is_on_host:  # offloaded: its gradients are there already, and a step does not wait for the GPU
+            self.complete()
+            step()
+            return
+        self._count += 1
         before.note()
         stream = torch.cuda.current_stream().cuda_stream
         _driver().write(stream, self._address + _WORD * _REACHED, self._count)
@@ -116,8 +121,8 @@ class StepGate:
         """Let the GPU take the step, and put back what it changes; nothing here may free its memory, which waits."""
         if self.has_lost_state:
             return
-        changed = before.on_device()
         with torch.no_grad():
+            changed = before.on_device()
             with torch.cuda.stream(self._side):
                 copies = _copied(changed)
             self._side.synchronize()
@@ -153,6 +158,8 @@ class HostState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.is_on_host = any(not parameter.is_cuda for parameter in self._parameters())
+        """Whether parameters, and with them the steps, are in host memory."""
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._known = -1
         self._counters: list[torch.Tensor] = []
@@ -171,8 +178,8 @@ class HostState:
 
     def on_device(self) -> list[torch.Tensor]:
         """Return what a step changes on the GPU: parameters, and state from before it."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return [value for value in (*parameters, *self._tensors()) if value.is_cuda]
+        values = (value for value in (*self._parameters(), *self._tensors()) if value.is_cuda)
+        return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
     def put_back(self) -> None:
         """Undo a step."""
@@ -183,6 +190,9 @@ class HostState:
             entry.update(noted)
         if self._counters:
             foreach_copy_(self._counters, self._copies)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [value for _, noted in self._entries for value in noted.values() if isinstance(value, torch.Tensor)]
