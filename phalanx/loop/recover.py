@@ -227,14 +227,14 @@ class Recovering(Survivor):
 
     def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
         """Return the state of this rank; of a sharded model its neighbours keep it."""
+        if self._neighbours is not None:
+            self._step_before = loop.step
+            return None
         gate = loop.formation.gradients.gate
         if gate is not None and gate.has_lost_state:
             loop.report.say("a step of this rank could not be undone: it takes the state of another one", "warning")
             return None
-        if self._neighbours is None:
-            return super()._capture(loop, committed)
-        self._step_before = loop.step
-        return None
+        return super()._capture(loop, committed)
 
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"
