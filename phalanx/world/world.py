@@ -195,7 +195,7 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
         each = shared_memory(ranks_per_gpu(env.ranks_here, count), total)
         torch.cuda.set_per_process_memory_fraction(each / total)
         if HOST_ID not in os.environ:  # torchrun, srun or mpirun started this rank
-            os.environ.update(sharing_environment(str(os.getpid()), os.environ))
+            os.environ.update(sharing_environment(f"{os.getpid()}.{env.rank}", os.environ))
     return device
 
 
