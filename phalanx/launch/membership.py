@@ -53,7 +53,7 @@ class Membership:
         self._state: Literal["starting", "running", "leaving", "forming"] = "running" if generation else "starting"
         self._steps: dict[str, int] = {}
         """The last step of each process that is ready for the next generation."""
-        self._joined: set[str] = set()
+        self._joined, self._aborted = set[str](), set[str]()
         self._holders = {member.key for member in self._members} if generation else set()
         """Ranks that were in the last group, and so hold the state of the run."""
         self._size = len(self._members)
@@ -83,7 +83,7 @@ class Membership:
     # --- what arrives -------------------------------------------------------------------------------------------
 
     def take(self, state: RankState, message: dict[str, Any]) -> None:
-        """Take a message of a rank: it has joined its group, or is ready for the next one."""
+        """Take a message of a rank: it has joined its group, has aborted, or is ready for the next one."""
         if state.code is not None or state.dismissed:  # it was lost after it had sent this
             return
         if "joined" in message and message["joined"] == self.generation:
@@ -96,6 +96,11 @@ class Membership:
                 self._failed_starts = 0
                 self._fill()
                 self._grow("more ranks are there")
+        elif "aborted" in message:
+            self._aborted.add(state.key)
+            if all(member.key in self._aborted or member.key in self._steps for member in self._members):
+                for member in self._members:  # none of them uses what nccl's collectives leave when they are ended
+                    self._processes.send(member, {"release": True})
         elif "ready" in message:
             if self._state != "leaving" and state in self._members:  # it noticed before the launcher
                 self._leave(f"rank {state.rank} was interrupted: {message['ready'][:200]}")
@@ -262,6 +267,7 @@ class Membership:
         if self._state != "leaving" or self._change.requested:  # ranks have time from now on, not since the request
             self._enter("leaving")
         self._change.requested = False
+        self._aborted.clear()
         for member in self._members:
             if member.key not in self._steps:
                 self._processes.send(member, {"abort": why})

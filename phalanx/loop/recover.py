@@ -189,6 +189,7 @@ class Recovering(Survivor):
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""
+        self._member.await_release()
         leave_groups()  # an exchange between neighbours that waits for a lost rank gets an error
         if self._neighbours is not None:
             self._neighbours.leave()
