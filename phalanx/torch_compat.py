@@ -46,7 +46,8 @@ PRIVATE = {
     "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": "exposed communication of ddp",
     "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
     "torch._C._distributed_c10d:ProcessGroup._get_backend": "the reports of hangs over nccl, recovery with nccl",
-    "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs, recovery in place with nccl",
+    "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
+    "torch.distributed.distributed_c10d:_world.pg_backend_config": "recovery in place with nccl",
     "torch.distributed:Work._source_rank": "the reports of hangs",
     "torch.distributed._functional_collectives:wait_tensor": "exposed communication of fsdp and model parallelism",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
@@ -174,8 +175,10 @@ def number_groups_from_zero() -> None:
 
 def abort_nccl() -> None:
     """Abort the collectives of nccl's groups, where there are any; the groups stay, to be destroyed."""
-    cuda, groups = torch.device("cuda"), reversed(list[Any](dist.distributed_c10d._world.pg_names))
-    nccl = [group._get_backend(cuda) for group in groups if "cuda:nccl" in str(dist.get_backend_config(group))]
+    # Copied: another thread may be making a group.
+    configs: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_backend_config.items())
+    cuda = torch.device("cuda")
+    nccl = [group._get_backend(cuda) for group, config in reversed(configs) if "cuda:nccl" in str(config)]
     if not nccl:
         return
     nccl[-1]._group_start()  # as one: the aborts of several communicators would wait for each other

@@ -52,7 +52,7 @@ def recorded_progress() -> bytes:
 
 def has_backend(name: str) -> bool:
     """Whether a process group of this process communicates by a backend."""
-    return dist.is_initialized() and any(name in kind for kind, _ in dist.distributed_c10d._world.pg_map.values())
+    return dist.is_initialized() and any(name in kind for kind, _ in list(dist.distributed_c10d._world.pg_map.values()))
 
 
 def group_timeout(backend: str, group: dist.ProcessGroup | None = None) -> float | None:

@@ -11,6 +11,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -77,9 +78,9 @@ class WaitSampler:
     def seconds(self) -> float | None:
         """Return the seconds waited in all steps so far; None before one is measured, or where no wait was seen."""
         if self._undo is None:
-            reached = [pair for pair in self._marks if pair[1].query()]
+            reached = list(takewhile(lambda pair: pair[1].query(), self._marks))  # in the order of one stream
             self._waited += sum(begin.elapsed_time(end) for begin, end in reached) / 1e3
-            self._marks = [pair for pair in self._marks if pair not in reached]
+            del self._marks[: len(reached)]
         if not self._waited or not self._measured:
             return None
         return self._waited / self._measured * self._steps

@@ -45,15 +45,14 @@ class Membership:
         formed; its members hold the state of the run.
         """
         self._elastic, self._processes = elastic, processes
-        self._max_restarts = max_restarts
-        self.failures = failures
+        self._max_restarts, self.failures = max_restarts, failures
         self._later, self._report, self._give_up = later, report, give_up
         self._members = list(members)
         self._spares: list[RankState] = []
         self._state: Literal["starting", "running", "leaving", "forming"] = "running" if generation else "starting"
         self._steps: dict[str, int] = {}
         """The last step of each process that is ready for the next generation."""
-        self._joined: set[str] = set()
+        self._joined, self._aborted = set[str](), set[str]()
         self._holders = {member.key for member in self._members} if generation else set()
         """Ranks that were in the last group, and so hold the state of the run."""
         self._size = len(self._members)
@@ -83,9 +82,12 @@ class Membership:
     # --- what arrives -------------------------------------------------------------------------------------------
 
     def take(self, state: RankState, message: dict[str, Any]) -> None:
-        """Take a message of a rank: it has joined its group, or is ready for the next one."""
+        """Take a message of a rank: it has joined its group, was interrupted, has aborted, or is ready for the next."""
         if state.code is not None or state.dismissed:  # it was lost after it had sent this
             return
+        why = message.get("ready", message.get("interrupted"))
+        if why is not None and self._state != "leaving" and state in self._members:  # it noticed before the launcher
+            self._leave(f"rank {state.rank} was interrupted: {why[:200]}")
         if "joined" in message and message["joined"] == self.generation:
             self._joined.add(state.key)
             self._holders.add(state.key)
@@ -96,9 +98,12 @@ class Membership:
                 self._failed_starts = 0
                 self._fill()
                 self._grow("more ranks are there")
+        elif "aborted" in message:
+            self._aborted.add(state.key)
+            if all(member.key in self._aborted or member.key in self._steps for member in self._members):
+                for member in self._members:  # none of them uses what nccl's collectives leave when they are ended
+                    self._processes.send(member, {"release": True})
         elif "ready" in message:
-            if self._state != "leaving" and state in self._members:  # it noticed before the launcher
-                self._leave(f"rank {state.rank} was interrupted: {message['ready'][:200]}")
             self._steps[state.key] = message["step"]
             if state not in self._members and state not in self._spares:
                 self._spares.append(state)
@@ -262,6 +267,7 @@ class Membership:
         if self._state != "leaving" or self._change.requested:  # ranks have time from now on, not since the request
             self._enter("leaving")
         self._change.requested = False
+        self._aborted.clear()
         for member in self._members:
             if member.key not in self._steps:
                 self._processes.send(member, {"abort": why})

@@ -26,10 +26,12 @@ _NOISE = re.compile(
     r"(\[rank\d+\]:)?\[?[WEF]\d{4} [\d:.]+ .*"
     r"\b(ProcessGroup\w*|NCCLUtils|TCPStore\w*|socket|FlightRecorder\w*|TraceUtils)\.[ch]pp:\d+\]"
     r"|\S+:\d+:\d+ \[\d+\] .*\bNCCL WARN "
-    r"|frame #\d+: |#\d+ \S.* from \S+:\d+$|Exception raised from .*\(most recent call first\):"
+    r"|frame #\d+: .*[(\[]0x[\da-f]+( in \S+\)|\])$|Exception raised from .*\(most recent call first\):"
     r"|terminate called (after throwing an instance of '(c10|gloo)::|recursively)|  what\(\):  \[(PG|enforce) "
 )
 """What the C++ code of torch and nccl prints around a lost rank or a hang: for the log. The launcher names a cause."""
+_AFTER_NOISE = re.compile(r"(frame )?#\d+:? \S|$")
+"""Other frames and empty lines, which belong to it only where they follow it: a program may print such lines."""
 _END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
 _SIZE_BYTES = 8
@@ -171,8 +173,9 @@ class OutputPump:
         return bool(chunk)
 
     def _show(self, text: str) -> None:
-        self._in_noise = _NOISE.match(text.rstrip()) is not None or (self._in_noise and not text.strip())
-        if self._in_noise:  # with the empty lines that follow it
+        line = text.rstrip()
+        self._in_noise = bool(_NOISE.match(line) or (self._in_noise and _AFTER_NOISE.match(line)))
+        if self._in_noise:
             return
         self._console.rank_output(self._rank, self._label, text, err=self._err)
 

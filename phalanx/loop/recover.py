@@ -31,12 +31,15 @@ from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
 from phalanx.strategies.base import share_weights
 from phalanx.world import membership
-from phalanx.world.abort import leave_groups, take_spent
+from phalanx.world.abort import leave_groups, raise_if_aborted, take_spent
 from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.gate import StepGate
+from phalanx.world.world import World
 
 _SAVE_SECONDS = 0.1
 """How long a save in flight may take when ranks were lost: only where they had written their part it is complete."""
+
+_POLL_SECONDS = 0.005
 
 
 class Survivor:
@@ -227,20 +230,32 @@ class Recovering(Survivor):
 
     def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
         """Return the state of this rank; of a sharded model its neighbours keep it."""
+        if self._neighbours is not None:
+            self._step_before = loop.step
+            return None
         gate = loop.formation.gradients.gate
         if gate is not None and gate.has_lost_state:
             loop.report.say("a step of this rank could not be undone: it takes the state of another one", "warning")
             return None
-        if self._neighbours is None:
-            return super()._capture(loop, committed)
-        self._step_before = loop.step
-        return None
+        return super()._capture(loop, committed)
 
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"
         if self._loop.stop.regroups:
             self._loop.losses_checked()  # all ranks are here: none of these losses is lost
+            _await_all(self._loop.formation.world)
             raise membership.Regroup(self._loop.stop.reason)
+
+
+def _await_all(world: World) -> None:
+    """Wait, by the store, until all ranks are here: what nccl still sends to a slower one must not be ended."""
+    if world.store is None:
+        return
+    here = world.store.add("regroup", 1)
+    while here < world.world_size:
+        raise_if_aborted()
+        time.sleep(_POLL_SECONDS)
+        here = world.store.add("regroup", 0)
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:
@@ -310,6 +325,8 @@ def run_recovering(member: membership.Member, run_once: Callable[[Survivor], Res
             except Exception as error:
                 if not member.may_go_on(error):
                     raise
-                why = membership.without_frames(error)
+                why, at_boundary = membership.without_frames(error), isinstance(error, membership.Regroup)
+            if not at_boundary:
+                member.await_release(why)
             gc.collect()  # a model in a cycle would hold the process group
             survivor.move(why)

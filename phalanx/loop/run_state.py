@@ -21,7 +21,7 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.optim import rate_factor
 from phalanx.loop.state import put_back, snapshot_of
 from phalanx.torch_compat import foreach_copy_, pytree
-from phalanx.world.abort import complete
+from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.seed import set_rng_state
 
 
@@ -273,4 +273,6 @@ def _gathered(formation: Formation, number: int) -> list[int]:
         return [number]
     places = [torch.zeros(1, dtype=torch.int64, device=formation.device) for _ in range(formation.world_size)]
     dist.all_gather(places, torch.tensor([number], dtype=torch.int64, device=formation.device))
-    return [int(each) for each in places]
+    found = [int(each) for each in places]
+    raise_if_aborted()
+    return found

@@ -113,7 +113,7 @@ def write_payload(job: object, path: Path) -> None:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             """Pickle modules of other types by name, too: torch.backends is one, and code of `__main__` may name it."""
-            if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj in sys.modules.values():
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
                 return import_module, (obj.__name__,)
             return super().reducer_override(obj)
 

@@ -135,6 +135,7 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
         _connections.update(inode for inode, descriptor in new.items() if _is_among(descriptor, values))
     if _aborted is not None:
         abort_collectives(_aborted)
+        end_nccl()
     return made.result()
 
 
@@ -176,7 +177,10 @@ def _as_the_system(address: Any) -> bytes:
 
 
 def abort_collectives(why: str) -> None:
-    """Let every collective that waits in this process raise, and those that begin before the next `begin_group`."""
+    """Let every collective that waits in this process raise, and those that begin before the next `begin_group`.
+
+    Those of nccl go on until `end_nccl`; from now on their results are not used.
+    """
     global _aborted
     began = time.monotonic()
     _aborted = why
@@ -185,6 +189,16 @@ def abort_collectives(why: str) -> None:
     for inode, descriptor in _open_sockets().items():
         if inode in _connections:
             _shut_down(descriptor, inode)
+    _spent["abort"] += time.monotonic() - began
+
+
+def end_nccl() -> None:
+    """End nccl's collectives: only when all ranks have aborted.
+
+    A kernel that is ended sends what it has as if it were complete (`readLL` and `postPeer` in nccl's src/device): a
+    rank that receives it, and has not aborted yet, would take a part of a sum for the sum.
+    """
+    began = time.monotonic()
     torch_compat.abort_nccl()
     _spent["abort"] += time.monotonic() - began
 
@@ -206,6 +220,7 @@ def leave_groups() -> None:
     if dist.is_initialized():
         _left.append((now, [*_stores, *torch_compat.all_groups()]))  # a list frees its last first
         abort_collectives("this rank left")  # the others get an error too, instead of waiting for this one
+        end_nccl()
         dist.destroy_process_group()
     torch_compat.number_groups_from_zero()
     _abortable.clear()

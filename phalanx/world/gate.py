@@ -57,10 +57,14 @@ class StepGate:
 
     def abort(self, why: str) -> None:
         """Close the gate; called before nccl's collectives are ended."""
-        if self._why is None:
+        with self._deciding:
+            if self._why is not None:
+                return
             self._why = why
+            if self.has_lost_state:  # a step that failed may be queued behind the gate: it must not wait for ever
+                return
             self._host[_OPEN] = 0
-            threading.Thread(target=_open_for_blocked, args=(weakref.ref(self),), daemon=True).start()
+        threading.Thread(target=_open_for_blocked, args=(weakref.ref(self),), daemon=True).start()
 
     def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         """Queue a step, and return when the GPU has passed the gate before it; undo it, and raise, where it does not.
@@ -68,28 +72,33 @@ class StepGate:
         The GPU does not wait: it has the step to compute while the host goes on.
         """
         self._raise_if_closed()
-        before = self._before.setdefault(id(optimizer), HostState(optimizer))
-        if before.is_on_host:  # offloaded: its gradients are there already, and a step does not wait for the GPU
+        before = self._before.get(id(optimizer)) or self._before.setdefault(id(optimizer), HostState(optimizer))
+        if not before.is_on_gpu:  # offloaded: the host has the gradients, and takes the step itself
             self.complete()
             step()
             return
-        self._count += 1
         before.note()
+        self._queue()
+        self._queueing = True
+        try:
+            step()
+            self._queueing = False
+            if self._passes():
+                return
+            self._undo(before)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._queueing = False
+        self._raise_if_closed()
+
+    def _queue(self) -> None:
+        self._count += 1
         stream = torch.cuda.current_stream().cuda_stream
         _driver().write(stream, self._address + _WORD * _REACHED, self._count)
         _driver().wait(stream, self._address + _WORD * _OPEN, 1)
         _driver().write(stream, self._address + _WORD * _PASSED, self._count)
-        self._queueing = True
-        try:
-            step()
-        except BaseException:
-            self._open(loses_state=True)
-            raise
-        finally:
-            self._queueing = False
-        if not self._passes():
-            self._undo(before)
-            self._raise_if_closed()
 
     def complete(self) -> None:
         """Wait until the GPU has done what is queued, and raise after an abort: what it has computed may be partial."""
@@ -138,6 +147,12 @@ class StepGate:
                 self.has_lost_state = loses_state
                 self._host[_OPEN] = 1
 
+    def _give_up(self) -> None:
+        """Open the gate for good: a step failed while it was queued or undone."""
+        with self._deciding:
+            self.has_lost_state = True
+            self._host[_OPEN] = 1
+
     def open_if_blocked(self) -> bool:
         """Open the gate where a step waits for the GPU that waits there; return whether it is open."""
         if self._queueing and self._holds():
@@ -158,8 +173,8 @@ class HostState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.is_on_host = any(not parameter.is_cuda for parameter in self._parameters())
-        """Whether parameters, and with them the steps, are in host memory."""
+        self.is_on_gpu = any(parameter.is_cuda for parameter in self._parameters())
+        self._state: Any = None
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._known = -1
         self._counters: list[torch.Tensor] = []
@@ -169,16 +184,16 @@ class HostState:
         """Note it before a step; cheap, because each step does it."""
         state = self._optimizer.state
         self._entries = [(entry, dict(entry)) for entry in (*self._optimizer.param_groups, *state.values())]
-        if len(state) != self._known:
-            self._known = len(state)
+        if state is not self._state or len(state) != self._known:  # another one after load_state_dict
+            self._state, self._known = state, len(state)
             self._counters = [value for value in self._tensors() if not value.is_cuda]
             self._copies = [value.clone() for value in self._counters]
         if self._counters:
             foreach_copy_(self._copies, self._counters)
 
     def on_device(self) -> list[torch.Tensor]:
-        """Return what a step changes on the GPU: parameters, and state from before it."""
-        values = (value for value in (*self._parameters(), *self._tensors()) if value.is_cuda)
+        """Return what a step changes on the GPU: parameters, and state from before it; of sharded ones the shards."""
+        values = [value for value in (*self._parameters(), *self._tensors()) if value.is_cuda]
         return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
     def put_back(self) -> None:

@@ -71,7 +71,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
         per_node = list(config.host_ranks.values())[config.node_rank]
     total, place = asked or nodes * per_node, config.rdzv_endpoint or ""
     if config.share_gpus and not gpus_here and engine.counts_gpus_here(config):
-        raise _nothing_to_share(total)
+        raise nothing_to_share(total)
     # nccl refuses two ranks on one GPU, but for what share_gpus sets.
     may_share = gpus_here > 0 and (config.share_gpus or config.communication_backend == "gloo")
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
@@ -83,7 +83,8 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     return JobLayout(device, nodes, per_node, plan_mesh(config, total, per_node), ranks_per_gpu=on_each)
 
 
-def _nothing_to_share(ranks: int) -> UsageError:
+def nothing_to_share(ranks: int) -> UsageError:
+    """Return the error for share_gpus without a GPU."""
     return UsageError(
         "share_gpus = True, but no GPU was found on this machine.",
         hint=f"Run the same ranks on the CPU, without share_gpus: --num-workers {ranks} --device cpu",

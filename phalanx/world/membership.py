@@ -6,6 +6,7 @@ that an abort reaches a rank that waits in a collective.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -20,7 +21,8 @@ from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signals import JOINS_LATE
 from phalanx.observe.heartbeat import BusyBeat
-from phalanx.world.abort import abort_collectives, begin_group, watch_groups
+from phalanx.torch_records import has_backend
+from phalanx.world.abort import abort_collectives, begin_group, end_nccl, watch_groups
 
 _VARIABLE = "PHALANX_CONTROL_FD"
 
@@ -73,6 +75,8 @@ class Member:
         self._control = socket.socket(fileno=control)
         self._positions: queue.SimpleQueue[Position | None] = queue.SimpleQueue()
         self._why: str | None = None
+        self._released = threading.Event()
+        """Whether all ranks have aborted, so that collectives over nccl may be ended."""
         self._generation = int(os.environ.get("PHALANX_GENERATION", "0"))
         self.on_regroup: Callable[[str], None] | None = None
         """Called by the thread when all ranks have to leave at a step's boundary."""
@@ -91,17 +95,39 @@ class Member:
         while (received := messages.receive(self._control)) is not None:
             message, _ = received
             if "abort" in message:
+                self._released.clear()
                 self._why = message["abort"]
                 abort_collectives(self._why)
+                with contextlib.suppress(OSError):  # the launcher has ended
+                    messages.send(self._control, {"aborted": True})
+            elif "release" in message:
+                self._release()
             elif "regroup" in message and self.on_regroup is not None:
                 self.on_regroup(message["regroup"])
             elif "form" in message:
+                self._released.clear()
                 self._why = None  # here, and not where the position is read: an abort may follow at once
                 begin_group()
                 self._positions.put(Position(**message["form"]))
             elif "end" in message:
+                self._release()
                 self._positions.put(None)
+        self._release()
         self._positions.put(None)  # the launcher has ended
+
+    def _release(self) -> None:
+        if self._why is not None:  # else this rank trains
+            end_nccl()
+        self._released.set()
+
+    def await_release(self, why: str) -> None:
+        """Wait until nccl's collectives may be ended: when all ranks have aborted, also those that noticed no loss."""
+        if has_backend("nccl"):
+            with contextlib.suppress(OSError):  # the launcher has ended
+                messages.send(self._control, {"interrupted": why})
+            self._forming.begin()  # it does not hang: another rank may have to be killed before this one is released
+            self._released.wait()
+            self._forming.end()
 
     def may_go_on(self, error: BaseException) -> bool:
         """Whether an error only says that other ranks were lost, or that the group changes."""

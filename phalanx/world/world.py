@@ -16,12 +16,12 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import UsageError
-from phalanx.host.gpus import HOST_ID, ranks_per_gpu, shared_memory, sharing_environment
+from phalanx.host.gpus import ranks_per_gpu, shared_memory, sharing_environment
 from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
 from phalanx.world.env import RankEnv, card_environment, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store
-from phalanx.world.layout import check_device
+from phalanx.world.layout import check_device, nothing_to_share
 from phalanx.world.mesh import Mesh, plan_mesh
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
@@ -178,6 +178,8 @@ def leave_world(world: World) -> None:
 
 def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
     wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if config.share_gpus and not torch.cuda.is_available():
+        raise nothing_to_share(env.world_size)
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -194,8 +196,8 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
         total = torch.cuda.get_device_properties(device).total_memory
         each = shared_memory(ranks_per_gpu(env.ranks_here, count), total)
         torch.cuda.set_per_process_memory_fraction(each / total)
-        if HOST_ID not in os.environ:  # torchrun, srun or mpirun started this rank
-            os.environ.update(sharing_environment(str(os.getpid()), os.environ))
+        # Where torchrun, srun or mpirun started this rank it has none, or the one that the user gave to all.
+        os.environ.update(sharing_environment(f"{os.getpid()}.{env.rank}", os.environ))
     return device
 
 

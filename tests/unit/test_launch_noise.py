@@ -33,6 +33,8 @@ epoch 1
 
 loss 0.5 from train.py:9
 frame 7 of the video
+frame #8: two persons
+#1 loss from train.py:9
 host:123:456 [0] NCCL INFO Bootstrap: Using lo:127.0.0.1<0>
 [W1120 10:11:12.131415161 CPUAllocator.cpp:245] Memory block is unknown to the allocator
 """

@@ -70,6 +70,9 @@ class Case:
         for state in states:
             self.members.take(state, {"ready": "new", "step": step})
 
+    def aborted(self, state) -> None:
+        self.members.take(state, {"aborted": True})
+
     def lose(self, state, code: int = -9) -> bool:
         state.code = code
         return self.members.take_loss(state, how="was killed")
@@ -100,6 +103,41 @@ def test_a_rank_that_notices_while_others_join_is_asked_only_once(three):
     newest = rank_state(8)
     three.ready(two, newest)
     assert three.forms()
+
+
+def test_collectives_are_ended_when_all_ranks_have_aborted(three):
+    """What an ended collective of nccl sends is not complete: no rank that receives it may still use it."""
+    zero, one, two = three.ranks
+    three.lose(zero)
+    assert three.processes.take("abort") == ["r1", "r2"]
+    three.aborted(one)
+    assert three.processes.take("release") == []
+    three.aborted(two)
+    assert three.processes.take("release") == ["r1", "r2"]
+    new = rank_state(7)
+    three.ready(one, two, new)
+    assert three.forms()
+    three.lose(new)  # again, where one of the two has left by itself
+    three.aborted(one)
+    assert three.processes.take("release") == []
+    three.ready(two)
+    three.aborted(two)
+    assert three.processes.take("release") == ["r1", "r2"]
+
+
+def test_a_rank_that_notices_first_waits_until_the_others_have_aborted(three):
+    """It has not left yet: its collectives over nccl would send to ranks that still use the result."""
+    zero, one, two = three.ranks
+    three.members.take(one, {"interrupted": "RuntimeError: connection closed by peer"})
+    assert three.processes.take("abort") == ["r0", "r1", "r2"]
+    three.aborted(one)
+    assert three.lose(zero)  # which the launcher notices a moment later
+    assert three.processes.take("abort") == ["r1", "r2"]
+    three.aborted(one)
+    three.members.take(two, {"interrupted": "RuntimeError: connection closed by peer"})
+    assert three.processes.take("release") == []
+    three.aborted(two)
+    assert three.processes.take("release") == ["r1", "r2"]
 
 
 def test_a_late_report_of_joining_does_not_end_the_leaving(three):

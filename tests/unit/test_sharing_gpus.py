@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from command import phalanx
 
 from phalanx.config import DistributedConfig
@@ -21,6 +22,7 @@ from phalanx.trainers.auto import rank_bytes
 from phalanx.verification.proofs import _layout_name
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
+from phalanx.world.world import _pick_device
 
 NOTE = "4 ranks per GPU: speed is not representative"
 
@@ -84,6 +86,15 @@ def test_without_a_gpu_the_cpu_way_is_shown():
     with pytest.raises(UsageError, match="no GPU was found") as caught:
         shared(8, 0)
     assert caught.value.hint.endswith("--num-workers 8 --device cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_ranks_of_torchrun_are_refused_too():
+    """They are not planned: each looks for its GPU."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(UsageError, match="no GPU was found") as caught:
+        _pick_device(DistributedConfig(share_gpus=True), read_rank_env(variables | {"MASTER_PORT": "1"}))
+    assert caught.value.hint.endswith("--num-workers 4 --device cpu")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,22 @@ def stepped(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
+def test_a_state_that_was_loaded_meanwhile_is_undone():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    noted = HostState(optimizer)
+    assert not noted.is_on_gpu
+    for _ in range(2):
+        noted.note()
+        stepped(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())  # other tensors, as many
+    before = described(optimizer)
+    noted.note()
+    stepped(model, optimizer)
+    noted.put_back()
+    torch.testing.assert_close(described(optimizer), before, rtol=0, atol=0)
+
+
 def described(optimizer):
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     entries = [

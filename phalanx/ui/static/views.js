@@ -5,7 +5,8 @@ const TIME_COLOURS = {
   "productive": "#1e9e54", "start-up: import": "#8ab4f8", "start-up: model and data": "#5b8def",
     "start-up: first steps": "#3b6fd4", "data wait": "#e8a33d",
   "exposed communication": "#d9772f", "evaluation": "#8250df", "checkpoint stall": "#0d99a8",
-    "lost and redone": "#d6336c", "recovery": "#b4234f", "idle": "#9aa0a6",
+    "lost and redone": "#d6336c", "recovery": "#b4234f", "recovery: abort of collectives": "#8c1b3e",
+    "recovery: new process groups": "#e07a9b", "idle": "#9aa0a6",
 };
 const PHASE_COLOURS = { evaluate: "#8250df", checkpoint: "#0d99a8", compile: "#3b6fd4" };
 const MARKS = { failure: "✕", rank_lost: "▼", recovered: "▲", rank_suspected: "?", checkpoint: "◆", run_ended: "■" };
