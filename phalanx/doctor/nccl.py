@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.doctor.result import CheckResult, Level
+from phalanx.host.gpus import HOST_ID
 
 _FILE = "nccl.%p.log"
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[\w+\] )?via (\S+)")
 _SET = re.compile(r"(NCCL_\w+) set by environment to (\S+?)\.?$", re.MULTILINE)
 _SOCKETS = re.compile(r"NET/Socket : Using (\[0\]\S+?)<\d+>")
-_HOST_ID = "NCCL_HOSTID"
 
 
 def log_environment(folder: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ def _reason(kind: str, text: str, *, shared: bool) -> tuple[Level, str, str]:
         return "ok", f"RDMA {'from GPU memory' if direct else 'through host memory'}", ""
     if given.get("NCCL_IB_DISABLE", "0") != "0":
         return "note", f"{_card(text)}, as NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"
-    return "note", f"{_card(text)}: nccl takes the ranks for those of different hosts", f"unset {_HOST_ID}"
+    return "note", f"{_card(text)}: nccl takes the ranks for those of different hosts", f"unset {HOST_ID}"
 
 
 def _card(text: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from phalanx.errors import UsageError
@@ -26,34 +27,25 @@ _CONTEXT_BYTES = 10**9
 def count_gpus() -> int:
     """Return how many GPUs a rank would see: NVML's count, limited by CUDA_VISIBLE_DEVICES; 0 without a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    installed = _installed_gpus()
+    with _nvml() as nvml:
+        installed = _count(nvml)
     return installed if visible is None else min(installed, count_visible(visible, installed))
 
 
 def gpu_memory() -> int:
     """Return the bytes of the smallest GPU of this machine; 0 without a driver."""
-    nvml = _load_nvml()
-    if nvml is None:
-        return 0
-    try:
-        count = ctypes.c_uint(0)
-        found = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
-        return min((_memory_of(nvml, index) for index in range(count.value)), default=0) if found else 0
-    finally:
-        nvml.nvmlShutdown()
+    with _nvml() as nvml:
+        return min((_memory_of(nvml, index) for index in range(_count(nvml))), default=0)
 
 
 def driver_version() -> str:
     """Return the version of NVIDIA's driver; "none" without one."""
-    nvml = _load_nvml()
-    if nvml is None:
-        return "none"
-    try:
+    with _nvml() as nvml:
+        if nvml is None:
+            return "none"
         text = ctypes.create_string_buffer(_VERSION_BYTES)
         found = nvml.nvmlSystemGetDriverVersion(text, _VERSION_BYTES) == _SUCCESS
         return text.value.decode() if found else "unknown"
-    finally:
-        nvml.nvmlShutdown()
 
 
 def ranks_per_gpu(ranks: int, gpus: int) -> int:
@@ -81,22 +73,29 @@ def sharing_environment(process: str, environ: Mapping[str, str]) -> dict[str, s
     return {HOST_ID: f"{socket.gethostname()}-{process}", "NCCL_IB_DISABLE": environ.get("NCCL_IB_DISABLE", "1")}
 
 
-def _memory_of(nvml: ctypes.CDLL, index: int) -> int:
+@contextmanager
+def _nvml() -> Iterator[ctypes.CDLL | None]:
+    """Open NVML for the block; None without a driver."""
+    nvml = _load_nvml()
+    try:
+        yield nvml
+    finally:
+        if nvml is not None:
+            nvml.nvmlShutdown()
+
+
+def _memory_of(nvml: ctypes.CDLL | None, index: int) -> int:
+    assert nvml is not None, "it has counted this GPU"
     handle, memory = ctypes.c_void_p(), _Memory()
     nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     return int(memory.total)
 
 
-def _installed_gpus() -> int:
-    nvml = _load_nvml()
-    if nvml is None:
-        return 0
-    try:
-        count = ctypes.c_uint(0)
-        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS else 0
-    finally:
-        nvml.nvmlShutdown()
+def _count(nvml: ctypes.CDLL | None) -> int:
+    count = ctypes.c_uint(0)
+    found = nvml is not None and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
+    return count.value if found else 0
 
 
 def count_visible(visible: str, installed: int) -> int:

@@ -19,13 +19,13 @@ from phalanx.loop.loss_weights import LossWeights
 from phalanx.loop.precision import Precision
 from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy
-from phalanx.world.abort import raise_if_aborted
-from phalanx.world.gate import StepGate
+from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.data.loader import ShardedLoader
     from phalanx.data.order import MicroInfo
+    from phalanx.world.gate import StepGate
 
 
 _wants_gradient = attrgetter("requires_grad")
@@ -315,8 +315,7 @@ class Gradients:
             elif self._scaler is None:
                 self._strategy.step(inner)
             else:
-                if self.gate is not None:
-                    self.gate.complete()  # the scaler waits for the GPU anyway
+                complete()  # the scaler waits for the GPU anyway
                 # On the device: reading here whether the scaler skips this step would wait for it.
                 skips = self._any_overflow(optimizer).sign()
                 self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)

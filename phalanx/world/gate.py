@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import CommunicationError
 from phalanx.torch_compat import foreach_copy_
-from phalanx.world.abort import abortable
+from phalanx.world.abort import abortable, complete
 
 _OPEN, _REACHED, _PASSED = range(3)
 _WORD = 4
@@ -74,7 +74,7 @@ class StepGate:
         self._raise_if_closed()
         before = self._before.get(id(optimizer)) or self._before.setdefault(id(optimizer), HostState(optimizer))
         if not before.is_on_gpu:  # offloaded: the host has the gradients, and takes the step itself
-            self.complete()
+            complete()
             step()
             return
         before.note()
@@ -99,11 +99,6 @@ class StepGate:
         _driver().write(stream, self._address + _WORD * _REACHED, self._count)
         _driver().wait(stream, self._address + _WORD * _OPEN, 1)
         _driver().write(stream, self._address + _WORD * _PASSED, self._count)
-
-    def complete(self) -> None:
-        """Wait until the GPU has done what is queued, and raise after an abort: what it has computed may be partial."""
-        torch.cuda.current_stream().synchronize()
-        self._raise_if_closed()
 
     def _raise_if_closed(self) -> None:
         if self._why is not None:

@@ -1,6 +1,8 @@
 """A run that loses ranks at given points, started as a process of its own: what it leaves is written as JSON.
 
 python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
+
+With NCCL_FAULTS_DUMP=7 each rank prints its stacks 7 s after its start, to look for a hang.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Run:
                 )
 
     def ended(self, seconds: float = 90.0) -> Run:
-        """Wait for the end; print the output where there is no success."""
+        """Wait for the end; print the output if it fails."""
         codes = []
         for process in self.processes:
             try:
