@@ -1,7 +1,7 @@
 """The planner against published measurements: a table of predicted and measured step times, and a picture.
 
 No GPU is needed: the measurements are in tests/data/planner. One set of constants per type of GPU
-(phalanx/plan/data/gpus.toml) predicts all rows.
+(phalanx/tools/plan/data/gpus.toml) predicts all rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from published import Row, published
 
-from phalanx.plan import Cluster, estimate
-from phalanx.plan.estimator import Estimator
-from phalanx.plan.planner import default_goal
-from phalanx.plan.presets import model
-from phalanx.plan.search import Constraints, search
+from phalanx.tools.plan import Cluster, estimate
+from phalanx.tools.plan.estimator import Estimator
+from phalanx.tools.plan.planner import default_goal
+from phalanx.tools.plan.presets import model
+from phalanx.tools.plan.search import Constraints, search
 
 GOALS = {"megatron + recomputation": (0.035, 0.08), "mpt": (0.08, None)}
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from published import Row, published
 
-from phalanx.plan import collectives, kernels, presets, timing
-from phalanx.plan.estimator import Estimator
+from phalanx.tools.plan import collectives, kernels, presets, timing
+from phalanx.tools.plan.estimator import Estimator
 
 GPUS = {"a100": ("a100-40", "a100-80"), "h100": ("h100",)}
 SHARES = ("matmul", "bandwidth", "attention")

@@ -70,10 +70,10 @@ def compare(path: Path) -> None:
 
 def predict(row: dict[str, str]) -> float:
     """Return the planner's GiB for a measured row."""
-    from phalanx.plan.layout import Goal, Layout
-    from phalanx.plan.memory import rank_memory
-    from phalanx.plan.presets import gpu
-    from phalanx.plan.trace import trace_import
+    from phalanx.tools.plan.layout import Goal, Layout
+    from phalanx.tools.plan.memory import rank_memory
+    from phalanx.tools.plan.presets import gpu
+    from phalanx.tools.plan.trace import trace_import
 
     family, preset = row["model"].split(":")
     shape = _SHAPES.setdefault(

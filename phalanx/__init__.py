@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from phalanx.models.lora.files import load_adapter, save_adapter
     from phalanx.observe.history import History
     from phalanx.observe.performance import PerformanceMonitor
+    from phalanx.tools import plan, tune
+    from phalanx.tools.tune.tuner import DistributedTuner
+    from phalanx.tools.verify.proofs import verify
     from phalanx.trainers.saved_run import load_run
     from phalanx.trainers.torch import PyTorchDDPTrainer
-    from phalanx.tune.tuner import DistributedTuner
-    from phalanx.verification.proofs import verify
 
+_TOOLS = ("plan", "tune")
+"""Packages of `phalanx/tools/` with names for users: `from phalanx import plan, tune`."""
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
     "DistributedConfig": "phalanx.config",
-    "DistributedTuner": "phalanx.tune.tuner",
+    "DistributedTuner": "phalanx.tools.tune.tuner",
     "FaultPlan": "phalanx.loop.faults",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
@@ -49,7 +52,7 @@ _HOMES = {
     "remove_lora": "phalanx.models.lora",
     "save_adapter": "phalanx.models.lora.files",
     "unmerge_lora": "phalanx.models.lora",
-    "verify": "phalanx.verification.proofs",
+    "verify": "phalanx.tools.verify.proofs",
 }
 
 __all__ = [
@@ -71,16 +74,18 @@ __all__ = [
     "load_run",
     "lora",
     "merge_lora",
+    "plan",
     "remove_lora",
     "save_adapter",
+    "tune",
     "unmerge_lora",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES or name in _TOOLS:
+        value = import_module(f"phalanx.tools.{name}") if name in _TOOLS else getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'phalanx' has no attribute '{name}'")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.plan import Cluster, Goal, Layout, ModelShape
+from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape
 
 FOLDER = Path(__file__).parent / "data" / "planner"
 MPT = {

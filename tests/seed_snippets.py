@@ -183,7 +183,7 @@ results["params"], results["metrics"] = dict(found.params), list(found.metrics)
 """,
     "tuner": """
 from distributed import DistributedTuner
-from phalanx.tune import choice
+from phalanx.tools.tune import choice
 
 
 def train_function(config):

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.bench.comm.plan import BenchPlan, parse_algorithms, parse_sizes
-from phalanx.bench.comm.rank import measure_rows
-from phalanx.bench.comm.report import HEADER, side_by_side
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.topology import measure_links
 from phalanx.errors import PhalanxError
+from phalanx.tools.bench.comm.plan import BenchPlan, parse_algorithms, parse_sizes
+from phalanx.tools.bench.comm.rank import measure_rows
+from phalanx.tools.bench.comm.report import HEADER, side_by_side
 
 
 def measure_sizes(channel: P2PChannel, sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:

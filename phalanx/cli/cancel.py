@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.jobs import refresh
 from phalanx.cli.submit import target_of
-from phalanx.submit.job import ENDED, find_record, write_record
+from phalanx.tools.submit.job import ENDED, find_record, write_record
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     folder = Path(namespace.out or f"runs/chaos-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists():
         raise UsageError(f"--out {folder}: exists already", hint="Name a new folder, or remove it.")
-    from phalanx.verification.chaos import run_chaos
+    from phalanx.tools.verify.chaos import run_chaos
 
     checkpoints = not namespace.no_checkpoints
     train = [*_train_words(words), *_added(config, faults, checkpoints), *(["--", *own] if own else [])]

@@ -15,10 +15,10 @@ from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, split_own
 from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
 from phalanx.errors import UsageError, unknown_name
-from phalanx.plan.presets import names as preset_names
 from phalanx.recipes import load_recipe, recipe_names
-from phalanx.submit.job import records
-from phalanx.submit.target import TARGETS, target_class
+from phalanx.tools.plan.presets import names as preset_names
+from phalanx.tools.submit.job import records
+from phalanx.tools.submit.target import TARGETS, target_class
 
 _BASH = """\
 _phalanx() {

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.doctor.gpus import check_gpus
-from phalanx.doctor.host import check_host
-from phalanx.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
-from phalanx.doctor.links import by_srun, check_links, over_ssh
-from phalanx.doctor.nccl import check_log, log_environment, read_log
-from phalanx.doctor.network import check_network
-from phalanx.doctor.reader import HostReader
-from phalanx.doctor.result import EXIT_CODES, LEVELS, CheckResult, worst
 from phalanx.errors import UsageError
+from phalanx.tools.doctor.gpus import check_gpus
+from phalanx.tools.doctor.host import check_host
+from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
+from phalanx.tools.doctor.links import by_srun, check_links, over_ssh
+from phalanx.tools.doctor.nccl import check_log, log_environment, read_log
+from phalanx.tools.doctor.network import check_network
+from phalanx.tools.doctor.reader import HostReader
+from phalanx.tools.doctor.result import EXIT_CODES, LEVELS, CheckResult, worst
 
 _HELP = (
     "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and say what mends each "
@@ -119,13 +119,13 @@ def examine(machine: HostReader) -> Iterator[CheckResult]:
 
 def _measure() -> Iterator[CheckResult]:
     """Measure an all-reduce of the ranks that fit on this machine, and compare it with what its links allow."""
-    from phalanx.bench.comm.expected import gpu_links
-    from phalanx.bench.comm.plan import BenchPlan
-    from phalanx.bench.comm.report import make_row
-    from phalanx.bench.comm.run import run_bench
     from phalanx.host.gpus import count_gpus
     from phalanx.launch.output import PlainConsole
     from phalanx.launch.scratch import scratch_folder
+    from phalanx.tools.bench.comm.expected import gpu_links
+    from phalanx.tools.bench.comm.plan import BenchPlan
+    from phalanx.tools.bench.comm.report import make_row
+    from phalanx.tools.bench.comm.run import run_bench
 
     gpus = count_gpus()
     shared = gpus == 1  # nccl's choices are shown by two ranks on it; their speed means nothing

@@ -11,8 +11,8 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.cli.submit import target_of
 from phalanx.errors import PhalanxError
 from phalanx.observe.format import table
-from phalanx.submit.job import ENDED, JobRecord, records, write_record
-from phalanx.submit.target import Status
+from phalanx.tools.submit.job import ENDED, JobRecord, records, write_record
+from phalanx.tools.submit.target import Status
 
 
 def run(arguments: Sequence[str]) -> int:

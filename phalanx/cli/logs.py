@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.submit import target_of
-from phalanx.submit.job import find_record
+from phalanx.tools.submit.job import find_record
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -18,12 +18,12 @@ from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from phalanx.plan.cluster import Cluster
-    from phalanx.plan.compare import PlanCase
-    from phalanx.plan.layout import Goal
-    from phalanx.plan.model import ModelShape, TracedShape
-    from phalanx.plan.report import Plan
-    from phalanx.trainers.fake_report import DryRun
+    from phalanx.tools.plan.cluster import Cluster
+    from phalanx.tools.plan.compare import PlanCase
+    from phalanx.tools.plan.fake_report import DryRun
+    from phalanx.tools.plan.layout import Goal
+    from phalanx.tools.plan.model import ModelShape, TracedShape
+    from phalanx.tools.plan.report import Plan
 
 _HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
 
@@ -85,7 +85,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add(
         "--prices",
         metavar="FILE",
-        help="instance types and prices of your own, in the form of plan/data/instances.toml",
+        help="instance types and prices of your own, in the form of phalanx/tools/plan/data/instances.toml",
     )
 
 
@@ -139,7 +139,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
     if namespace.guide:
-        from phalanx.plan.guide import guide
+        from phalanx.tools.plan.guide import guide
 
         print(guide())
         return 0
@@ -158,7 +158,7 @@ def _calibrate(namespace: argparse.Namespace) -> int:
     from phalanx.launch import prestart
 
     prestart()
-    from phalanx.bench.calibrate import calibrate  # imports torch
+    from phalanx.tools.bench.calibrate import calibrate  # imports torch
 
     out = sys.stderr if namespace.json else sys.stdout
     path = calibrate(namespace.output, lambda text: print(text, file=out, flush=True))
@@ -171,9 +171,9 @@ def _calibrate(namespace: argparse.Namespace) -> int:
 def _calibrate_from(name: str) -> int:
     from phalanx.cli.report import compare_stored
     from phalanx.observe.goodput import account
-    from phalanx.plan.learning import keep_factors
-    from phalanx.plan.presets import measured_file
     from phalanx.runs.stored import RUNS, find_run
+    from phalanx.tools.plan.learning import keep_factors
+    from phalanx.tools.plan.presets import measured_file
 
     stored = find_run(name, RUNS)
     comparison = compare_stored(stored, account(stored.events()))
@@ -189,9 +189,9 @@ def _calibrate_from(name: str) -> int:
 
 
 def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
-    from phalanx.plan.compare import answer, designs
-    from phalanx.plan.guide import engines
-    from phalanx.plan.text import plan_data, plan_text
+    from phalanx.tools.plan.compare import answer, designs
+    from phalanx.tools.plan.guide import engines
+    from phalanx.tools.plan.text import plan_data, plan_text
 
     subject = namespace.plan_model
     answers = [answer(question, case, plan) for question in namespace.what_if]
@@ -199,7 +199,7 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     rows = engines(case, plan) if namespace.engines else None
     tried = _dry_run(subject, plan) if namespace.dry_run and plan.best is not None else None
     if namespace.html is not None:
-        from phalanx.plan.page import page
+        from phalanx.tools.plan.page import page
 
         Path(namespace.html).write_text(page(plan, subject, answers, rows.rows if rows else ()), encoding="utf-8")
     if namespace.json:
@@ -218,7 +218,7 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
 def _dry_run(subject: str, plan: Plan) -> DryRun:
     """Run the chosen layout on fake ranks; a class of the user is built from its import path."""
     from phalanx.recipes.imports import is_import_path, load_import
-    from phalanx.trainers.shapes import dry_run_layout  # imports torch
+    from phalanx.tools.plan.fake_layouts import dry_run_layout  # imports torch
 
     assert plan.best is not None, "only a plan that fits is tried"
     make = load_import(subject, "model") if is_import_path(subject) else None
@@ -227,7 +227,7 @@ def _dry_run(subject: str, plan: Plan) -> DryRun:
 
 def limits_words(plan: Plan) -> list[str]:
     """Return whether the deadline and the budget are kept."""
-    from phalanx.plan.text import rounded
+    from phalanx.tools.plan.text import rounded
 
     found, goal = [], plan.goal
     for limit, spent, what in (
@@ -242,9 +242,9 @@ def limits_words(plan: Plan) -> list[str]:
 
 def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, str, str]]]:
     """Return the job that the flags describe, and what was assumed where they say nothing."""
-    from phalanx.plan import presets
-    from phalanx.plan.compare import PlanCase
-    from phalanx.plan.search import Constraints
+    from phalanx.tools.plan import presets
+    from phalanx.tools.plan.compare import PlanCase
+    from phalanx.tools.plan.search import Constraints
 
     if namespace.plan_model is None:
         raise UsageError("no model was named", hint="Write: phalanx plan llama-7b --gpus 8 --gpu h100")
@@ -263,8 +263,8 @@ def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, 
 
 
 def _cluster(namespace: argparse.Namespace) -> Cluster:
-    from phalanx.plan import presets
-    from phalanx.plan.cluster import Cluster
+    from phalanx.tools.plan import presets
+    from phalanx.tools.plan.cluster import Cluster
 
     links = {"intra_node": namespace.intra_node, "inter_node": namespace.inter_node}
     links = {name: presets.link(value).name for name, value in links.items() if value is not None}
@@ -291,7 +291,7 @@ def _cluster(namespace: argparse.Namespace) -> Cluster:
 
 
 def _of_instances(namespace: argparse.Namespace, changes: dict[str, Any]) -> Cluster:
-    from phalanx.plan import presets
+    from phalanx.tools.plan import presets
 
     if namespace.gpu is not None:
         raise UsageError(
@@ -311,11 +311,11 @@ def _goal(
     namespace: argparse.Namespace, shape: ModelShape | TracedShape, cluster: Cluster
 ) -> tuple[Goal, list[tuple[str, str, str]]]:
     from phalanx.config.fields import OPTIMIZERS
-    from phalanx.plan import presets
-    from phalanx.plan.layout import PRECISIONS
-    from phalanx.plan.model import ModelShape
-    from phalanx.plan.planner import default_goal
-    from phalanx.plan.text import count
+    from phalanx.tools.plan import presets
+    from phalanx.tools.plan.layout import PRECISIONS
+    from phalanx.tools.plan.model import ModelShape
+    from phalanx.tools.plan.planner import default_goal
+    from phalanx.tools.plan.text import count
 
     notes: list[tuple[str, str, str]] = []
     goal = default_goal(shape, cluster)

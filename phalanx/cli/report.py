@@ -15,7 +15,7 @@ from phalanx.observe.goodput import CATEGORIES, Account, account
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
 if TYPE_CHECKING:
-    from phalanx.plan.learning import RunComparison
+    from phalanx.tools.plan.learning import RunComparison
 
 _HELP = "Show where the wall time of a run went: one that runs, has ended, failed, or was restarted."
 _BAR = 40
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _write_page(runs: list[StoredRun], path: Path) -> int:
-    from phalanx.ui.page import page_of
+    from phalanx.tools.ui.page import page_of
 
     if path.is_dir():
         raise UsageError(f"--html {path} is a folder", hint=f"Write --html {path / 'report.html'}")
@@ -85,7 +85,7 @@ def compare_stored(stored: StoredRun, found: Account | None) -> RunComparison | 
     """Return what the planner predicts of a run, beside what was measured; None where its events do not describe it."""
     if found is None or not stored.begun.get("job"):
         return None
-    from phalanx.plan.learning import compare
+    from phalanx.tools.plan.learning import compare
 
     steps = [event for event in stored.events() if event["event"] == "step"]
     return compare(stored.begun, steps, found)

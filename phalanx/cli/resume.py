@@ -17,7 +17,7 @@ from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe
 from phalanx.runs.resume import resume_settings
 from phalanx.runs.stored import StoredRun, find_run
-from phalanx.submit.job import JobRecord, find_record, records
+from phalanx.tools.submit.job import JobRecord, find_record, records
 
 _HELP = (
     "Continue a run from its last checkpoint, in its folder and with its settings; flags change them. The name of a "

@@ -12,7 +12,7 @@ from phalanx.cli.jobs import refresh
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.observe.format import of_total, table
 from phalanx.runs.stored import StoredRun, is_run
-from phalanx.submit.job import find_record
+from phalanx.tools.submit.job import find_record
 
 
 def run(arguments: Sequence[str]) -> int:

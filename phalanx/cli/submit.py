@@ -21,12 +21,21 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import make_private
 from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
-from phalanx.plan.presets import of_recipe
 from phalanx.recipes import Recipe
-from phalanx.submit import uv
-from phalanx.submit.job import ENDED, ClusterJob, JobRecord, job_name, jobs_folder, new_record, records, write_record
-from phalanx.submit.ship import archive
-from phalanx.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
+from phalanx.tools.plan.presets import of_recipe
+from phalanx.tools.submit import uv
+from phalanx.tools.submit.job import (
+    ENDED,
+    ClusterJob,
+    JobRecord,
+    job_name,
+    jobs_folder,
+    new_record,
+    records,
+    write_record,
+)
+from phalanx.tools.submit.ship import archive
+from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
 _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
@@ -126,8 +135,8 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def foresee(job: ClusterJob, model: str | None, gpu: str) -> str:
     """Return what the planner says of a job on a type of GPU; UsageError where it does not fit."""
-    from phalanx.plan import Cluster, Goal, estimate, presets
-    from phalanx.plan.rules import layout_of
+    from phalanx.tools.plan import Cluster, Goal, estimate, presets
+    from phalanx.tools.plan.rules import layout_of
     from phalanx.world.mesh import plan_mesh
 
     presets.gpu(gpu)

@@ -9,10 +9,10 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.runs.stored import RUNS, StoredRun, find_run
-from phalanx.trace.merge import MERGED, merge
-from phalanx.trace.split import Analysis, analyse
-from phalanx.trace.svg import draw
-from phalanx.trace.text import document, lines
+from phalanx.tools.profile.merge import MERGED, merge
+from phalanx.tools.profile.split import Analysis, analyse
+from phalanx.tools.profile.svg import draw
+from phalanx.tools.profile.text import document, lines
 
 _HELP = "Show where the time of the steps went that --profile has recorded, on each rank, and what limits the speed."
 

@@ -88,8 +88,8 @@ def start_run(
 def _run_on_hosts(words: list[str], *, dry: bool) -> int:
     """Start one launcher per host over ssh, and forward their output; the options of ssh are those of submit."""
     from phalanx.cli.submit import describe_job
-    from phalanx.submit.ssh import Ssh, SshOptions
-    from phalanx.submit.target import read_options
+    from phalanx.tools.submit.ssh import Ssh, SshOptions
+    from phalanx.tools.submit.target import read_options
 
     job, files, _ = describe_job([word for word in words if word != "--dry-run"], None, continues=False)
     options = read_options("ssh", {}, files, os.environ)

@@ -11,10 +11,10 @@ from phalanx.cli.json_output import json_at_end
 from phalanx.cli.parsers import tune_parser
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe
-from phalanx.tune.trainable import Trainable
+from phalanx.tools.tune.trainable import Trainable
 
 if TYPE_CHECKING:
-    from phalanx.tune.results import Results
+    from phalanx.tools.tune.results import Results
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,8 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     namespace = tune_parser().parse_all(words)
     if namespace.space is None:
         raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
-    from phalanx.tune.search import SearchRequest, read_part, search
-    from phalanx.tune.space import SearchSpace
+    from phalanx.tools.tune.search import SearchRequest, read_part, search
+    from phalanx.tools.tune.space import SearchSpace
 
     address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
     space = SearchSpace.read(namespace.space)
@@ -55,7 +55,7 @@ def _summary(results: Results | None = None) -> dict[str, Any]:
 
 
 def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:
-    from phalanx.tune.trainable import RecipeTrainable, ScriptTrainable
+    from phalanx.tools.tune.trainable import RecipeTrainable, ScriptTrainable
 
     hint = "Write: phalanx tune digits --space space.toml, or phalanx tune --script train.py ..."
     named = read_target(namespace, own, "tune", hint)

@@ -50,13 +50,13 @@ def run(arguments: Sequence[str]) -> int:
     if not 0 <= namespace.port <= 65535:
         raise UsageError(f"--port {namespace.port} is not between 0 and 65535")
     try:
-        from phalanx.ui.server import listen, make_app, serve
+        from phalanx.tools.ui.server import listen, make_app, serve
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise UsageError(
             f"the dashboard needs {package}, which is not installed", hint="Run: pip install 'phalanx[monitor]'"
         ) from None
-    from phalanx.ui.catalog import Catalog
+    from phalanx.tools.ui.catalog import Catalog
 
     listener = listen(namespace.host, namespace.port)
     port = int(listener.getsockname()[1])

@@ -9,7 +9,7 @@ from phalanx.cli.json_output import check_json_path, write_json
 from phalanx.cli.parsers import verify_parser
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe
-from phalanx.verification.subject import RecipeSubject, Subject, find_subject
+from phalanx.tools.verify.subject import RecipeSubject, Subject, find_subject
 
 _STEPS, _FAULT_STEPS = 5, 12
 
@@ -21,7 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     subject = find_subject(namespace.subject, namespace.script, namespace.preset)
     resolved = resolve_flags(namespace, _defaults(subject, _FAULT_STEPS if namespace.faults else _STEPS))
     prestart()
-    from phalanx.verification.proofs import prove
+    from phalanx.tools.verify.proofs import prove
 
     asked = {name: getattr(namespace, name) for name in ("resume", "reshard", "faults", "own_loop")}
     verdict = prove(subject, resolved.config, **asked)

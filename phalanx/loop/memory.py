@@ -20,8 +20,8 @@ from phalanx.host.cgroups import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
 from phalanx.observe.memory_bill import MemoryBill, write_bill
-from phalanx.plan.states import optimizer_states
 from phalanx.strategies.fsdp import find_blocks
+from phalanx.tools.plan.states import optimizer_states
 
 _EVERY = 5.0
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -250,7 +250,7 @@ class StepProfile(Callback):
             self._modules.pop().__exit__(None, None, None)
 
     def _write_allocations(self) -> None:
-        from phalanx.trace.memory import top_owners
+        from phalanx.tools.profile.memory import top_owners
 
         found = torch_compat.allocations()
         torch_compat.record_allocations(None)
@@ -308,7 +308,7 @@ class StepProfile(Callback):
             self._conclude()
 
     def _conclude(self) -> None:
-        from phalanx.trace.verdict import conclude
+        from phalanx.tools.profile.verdict import conclude
 
         run_dir = self._folder.parent
         name = run_dir.name if run_dir.parent.resolve() == Path("runs").resolve() else str(run_dir)

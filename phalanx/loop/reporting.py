@@ -40,8 +40,8 @@ from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
-from phalanx.plan.model import ModelShape
 from phalanx.strategies.base import Strategy
+from phalanx.tools.plan.model import ModelShape
 from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
@@ -179,7 +179,7 @@ class Reporter:
             return {}
         if abs(shape.parameters - parameters) > _OTHER_PARAMETERS * parameters:
             return {}
-        from phalanx.plan.learning import job_of  # with the planner, once per run
+        from phalanx.tools.plan.learning import job_of  # with the planner, once per run
 
         gpu = ("", 0.0)
         if device.type == "cuda":

@@ -28,7 +28,7 @@ from phalanx.loop.task import TrainTask, make_optimizer
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
-from phalanx.plan.shape import shape_of
+from phalanx.tools.plan.shape import shape_of
 
 _INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
 

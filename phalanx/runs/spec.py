@@ -100,7 +100,7 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     return {**found, **{name: repr(getattr(config, name)) for name in names}}
 
 
-_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", "phalanx.verification.rank:run_request")
+_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", "phalanx.tools.verify.rank:run_request")
 
 
 def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -> Elastic | None:

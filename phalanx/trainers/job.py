@@ -37,7 +37,7 @@ from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.trainers.auto import settle_here
+from phalanx.tools.plan.auto import settle_here
 from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights

@@ -30,11 +30,11 @@ from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.runs.record import RunRecord
+from phalanx.runs.remote import send_job
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
-from phalanx.trainers.auto import settle_strategy
+from phalanx.tools.plan.auto import settle_strategy
 from phalanx.trainers.job import Job, JobResult, run_job
-from phalanx.trainers.remote import send_job
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout

@@ -11,9 +11,9 @@ from command import clean_environment, phalanx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.bench.comm.expected import ExpectedLink, link_report, network_links, parse_nvlink, parse_pcie
-from phalanx.bench.comm.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
-from phalanx.bench.comm.report import BenchRow, side_by_side
+from phalanx.tools.bench.comm.expected import ExpectedLink, link_report, network_links, parse_nvlink, parse_pcie
+from phalanx.tools.bench.comm.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
+from phalanx.tools.bench.comm.report import BenchRow, side_by_side
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 PROMISED = {"op", "algo", "ranks", "size_bytes", "dtype", "time_us", "algbw_gbs", "busbw_gbs", "wrong"}
@@ -48,9 +48,9 @@ def test_wrong_elements_are_counted():
     """The check itself: what comes out must be compared with what should."""
     import torch
 
-    from phalanx.bench.comm import rank
-    from phalanx.bench.comm.cases import Case, sample
-    from phalanx.bench.comm.plan import BenchPlan
+    from phalanx.tools.bench.comm import rank
+    from phalanx.tools.bench.comm.cases import Case, sample
+    from phalanx.tools.bench.comm.plan import BenchPlan
 
     class Alone:
         rank, size = 0, 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from command import phalanx
 
-from phalanx.bench.compression import netns
-from phalanx.bench.compression.plan import read_link
-from phalanx.bench.compression.run import NAMESPACES, SLEEPING, smoothed, target_loss, time_to
+from phalanx.tools.bench.compression import netns
+from phalanx.tools.bench.compression.plan import read_link
+from phalanx.tools.bench.compression.run import NAMESPACES, SLEEPING, smoothed, target_loss, time_to
 
 SHORT = ("bench", "compression", "--recipes", "digits", "--steps", 8, "--compressors", "topk", "--links", "20Mb")
 PROMISED = {"recipe", "compressor", "link", "emulation", "time_to_target_s", "target_loss", "sent_bytes", "plain_bytes"}

@@ -14,7 +14,7 @@ from command import ROOT
 
 from phalanx.cli.parsers import train_parser
 from phalanx.cli.submit import submit_parser
-from phalanx.submit.target import TARGETS, target_class
+from phalanx.tools.submit.target import TARGETS, target_class
 
 PAGES = sorted((ROOT / "docs/clusters").glob("*.md"))
 _BLOCK = re.compile(r"^```(bash|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ from command import ROOT
 
 from phalanx.observe.events import KINDS
 
-PUBLIC = ("phalanx", "phalanx.data", "phalanx.models", "phalanx.tune", "phalanx.checkpoint")
+PUBLIC = ("phalanx", "phalanx.data", "phalanx.models", "phalanx.tools.tune", "phalanx.checkpoint")
 
 
 def test_every_public_name_is_in_the_reference(site):

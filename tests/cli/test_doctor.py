@@ -11,13 +11,13 @@ import pytest
 from command import ROOT, phalanx
 
 from phalanx.cli.doctor import examine
-from phalanx.doctor.gpus import topology
-from phalanx.doctor.hosts import compare_hosts
-from phalanx.doctor.links import check_links
-from phalanx.doctor.nccl import check_log, read_log
-from phalanx.doctor.reader import HostReader
-from phalanx.doctor.result import worst
 from phalanx.errors import UsageError
+from phalanx.tools.doctor.gpus import topology
+from phalanx.tools.doctor.hosts import compare_hosts
+from phalanx.tools.doctor.links import check_links
+from phalanx.tools.doctor.nccl import check_log, read_log
+from phalanx.tools.doctor.reader import HostReader
+from phalanx.tools.doctor.result import worst
 
 DATA = ROOT / "tests" / "data" / "doctor"
 

@@ -16,7 +16,7 @@ from phalanx.cli import VERBS, runs
 from phalanx.cli.bench import comm, compression
 from phalanx.cli.completion import SUBCOMMANDS, completions
 from phalanx.config import FIELDS
-from phalanx.submit.target import TARGETS
+from phalanx.tools.submit.target import TARGETS
 
 OF_OTHERS = {
     *("--cap-add", "--target"),  # docker

@@ -17,8 +17,8 @@ from phalanx.cli.flags import read_target, resolve_flags
 from phalanx.cli.parsers import train_parser
 from phalanx.cli.plan import parser
 from phalanx.config import DistributedConfig
-from phalanx.plan.presets import measured_file
 from phalanx.recipes import Recipe
+from phalanx.tools.plan.presets import measured_file
 
 LLAMA = ("plan", "llama-70b", "--gpus", 64, "--gpu", "h100")
 SMALL = ("plan", "gpt2", "--gpus", 2, "--gpu", "a100-40", "--global-batch", 64)
@@ -268,7 +268,7 @@ def test_a_plan_imports_no_torch():
 
 def test_calibrate_measures_this_machine_and_runs_teach_the_next_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("phalanx.bench.calibrate._REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr("phalanx.tools.bench.calibrate._REPEAT_SECONDS", 0.01)
     answer = phalanx("plan", "--calibrate")
     assert answer.code == 0
     assert "matrix products, fp32" in answer.out

@@ -249,7 +249,7 @@ def test_the_refusal_comes_first_where_objects_cannot_be_removed(phalanx, server
     def delete(self, thing):
         raise UsageError("cannot delete")
 
-    monkeypatch.setattr("phalanx.submit.kube_client.KubeClient.delete", delete)
+    monkeypatch.setattr("phalanx.tools.submit.kube_client.KubeClient.delete", delete)
     server.refuse = {"Job"}
     said = phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
     assert "is forbidden: exceeded quota" in said

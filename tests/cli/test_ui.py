@@ -290,7 +290,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "starlette", None)
     for name in [name for name in sys.modules if name.startswith("starlette.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "phalanx.ui.server", raising=False)
+    monkeypatch.delitem(sys.modules, "phalanx.tools.ui.server", raising=False)
     answer = phalanx("ui", "--no-browser")
     assert (answer.code, "pip install 'phalanx[monitor]'" in answer.err) == (2, True)
     assert "the dashboard needs starlette, which" in answer.err

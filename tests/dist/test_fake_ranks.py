@@ -13,18 +13,18 @@ from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
 from phalanx.models.resnet import resnet
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.estimator import Estimator
-from phalanx.plan.layout import Goal, Layout
-from phalanx.plan.memory import WORKSPACE
-from phalanx.plan.model import ModelShape
-from phalanx.plan.rules import refusal
-from phalanx.plan.trace import trace_module
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.estimator import Estimator
+from phalanx.tools.plan.fake_layouts import dry_run_layout
+from phalanx.tools.plan.fake_ranks import dry_run
+from phalanx.tools.plan.fake_report import DryRun, FakeRank
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.memory import WORKSPACE
+from phalanx.tools.plan.memory_trace import Recorder
+from phalanx.tools.plan.model import ModelShape
+from phalanx.tools.plan.rules import refusal
+from phalanx.tools.plan.trace import trace_module
 from phalanx.trainers import fake_ranks
-from phalanx.trainers.fake_ranks import dry_run
-from phalanx.trainers.fake_report import DryRun, FakeRank
-from phalanx.trainers.memory_trace import Recorder
-from phalanx.trainers.shapes import dry_run_layout
 from phalanx.world.schedules import SCHEDULES
 from tests.long_proofs import ALL, long_proof
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.tune import DistributedTuner, choice, loguniform
+from phalanx.tools.tune import DistributedTuner, choice, loguniform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")

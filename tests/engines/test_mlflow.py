@@ -21,7 +21,7 @@ from long_proofs import long_proof
 from tune_parts import train_line
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.tune import DistributedTuner, choice
+from phalanx.tools.tune import DistributedTuner, choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ import pytest
 from keras_parts import build, trainer, x, y
 from long_proofs import long_proof
 
-from phalanx.tune import DistributedTuner, choice
+from phalanx.tools.tune import DistributedTuner, choice
 
 for _package in ("optuna", "tensorflow", "tf_keras"):  # not imported here: that takes long
     if importlib.util.find_spec(_package) is None:

@@ -15,9 +15,9 @@ from long_proofs import long_proof
 from tune_parts import curve, ends_badly, returns_accuracy, train_line
 
 from phalanx.errors import PhalanxError, SearchFailedError, UsageError
-from phalanx.tune import DistributedTuner, choice, quniform, uniform
-from phalanx.tune.record import Record
-from phalanx.tune.trial import State
+from phalanx.tools.tune import DistributedTuner, choice, quniform, uniform
+from phalanx.tools.tune.record import Record
+from phalanx.tools.tune.trial import State
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 
@@ -272,8 +272,8 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path):
 
 
 def test_values_that_are_neither_number_nor_text_come_back_from_the_record(tmp_path):
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.space import SearchSpace
+    from phalanx.tools.tune.objective import Objective
+    from phalanx.tools.tune.space import SearchSpace
 
     space = SearchSpace({"layers": choice([(64, 64), (128,)]), "rate": quniform(0, 1, 0.5)})
     record = Record(tmp_path, space, Objective("loss", "min"), {})

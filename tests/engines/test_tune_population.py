@@ -6,7 +6,7 @@ import pytest
 import torch
 from tune_parts import count_on, train
 
-from phalanx.tune import DistributedTuner, choice, loguniform
+from phalanx.tools.tune import DistributedTuner, choice, loguniform
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 

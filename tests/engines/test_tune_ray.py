@@ -14,7 +14,7 @@ from command import ROOT, clean_environment
 from long_proofs import ALL, long_proof
 
 from phalanx.errors import ConfigError
-from phalanx.tune.space import SearchSpace
+from phalanx.tools.tune.space import SearchSpace
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 

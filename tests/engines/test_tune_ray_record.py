@@ -17,12 +17,12 @@ from phalanx.engines.ray.tune.record import (
     write_point,
 )
 from phalanx.engines.ray.tune.trial import TrialDecider, Work
-from phalanx.tune import choice, loguniform
-from phalanx.tune.objective import Objective
-from phalanx.tune.schedulers import Asha, decide
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.trainable import FunctionTrainable
-from phalanx.tune.trial import State, Trial
+from phalanx.tools.tune import choice, loguniform
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.schedulers import Asha, decide
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.trainable import FunctionTrainable
+from phalanx.tools.tune.trial import State, Trial
 
 LOSS = Objective("loss", "min")
 LATE = [{"other": 1.0}, {"loss": 2.5}, {"loss": 2.3}]

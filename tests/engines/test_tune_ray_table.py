@@ -10,11 +10,11 @@ import pytest
 from phalanx.config import resolve
 from phalanx.engines.ray.tune.table import show_callback, shown_on
 from phalanx.engines.ray.tune.trial import ENDED, Work
-from phalanx.tune import choice
-from phalanx.tune.objective import Objective
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.table import LiveTable, PlainTable
-from phalanx.tune.trainable import FunctionTrainable
+from phalanx.tools.tune import choice
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.table import LiveTable, PlainTable
+from phalanx.tools.tune.trainable import FunctionTrainable
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx[ray]'")
 LOSS = Objective("loss", "min")

@@ -16,7 +16,7 @@ from long_proofs import long_proof
 from slurm_cluster import SlurmCluster, slurm_cluster
 from uv_project import uv_variables, write_project
 
-from phalanx.submit.job import ENDED
+from phalanx.tools.submit.job import ENDED
 
 TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "2", "--checkpoint-frequency", "20 steps"]
 

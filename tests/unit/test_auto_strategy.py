@@ -8,8 +8,8 @@ from phalanx.config import DistributedConfig
 from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import gpu_memory
 from phalanx.models.llama import llama
+from phalanx.tools.plan.auto import settle_here, settle_strategy
 from phalanx.trainers import auto
-from phalanx.trainers.auto import settle_here, settle_strategy
 from phalanx.world.env import RankEnv, rank_environment
 
 GIB = 2**30

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.bench.compression.advise import Cost, LinkSpeed, advise, measure_costs
 from phalanx.errors import UsageError
+from phalanx.tools.bench.compression.advise import Cost, LinkSpeed, advise, measure_costs
 
 MB = 1_000_000
 COSTS = [Cost("topk", 0.02, 500 * MB), Cost("bf16", 0.5, 2000 * MB, messages=2), Cost("sign", 0.03, 1 * MB)]

@@ -7,7 +7,7 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.errors import ConfigError
-from phalanx.verification.proofs import _ONE_PROCESS
+from phalanx.tools.verify.proofs import _ONE_PROCESS
 from phalanx.world.mesh import Mesh, plan_mesh
 
 PIPELINE = [

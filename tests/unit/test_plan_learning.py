@@ -11,13 +11,13 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.models import registry
 from phalanx.observe.goodput import Account
-from phalanx.plan import presets
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.estimator import estimate
-from phalanx.plan.layout import Goal, Layout
-from phalanx.plan.learning import Component, RunComparison, compare, job_of, keep_factors
-from phalanx.plan.rules import settings_of
-from phalanx.plan.shape import shape_of
+from phalanx.tools.plan import presets
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.estimator import estimate
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.learning import Component, RunComparison, compare, job_of, keep_factors
+from phalanx.tools.plan.rules import settings_of
+from phalanx.tools.plan.shape import shape_of
 from phalanx.world.mesh import Mesh
 
 H100 = ("NVIDIA H100 80GB HBM3", 79.1)

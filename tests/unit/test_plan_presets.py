@@ -10,8 +10,8 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.models import registry
-from phalanx.plan import presets
-from phalanx.plan.cluster import Cluster
+from phalanx.tools.plan import presets
+from phalanx.tools.plan.cluster import Cluster
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +149,6 @@ def test_a_measured_gpu_is_found_by_its_short_name(config_home):
 
 
 def test_presets_work_without_torch():
-    code = "import sys; from phalanx.plan import presets; presets.model('llama-7b'); print('torch' in sys.modules)"
+    code = "import sys; from phalanx.tools.plan import presets; presets.model('llama-7b'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

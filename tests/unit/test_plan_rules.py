@@ -7,10 +7,10 @@ import pytest
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.layout import Goal, Layout
-from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.plan.rules import accepted, layout_of, refusal, settings_of
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.rules import accepted, layout_of, refusal, settings_of
 from phalanx.world.mesh import plan_mesh
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
 

@@ -12,11 +12,11 @@ import pytest
 from published import Row, megatron, mpt, nemo, nemo_fp8, published, recomputation, table
 
 from phalanx.errors import PhalanxError
-from phalanx.plan import Cluster, Goal, Layout, ModelShape, estimate
-from phalanx.plan.collectives import Group, bus_bandwidth, collective_seconds, group_of
-from phalanx.plan.planner import default_goal, make_plan
-from phalanx.plan.presets import link, model
-from phalanx.plan.search import Constraints, search
+from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape, estimate
+from phalanx.tools.plan.collectives import Group, bus_bandwidth, collective_seconds, group_of
+from phalanx.tools.plan.planner import default_goal, make_plan
+from phalanx.tools.plan.presets import link, model
+from phalanx.tools.plan.search import Constraints, search
 
 
 def relative(row: Row) -> float:

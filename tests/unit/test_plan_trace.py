@@ -12,8 +12,8 @@ from torch import nn
 
 from phalanx.errors import UsageError
 from phalanx.models.registry import build
-from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.plan.trace import supports, trace_import, trace_module
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.trace import supports, trace_import, trace_module
 
 RESNET = "phalanx.models.resnet:resnet"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.submit import hosts
-from phalanx.submit.hosts import STATE, HostPlan, supervise, write_plan
+from phalanx.tools.submit import hosts
+from phalanx.tools.submit.hosts import STATE, HostPlan, supervise, write_plan
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_an_order_to_end_does_not_interrupt_the_removal_of_the_code(tmp_path):
         ["a"], [str(ssh)], shlex.quote(sys.executable), "exit 0", "a:1", {}, 5.0, str(tmp_path / "out"), "copy"
     )
     write_plan(plan, tmp_path)
-    words = [sys.executable, "-m", "phalanx.submit.hosts", str(tmp_path)]
+    words = [sys.executable, "-m", "phalanx.tools.submit.hosts", str(tmp_path)]
     done = subprocess.run(words, env={**os.environ, "HOME": str(tmp_path)}, timeout=60)
     assert (done.returncode, json.loads((tmp_path / STATE).read_text())["state"]) == (0, "finished")
     assert not (tmp_path / "copy").exists()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.tune import choice, loguniform, uniform
-from phalanx.tune.charts import Axis, axes_and_lines
-from phalanx.tune.objective import Objective
-from phalanx.tune.page import importances, page
-from phalanx.tune.results import Results
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.table import PlainTable, SearchProgress, brief, columns
-from phalanx.tune.trial import State, Trial
+from phalanx.tools.tune import choice, loguniform, uniform
+from phalanx.tools.tune.charts import Axis, axes_and_lines
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.page import importances, page
+from phalanx.tools.tune.results import Results
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.table import PlainTable, SearchProgress, brief, columns
+from phalanx.tools.tune.trial import State, Trial
 
 
 def trials(tmp_path, count=12):

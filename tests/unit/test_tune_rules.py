@@ -10,16 +10,16 @@ import pytest
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.control import CONTROL, TrialControl
-from phalanx.tune import reporting, uniform
-from phalanx.tune.engine import IndependentTrials
-from phalanx.tune.objective import Objective
-from phalanx.tune.population import exploits
-from phalanx.tune.schedulers import Asha, Median, Points, make_scheduler
-from phalanx.tune.search import SearchRequest
-from phalanx.tune.slots import plan_slots
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.table import LiveTable
-from phalanx.tune.trial import State, Trial
+from phalanx.tools.tune import reporting, uniform
+from phalanx.tools.tune.engine import IndependentTrials
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.population import exploits
+from phalanx.tools.tune.schedulers import Asha, Median, Points, make_scheduler
+from phalanx.tools.tune.search import SearchRequest
+from phalanx.tools.tune.slots import plan_slots
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.table import LiveTable
+from phalanx.tools.tune.trial import State, Trial
 
 LOSS = Objective("loss", "min")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from phalanx import tune
 from phalanx.errors import ConfigError, UsageError
-from phalanx.tune.domains import KINDS, Domain
-from phalanx.tune.space import SearchSpace
+from phalanx.tools.tune.domains import KINDS, Domain
+from phalanx.tools.tune.space import SearchSpace
 
 
 def test_toml_and_python_say_the_same(tmp_path):

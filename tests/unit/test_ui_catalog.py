@@ -13,8 +13,8 @@ from test_ui_columns import started, step
 from phalanx.observe.events import CheckpointSaved, RunEnded
 from phalanx.observe.rank_table import beats_of
 from phalanx.runs.stored import StoredRun
-from phalanx.ui.catalog import Catalog
-from phalanx.ui.page import page_of
+from phalanx.tools.ui.catalog import Catalog
+from phalanx.tools.ui.page import page_of
 
 
 def make_run(path, *events, record=None):

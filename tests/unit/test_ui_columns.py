@@ -13,8 +13,8 @@ import pytest
 
 from phalanx.observe.events import Goodput, MetricsReported, Phase, RanksReported, RunStarted, StepDone
 from phalanx.observe.goodput import account, read_events
-from phalanx.ui import columns
-from phalanx.ui.columns import RunEvents
+from phalanx.tools.ui import columns
+from phalanx.tools.ui.columns import RunEvents
 
 
 def started(time: float = 0.0) -> RunStarted:

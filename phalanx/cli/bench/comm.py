@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
-from phalanx.bench.comm.report import make_row, matrix_table, side_by_side
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import PlainConsole, count_gpus, prestart
+from phalanx.tools.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
+from phalanx.tools.bench.comm.report import make_row, matrix_table, side_by_side
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     asked = _parser().parse_all(arguments)
     plan = _plan(asked)
     if asked.plot:
-        from phalanx.bench.comm.report import check_plotting
+        from phalanx.tools.bench.comm.report import check_plotting
 
         check_plotting(asked.plot)
     for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
             raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if read_rank_env() is None:
         prestart()
-    from phalanx.bench.comm.run import run_bench
+    from phalanx.tools.bench.comm.run import run_bench
 
     quiet = asked.json == "-"
     console = PlainConsole(out=sys.stderr if quiet else None)
@@ -127,7 +127,7 @@ def _summary(found: dict[str, Any], *, link_report: bool) -> str:
         parts.append(matrix_table("latency, one way", found["latency_us"], "us"))
         parts.append(matrix_table("bandwidth", found["bandwidth_gbs"], "GB/s"))
     if link_report:
-        from phalanx.bench.comm import expected
+        from phalanx.tools.bench.comm import expected
 
         best = max((value for row in found["bandwidth_gbs"] for value in row), default=0.0)
         links = [*expected.network_links(), *expected.gpu_links()]
@@ -136,7 +136,7 @@ def _summary(found: dict[str, Any], *, link_report: bool) -> str:
 
 
 def _plot(found: dict[str, Any], path: str) -> None:
-    from phalanx.bench.comm import report
+    from phalanx.tools.bench.comm import report
 
     if found.get("rows"):
         report.plot_rows([make_row(row) for row in found["rows"]], path)

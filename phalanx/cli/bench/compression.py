@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.compression.plan import HERE, LINKS, RECIPES, read_compressors, read_link, read_names
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
 from phalanx.config.fields import COMPRESSORS
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
+from phalanx.tools.bench.compression.plan import HERE, LINKS, RECIPES, read_compressors, read_link, read_names
 
 _HELP = """Train recipes under each gradient compressor over slow links, and show the time to a target loss and bytes.
 
@@ -76,8 +76,8 @@ def _bench(
     asked: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    from phalanx.bench.compression.report import check_can_plot, plot, table
-    from phalanx.bench.compression.run import run_bench
+    from phalanx.tools.bench.compression.report import check_can_plot, plot, table
+    from phalanx.tools.bench.compression.run import run_bench
 
     if asked.plot:
         check_can_plot()
@@ -105,9 +105,9 @@ def _advise(
 ) -> int:
     from dataclasses import asdict
 
-    from phalanx.bench.compression.advise import LinkSpeed, advise, measure_costs
-    from phalanx.bench.compression.report import advice
-    from phalanx.bench.compression.run import probe
+    from phalanx.tools.bench.compression.advise import LinkSpeed, advise, measure_costs
+    from phalanx.tools.bench.compression.report import advice
+    from phalanx.tools.bench.compression.run import probe
 
     measured = probe(recipes)
     records = []

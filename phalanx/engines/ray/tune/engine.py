@@ -19,16 +19,16 @@ from phalanx.engines.ray.tune.record import NUMBER, marking_callback, number_of
 from phalanx.engines.ray.tune.table import show_callback, shown_on
 from phalanx.engines.ray.tune.trial import ITERATION, Work, pack, run_in_worker
 from phalanx.errors import UsageError
-from phalanx.tune.objective import Objective
-from phalanx.tune.results import Results
-from phalanx.tune.schedulers import make_scheduler
-from phalanx.tune.search import DEFAULT_SAMPLES, SearchRequest, conclude, study_folder
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.suggest import make_search
-from phalanx.tune.table import LiveTable, PlainTable, open_table
-from phalanx.tune.tracking import Tracking, open_tracking
-from phalanx.tune.trainable import Trainable
-from phalanx.tune.trial import Trial
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.results import Results
+from phalanx.tools.tune.schedulers import make_scheduler
+from phalanx.tools.tune.search import DEFAULT_SAMPLES, SearchRequest, conclude, study_folder
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.suggest import make_search
+from phalanx.tools.tune.table import LiveTable, PlainTable, open_table
+from phalanx.tools.tune.tracking import Tracking, open_tracking
+from phalanx.tools.tune.trainable import Trainable
+from phalanx.tools.tune.trial import Trial
 
 EXPERIMENT = "ray"
 """Ray's own folder within that of the search."""

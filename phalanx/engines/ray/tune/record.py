@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.files import replace_file
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.suggest import stored
-from phalanx.tune.trial import State, Trial
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.suggest import stored
+from phalanx.tools.tune.trial import State, Trial
 
 NUMBER = "number"
 """The trial's number in Ray's config, where the trial is not a member of a population."""

@@ -10,8 +10,8 @@ from ray.tune.search import Searcher
 
 from phalanx.engines.ray.tune.record import NUMBER, write_point
 from phalanx.engines.ray.tune.trial import Work
-from phalanx.tune.suggest import make_search
-from phalanx.tune.trial import Trial
+from phalanx.tools.tune.suggest import make_search
+from phalanx.tools.tune.trial import Trial
 
 
 class LearntPoints(Searcher):

@@ -11,8 +11,8 @@ from typing import Any
 
 from phalanx.engines.ray.tune.record import number_of
 from phalanx.engines.ray.tune.trial import ENDED, ITERATION, Work
-from phalanx.tune.table import LiveTable, PlainTable
-from phalanx.tune.trial import State, Trial
+from phalanx.tools.tune.table import LiveTable, PlainTable
+from phalanx.tools.tune.trial import State, Trial
 
 _open: dict[str, PlainTable | LiveTable] = {}
 """The tables of running searches by folder, for callbacks that were pickled."""

@@ -20,15 +20,15 @@ from typing import Any
 from phalanx.engines.ray.tune.record import NUMBER, folder_of, forget_end, note_end, number_of, read_point, read_up
 from phalanx.errors import TrialFailedError
 from phalanx.host.signals import SignalInbox
-from phalanx.tune.objective import Objective
-from phalanx.tune.population import copy_checkpoints
-from phalanx.tune.runner import Ending, control_of, nonfinite, run_trial
-from phalanx.tune.schedulers import Points, Scheduler, decide, undecided
-from phalanx.tune.slots import Slot
-from phalanx.tune.space import SearchSpace
-from phalanx.tune.tracking import Tracking
-from phalanx.tune.trainable import Trainable
-from phalanx.tune.trial import State, Trial
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.population import copy_checkpoints
+from phalanx.tools.tune.runner import Ending, control_of, nonfinite, run_trial
+from phalanx.tools.tune.schedulers import Points, Scheduler, decide, undecided
+from phalanx.tools.tune.slots import Slot
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.tracking import Tracking
+from phalanx.tools.tune.trainable import Trainable
+from phalanx.tools.tune.trial import State, Trial
 
 
 class TrialDecider:

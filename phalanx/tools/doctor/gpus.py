@@ -1,0 +1,176 @@
+"""Checks of NVIDIA GPUs: driver against torch, health, links between them, NVSwitch's fabric manager."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from phalanx.host.gpus import count_visible
+from phalanx.tools.doctor.reader import HostReader
+from phalanx.tools.doctor.result import CheckResult, Level
+
+_FIELDS = (
+    "index",
+    "name",
+    "memory.total",
+    "driver_version",
+    "persistence_mode",
+    "ecc.errors.uncorrected.volatile.total",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "mig.mode.current",
+    "temperature.gpu",
+)
+_QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The lowest driver for torch's builds, by the major version of CUDA (minor version compatibility)."""
+_HOT = 85
+_FAR = ("SYS", "NODE")
+_LINKS = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the CPU's PCIe bridge",
+    "NODE": "bridges of one NUMA node",
+    "SYS": "the link between CPUs",
+}
+
+
+def read_gpus(machine: HostReader) -> list[dict[str, str]]:
+    """Return the GPUs that nvidia-smi lists."""
+    rows = (machine.command(*_QUERY) or "").splitlines()
+    return [dict(zip(_FIELDS, (part.strip() for part in row.split(",")), strict=False)) for row in rows if "," in row]
+
+
+def check_gpus(machine: HostReader) -> Iterator[CheckResult]:
+    """Check the GPUs; a machine without any has one line."""
+    gpus = read_gpus(machine)
+    if not gpus:
+        yield from _without(machine)
+        return
+    kinds = Counter(gpu["name"] for gpu in gpus)
+    shown = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    yield CheckResult("ok", "GPUs", f"{shown}, driver {gpus[0]['driver_version']}")
+    if len(kinds) > 1:
+        text = f"GPUs of {len(kinds)} kinds: ranks wait for the slowest one"
+        yield CheckResult("warning", "GPUs", text, "CUDA_VISIBLE_DEVICES with GPUs of one kind")
+    visible = machine.fact("environment").get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = count_visible(visible, len(gpus))
+        level: Level = "error" if not count else "note" if count < len(gpus) else "ok"
+        yield CheckResult(
+            level, "GPUs", f"CUDA_VISIBLE_DEVICES={visible!r}: {count} of {len(gpus)}", "unset CUDA_VISIBLE_DEVICES"
+        )
+    yield from _software(machine, gpus[0]["driver_version"])
+    for gpu in gpus:
+        yield from _health(gpu)
+    if any(gpu.get("persistence_mode") == "Disabled" for gpu in gpus):
+        text = "persistence mode is off, so the first use of a GPU takes seconds"
+        yield CheckResult("note", "GPUs", text, "nvidia-smi -pm 1 (root)")
+    if len(gpus) > 1:
+        yield from _fabric(machine)
+        yield from _links(machine, len(gpus))
+
+
+def _without(machine: HostReader) -> Iterator[CheckResult]:
+    found = machine.names("/proc/driver/nvidia/gpus")
+    if found:
+        text = f"the driver has {len(found)} GPUs, and nvidia-smi does not answer"
+        yield CheckResult(
+            "error", "GPUs", text, "nvidia-smi; dmesg | grep -i nvrm; reboot, or restart the container with --gpus all"
+        )
+        return
+    yield CheckResult("ok", "GPUs", "none by NVIDIA: ranks run on the CPU")
+
+
+def _software(machine: HostReader, driver: str) -> Iterator[CheckResult]:
+    versions = machine.fact("versions")
+    cuda = versions.get("cuda of torch")
+    torch = f"torch {versions.get('torch', '')} ({'CPU only' if cuda == 'none' else f'CUDA {cuda}'})"
+    if cuda is None:
+        yield CheckResult("warning", "torch", "torch is not installed", "pip install torch")
+    elif cuda == "none":
+        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
+        yield CheckResult("error", "torch", f"{torch}: the GPUs are not used", fix)
+    else:
+        wanted, major = int(cuda.split(".")[0]), driver.split(".")[0]
+        least = _DRIVERS.get(wanted, 0)
+        if major.isdecimal() and int(major) < least:
+            text = f"{torch} needs driver {least} or later, there is {driver}"
+            yield CheckResult("error", "torch", text, f"upgrade the driver, or install a torch for CUDA {wanted - 1}")
+        else:
+            yield CheckResult("ok", "torch", f"{torch} fits driver {driver}")
+    if "nccl" in versions:
+        yield CheckResult("ok", "NCCL", versions["nccl"])
+
+
+def _health(gpu: dict[str, str]) -> Iterator[CheckResult]:
+    name = f"GPU {gpu['index']}"
+    errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
+    if errors.isdecimal() and int(errors):
+        text = f"{name} has {errors} uncorrected memory errors: results may be wrong, and jobs crash"
+        yield CheckResult("error", "GPUs", text, f"nvidia-smi -q -d ECC -i {gpu['index']}; reset or replace it")
+    now, most = gpu.get("pcie.link.width.current", ""), gpu.get("pcie.link.width.max", "")
+    if now.isdecimal() and most.isdecimal() and int(now) < int(most):
+        text = f"{name} uses {now} of {most} PCIe lanes: copies from the host are slower"
+        yield CheckResult("warning", "GPUs", text, "reseat the card, or look at the slot and its riser")
+    if gpu.get("mig.mode.current") == "Enabled":
+        text = f"{name} is divided (MIG): a slice has no links to other GPUs"
+        yield CheckResult("note", "GPUs", text, f"nvidia-smi -i {gpu['index']} -mig 0 (root)")
+    heat = gpu.get("temperature.gpu", "")
+    if heat.isdecimal() and int(heat) >= _HOT:
+        yield CheckResult(
+            "warning", "GPUs", f"{name} is at {heat} C and will lower its clock", "look at fans and airflow"
+        )
+
+
+def _fabric(machine: HostReader) -> Iterator[CheckResult]:
+    switches = machine.names("/proc/driver/nvidia-nvswitch/devices")
+    if switches and machine.text("/run/nvidia-fabricmanager/nv-fabricmanager.pid") is None:
+        text = f"{len(switches)} NVSwitches, and the fabric manager does not run: CUDA fails with error 802"
+        yield CheckResult(
+            "error", "NVLink", text, "systemctl enable --now nvidia-fabricmanager (of the driver's version)"
+        )
+
+
+def _links(machine: HostReader, count: int) -> Iterator[CheckResult]:
+    pairs = topology(machine.command("nvidia-smi", "topo", "-m") or "")
+    if not pairs:
+        return
+    kinds = Counter(pairs.values())
+    if all(kind.startswith("NV") for kind in kinds):
+        names = ", ".join(sorted(kinds))
+        yield CheckResult("ok", "NVLink", f"all {count} GPUs are linked ({names}: the number of links of a pair)")
+        return
+    far = [pair for pair, kind in pairs.items() if kind in _FAR]
+    shown = ", ".join(f"{number} by {_LINKS.get(kind, kind)} ({kind})" for kind, number in kinds.items())
+    level: Level = "warning" if any(kind.startswith("NV") for kind in kinds) and far else "note"
+    text = f"pairs of GPUs are linked in different ways: {shown}"
+    yield CheckResult(
+        level, "NVLink", text, "tensor_parallel no larger than a group with NVLink; phalanx plan --gpus N"
+    )
+    refused = re.findall(
+        r"\b(CNS|GNS|TNS|NS)\b", (machine.command("nvidia-smi", "topo", "-p2p", "r") or "").partition("Legend")[0]
+    )
+    if refused:
+        number = len(refused) // 2
+        text = f"{number} pair{'s' * (number != 1)} of GPUs without peer access: copies between them pass the host"
+        yield CheckResult(
+            "warning",
+            "NVLink",
+            text,
+            "in virtual machines: ACS and IOMMU settings of the host; else NCCL_P2P_DISABLE=1 if it hangs",
+        )
+
+
+def topology(text: str) -> dict[tuple[int, int], str]:
+    """Return how each pair of GPUs is linked, from `nvidia-smi topo -m`."""
+    rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
+    gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0])]
+    body = [row for row in gpus if "X" in row[1 : len(gpus) + 2]]
+    found = {}
+    for first, row in enumerate(body):
+        for second, kind in enumerate(row[1 : len(body) + 1]):
+            if second > first:
+                found[first, second] = kind
+    return found

@@ -1,0 +1,228 @@
+"""Bytes that forward keeps for backward, per token: as published for Megatron-LM, and as torch keeps them. No torch.
+
+`published_layer_bytes` is the closed form of "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198): per token and layer h (10 + 24/t + 5as/(ht)). `torch_layer_bytes` counts the tensors that autograd
+saves in Phalanx's models under autocast: norms keep their input in fp32, each projection keeps a half-precision copy of
+its input, flash attention keeps no scores.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from phalanx.tools.plan.model import ModelShape
+
+HALF, SINGLE = 2, 4
+LOGITS = {
+    "published": (6, 6, 4),
+    "half": (10, 12, 4),
+    "fp32": (8, 12, 4),
+    "compiled": (2, 8, 2),
+    "split": (10, 10, 4),
+}
+"""Bytes per logit of the loss as it is computed: at the end of forward, at the start of backward, and kept between.
+
+half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:
+each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
+"""
+
+
+def published_layer_bytes(
+    model: ModelShape,
+    seq_len: int,
+    tp: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    scores: bool = True,
+    width: int = HALF,
+) -> float:
+    """Return what Megatron-LM keeps per token and layer; `scores`: attention writes them to memory (5as^2b).
+
+    Tensor parallelism divides what is inside attention and feed-forward layer; norms, inputs and dropout masks are
+    divided by sequence parallelism only. Full recomputation keeps the layer's input.
+    """
+    hidden, outer_split = model.hidden, tp if sequence_parallel else 1
+    if recompute == "full":
+        return width * hidden / outer_split
+    masks = 0 if model.rms_norm else 2 * hidden
+    outer = 4 * width * hidden + masks
+    inner = width * (2 * model.attention_width + 2 * model.kv_width) + width * _feed_values(model, 3)
+    kept_scores = (2 * width + 1) * model.heads * seq_len if scores and recompute == "none" else 0.0
+    return outer / outer_split + (inner + kept_scores) / tp
+
+
+def _feed_values(model: ModelShape, gated: int) -> float:
+    """Return the values per token inside the feed-forward part: of the average layer, where some are mixtures."""
+    per_width = gated if model.gated_mlp else 2
+    plain = per_width * ((model.dense_ffn_hidden or model.ffn) if model.experts else model.ffn)
+    if not model.experts:
+        return float(plain)
+    copies = model.active_experts + model.shared_experts
+    mixture = copies * per_width * model.ffn + 2 * model.active_experts * model.hidden
+    return (model.mixture_layers * mixture + (model.layers - model.mixture_layers) * plain) / model.layers
+
+
+def torch_layer_bytes(
+    model: ModelShape,
+    tp: int = 1,
+    *,
+    half: bool = True,
+    recompute: str = "none",
+    compiled: bool = False,
+    residual: int = SINGLE,
+    lora: bool = False,
+) -> float:
+    """Return what torch keeps per token and layer of Phalanx's models (flash attention, tensors split by tp).
+
+    `residual`: bytes per value of the hidden states between layers, 4 under autocast and 2 in fsdp's half precision.
+    Selective recomputation keeps the layer's input and all outputs of products and attention; full keeps the input.
+    """
+    width, hidden = HALF if half else SINGLE, model.hidden
+    inputs = residual * hidden / tp
+    if recompute == "full":
+        return inputs
+    projections = width * (model.attention_width + 2 * model.kv_width) / tp
+    mixed = (width * model.attention_width + SINGLE * model.heads) / tp
+    if recompute == "selective":
+        received = (2 * SINGLE * hidden + 2 * width * hidden / tp) if tp > 1 else 0.0  # gathered inputs, summed outputs
+        outputs = _product_outputs(model, tp, width, lora=lora)
+        return inputs + projections + mixed + outputs + received - compiled * width * hidden
+    norms = 2 * SINGLE * hidden / tp
+    return (
+        norms + _input_copies(model, width, compiled, lora) + projections + mixed + _feed_bytes(model, tp, width, lora)
+    )
+
+
+def _input_copies(model: ModelShape, width: int, compiled: bool, lora: bool) -> float:
+    """Return the copies of norm outputs that products keep: under autocast one per matrix, whole under tp.
+
+    Frozen matrices keep none: LoRA's adapters are in attention.
+    """
+    repeated = width == HALF and model.gated_mlp and not compiled
+    copies = (3 if repeated else 1) + (0 if lora else (2 if repeated else 1)) - (compiled and not model.gated_mlp)
+    return copies * width * model.hidden
+
+
+def _feed_bytes(model: ModelShape, tp: int, width: int, lora: bool) -> float:
+    """Return what the feed-forward part keeps between its products: GELU in and out; SwiGLU gate, SiLU, up, product."""
+    kept = width * _feed_values(model, 4)
+    if model.experts:  # rows are copied for each of their experts and both of its products, and the router's input
+        kept += width * model.hidden * (2 + model.active_experts)
+    if lora:  # the last product is frozen and keeps no input
+        kept *= 0.75 if model.gated_mlp else 0.5
+    return kept / tp
+
+
+def _product_outputs(model: ModelShape, tp: int, width: int, *, lora: bool) -> float:
+    """Return the outputs of the products after attention; with LoRA, those of the adapters in attention too."""
+    copies = model.active_experts + model.shared_experts if model.experts else 1
+    feed = copies * ((2 if model.gated_mlp else 1) * model.ffn / tp + model.hidden)
+    adapters = (2 * model.attention_width + 2 * model.kv_width) / tp if lora else 0.0
+    return width * (model.hidden + feed + adapters)
+
+
+def working_bytes(model: ModelShape, tp: int, *, half: bool) -> float:
+    """Return the gradients that the backward pass of a layer needs per token: of its widest part and its output."""
+    copies = model.active_experts + model.shared_experts if model.experts else 1
+    widest = max(copies * model.ffn, model.attention_width + 2 * model.kv_width)
+    return ((HALF if half else SINGLE) * widest + SINGLE * model.hidden) / tp
+
+
+def in_flight(schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int) -> float:
+    """Return the micro-batches whose activations a pipeline rank keeps at its peak, in units of all its layers.
+
+    1f1b: p - i; interleaved: 1 + (p - 1)/(p v) times p on the first rank; zero-bubble: p on every rank; gpipe: all.
+    """
+    if ranks == 1:
+        return 1.0
+    if schedule == "gpipe":
+        return float(micro_batches)
+    if schedule == "zero-bubble":
+        return float(min(micro_batches, ranks))
+    if virtual_stages > 1:
+        chunks = 2 * (ranks - 1 - index) + (virtual_stages - 1) * ranks + 1
+        return min(micro_batches * virtual_stages, chunks) / virtual_stages
+    return float(min(micro_batches, ranks - index))
+
+
+def held_passes(
+    schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int
+) -> tuple[tuple[float, float], ...]:
+    """Return the moments at which a rank can hold the most: micro-batches in flight, and how many of them are pending.
+
+    Pending: their gradient of the input is computed and that of the weights is not yet, which zero-bubble leaves for
+    the end of the step. Rank i of p then holds p + i of its half micro-batches, of which 2i + 1 are pending.
+    """
+    kept = in_flight(schedule, ranks, virtual_stages, index, micro_batches)
+    if schedule != "zero-bubble" or ranks == 1:
+        return ((kept, 0.0),)
+    halves = 2 * micro_batches
+    return (kept, 0.5), (min(halves, ranks + index) / 2, min(halves, 2 * index + 1) / 2)
+
+
+class PerToken(NamedTuple):
+    """Bytes per token on one rank, of a layer that is divided by tp."""
+
+    kept: float
+    """Per layer."""
+    working: float
+    """What the backward pass of one layer needs besides."""
+    last: float
+    """The inputs of the last norm and of the output layer."""
+    logits: tuple[float, ...]
+    """At the end of forward, at the start of backward, and kept between."""
+    pending: float = 0.0
+    """Per layer whose gradients of weights are computed later: what was recomputed, and gradients of all outputs."""
+
+
+@lru_cache(maxsize=4096)
+def per_token(
+    model: ModelShape,
+    seq_len: int,
+    tp: int,
+    recompute: str,
+    *,
+    half: bool,
+    compiled: bool = False,
+    residual: int = SINGLE,
+    lora: bool = False,
+    whole_logits: bool = False,
+) -> PerToken:
+    """Return what torch keeps of Phalanx's models; `whole_logits`: tensor-parallel ranks gather them (pipelines)."""
+    kept, plain = (
+        torch_layer_bytes(model, tp, half=half, recompute=kind, compiled=compiled, residual=residual, lora=lora)
+        for kind in (recompute, "none")
+    )
+    again = 0.0 if recompute == "none" else plain - kept
+    last = (SINGLE / tp + (HALF if half else SINGLE)) * model.hidden
+    split = 1 if whole_logits else tp
+    loss = LOGITS["compiled" if compiled else "split" if split > 1 else "half" if half else "fp32"]
+    working, logits = working_bytes(model, tp, half=half), _logits(model, seq_len, split, loss)
+    return PerToken(kept, again + working, last, logits, again + _output_gradients(model, tp, half=half))
+
+
+def _output_gradients(model: ModelShape, tp: int, *, half: bool) -> float:
+    """Return the gradients of the outputs of a layer's products, and in fp32 of its norms."""
+    ffn = (2 if model.gated_mlp else 1) * model.ffn
+    split = model.attention_width + 2 * model.kv_width + ffn
+    return (HALF if half else SINGLE) * (split / tp + 2 * model.hidden) + 2 * SINGLE * model.hidden / tp
+
+
+@lru_cache(maxsize=4096)
+def published_per_token(
+    model: ModelShape, seq_len: int, tp: int, recompute: str, *, sequence_parallel: bool, width: int
+) -> PerToken:
+    """Return what Megatron-LM keeps."""
+    kept, plain = (
+        published_layer_bytes(model, seq_len, tp, sequence_parallel=sequence_parallel, recompute=kind, width=width)
+        for kind in (recompute, "none")
+    )
+    again = plain if recompute == "full" else 0.0
+    return PerToken(kept, again, 0.0, _logits(model, seq_len, tp, LOGITS["published"]))
+
+
+def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    classes = (model.vocab if model.outputs is None else model.outputs / seq_len) / tp
+    return tuple(size * classes for size in sizes)

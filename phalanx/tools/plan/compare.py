@@ -1,0 +1,264 @@
+"""Other clusters, goals and constraints beside a plan: `--what-if`, and designs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.observe.format import table
+from phalanx.tools.plan import presets
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.estimator import Estimator
+from phalanx.tools.plan.explain import name as layout_name
+from phalanx.tools.plan.layout import RECOMPUTE, Goal, Layout
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.planner import make_plan
+from phalanx.tools.plan.report import Plan
+from phalanx.tools.plan.search import HEADROOM, Constraints
+from phalanx.tools.plan.text import seconds
+
+LONGEST = 1 << 22
+_ADAPTER_PRICE = 0.015
+"""Share of a machine's price per adapter that is added or removed, with its part of the switches: a rough rule."""
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A job: what a plan is made for."""
+
+    model: ModelShape | TracedShape
+    cluster: Cluster
+    goal: Goal
+    limits: Constraints
+
+    def plan(self) -> Plan:
+        """Return the plan of this job."""
+        return make_plan(self.model, self.cluster, self.goal, self.limits)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question with its answer: a sentence, and plans of the variants that were compared."""
+
+    question: str
+    sentence: str = ""
+    variants: tuple[tuple[str, Plan], ...] = ()
+
+    def text(self) -> str:
+        """Return the answer as lines."""
+        lines = [f"what if: {self.question}", *([f"  {self.sentence}"] if self.sentence else [])]
+        return "\n".join([*lines, *([variants_table(self.variants)] if self.variants else [])])
+
+    def data(self) -> dict[str, object]:
+        """Return plain data."""
+        variants = [dict(zip(HEAD, row, strict=True)) for row in rows(self.variants)]
+        return {"question": self.question, "answer": self.sentence, "variants": variants}
+
+
+HEAD = ("variant", "step", "of the first", "MFU", "GiB", "training", "layout")
+
+
+def variants_table(variants: tuple[tuple[str, Plan], ...]) -> str:
+    """Return a row per variant: step time, memory, cost and layout."""
+    return table([HEAD, *rows(variants)], "  ")
+
+
+def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of `HEAD` for each variant."""
+    first = variants[0][1].best.estimate.step_seconds if variants and variants[0][1].best else None
+    for name, plan in variants:
+        if plan.best is None:
+            yield name, "-", "-", "-", "-", "-", "nothing fits"
+            continue
+        found = plan.best.estimate
+        relative = f"{found.step_seconds / first:.0%}" if first else "-"
+        cost = seconds(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
+        cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
+        memory = f"{found.needed_gib:.1f}"
+        yield (
+            name,
+            seconds(found.step_seconds),
+            relative,
+            f"{found.mfu:.1%}",
+            memory,
+            cost,
+            layout_name(plan.best.layout),
+        )
+
+
+def answer(question: str, case: PlanCase, plan: Plan) -> Answer:
+    """Return the answer to one question of `--what-if`: `fewest-gpus`, `gpu=h200`, ..."""
+    name, _, value = question.partition("=")
+    if name not in QUESTIONS:
+        raise UsageError(unknown_name("question", question, QUESTIONS), hint="For example: --what-if gpu=h200")
+    return QUESTIONS[name](case, plan, value)
+
+
+def _variants(question: str, plan: Plan, cases: dict[str, PlanCase]) -> Answer:
+    return Answer(question, "", (("as planned", plan), *((name, case.plan()) for name, case in cases.items())))
+
+
+def _largest_batch(case: PlanCase, plan: Plan, value: str) -> Answer:
+    if plan.best is None:
+        return Answer("largest batch", "no batch fits: see the smallest changes")
+    layout, fits = plan.best.layout, _fitting(case, plan.best.layout)
+    micro = _largest(lambda size: fits(replace(layout, micro_batch=size), case.goal), 1, 1 << 16)
+    ranks = layout.dp
+    return Answer(
+        "largest batch",
+        f"micro-batch {micro} fits, which is {micro * ranks:,} samples over {ranks} data ranks without accumulation; "
+        "accumulation makes any multiple of it, in the same memory",
+    )
+
+
+def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
+    if plan.best is None or not isinstance(case.model, ModelShape) or case.model.patches:
+        return Answer("longest sequence", "this model has no sequence, or nothing fits")
+    others = [other.layout for other in (plan.best, *plan.runners_up)]
+    tried = {layout_name(each): each for layout in others for each in _smaller(layout)}
+
+    def longest(layout: Layout) -> int:
+        fits, step = _fitting(case, layout), 128 * layout.cp
+        return step * _largest(lambda size: fits(layout, replace(case.goal, seq_len=step * size)), 1, LONGEST // step)
+
+    lengths = {name: longest(layout) for name, layout in tried.items()}
+    best = max(lengths, key=lambda name: lengths[name])
+    own = lengths[layout_name(replace(plan.best.layout, micro_batch=1))]
+    return Answer(
+        "longest sequence", f"{own:,} tokens in the planned layout at micro-batch 1; {lengths[best]:,} with {best}"
+    )
+
+
+def _smaller(layout: Layout) -> tuple[Layout, Layout]:
+    return replace(layout, micro_batch=1), replace(layout, micro_batch=1, recompute="full")
+
+
+def _fitting(case: PlanCase, layout: Layout) -> Callable[[Layout, Goal], bool]:
+    def fits(layout: Layout, goal: Goal) -> bool:
+        estimator = Estimator(case.model, case.cluster, goal)
+        return estimator.needed_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
+
+    return fits
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number that fits, by bisection; 0 where none does."""
+    if not fits(low):
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _fewest_gpus(case: PlanCase, plan: Plan, value: str) -> Answer:
+    """Halve the GPUs while a layout fits; double them where none does."""
+    found: list[tuple[str, Plan]] = [(_gpus(case.cluster.gpus), plan)]
+    gpus = case.cluster.gpus
+    while (gpus := gpus // 2 if plan.fits else gpus * 2) >= 1 and gpus <= 1 << 16:
+        other = replace(case, cluster=replace(case.cluster, gpus=gpus)).plan()
+        found.append((_gpus(gpus), other))
+        if other.fits != plan.fits:
+            break
+    fitting = [name for name, each in found if each.fits]
+    sentence = f"the fewest that fit, by halves and doubles: {fitting[-1]}" if fitting else "no number of GPUs fits"
+    return Answer("fewest GPUs", sentence, tuple(found))
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def _sharding(case: PlanCase, plan: Plan, value: str) -> Answer:
+    stages = {"ddp (nothing sharded)": 0, "zero-1: optimizer": 1, "zero-2: gradients too": 2, "zero-3: all (fsdp)": 3}
+    cases = {name: replace(case, limits=replace(case.limits, zero_stage=stage)) for name, stage in stages.items()}
+    return _variants("other sharding", plan, cases)
+
+
+def _offload(case: PlanCase, plan: Plan, value: str) -> Answer:
+    limits = {name: replace(case.limits, offload=name) for name in ("none", "cpu")}
+    return _variants("offload", plan, {f"offload {name}": replace(case, limits=each) for name, each in limits.items()})
+
+
+def _recompute(case: PlanCase, plan: Plan, value: str) -> Answer:
+    cases = {f"recompute {name}": replace(case, limits=replace(case.limits, recompute=name)) for name in RECOMPUTE}
+    return _variants("recomputation", plan, cases)
+
+
+def _fp8(case: PlanCase, plan: Plan, value: str) -> Answer:
+    gpu = presets.parts_of(case.cluster)[0]
+    if "fp8" not in gpu.tflops or plan.best is None:
+        return Answer("fp8", f"{gpu.name} has no fp8" if plan.best else "nothing fits")
+    step = Estimator(case.model, case.cluster, replace(case.goal, precision="fp8")).time(plan.best.layout).seconds
+    change = step / plan.best.estimate.step_seconds - 1
+    return Answer(
+        "fp8", f"matrix products in fp8: step {seconds(step)} ({change:+.0%}); `phalanx train` has no fp8 yet"
+    )
+
+
+def _other_gpu(case: PlanCase, plan: Plan, value: str) -> Answer:
+    own = presets.parts_of(case.cluster)[0].name
+    names = (
+        [presets.gpu(value).name] if value else [name for name in ("a100-80", "h100", "h200", "b200") if name != own]
+    )
+    return _variants(
+        "another GPU", plan, {name: replace(case, cluster=_with_gpu(case.cluster, name)) for name in names}
+    )
+
+
+def _with_gpu(cluster: Cluster, name: str) -> Cluster:
+    """Return the cluster with another GPU, its own links, and the price of the first instance type that has it."""
+    priced = presets.usual_instance(name)
+    price = None if priced is None or priced.price is None else priced.price / priced.gpus
+    return replace(
+        cluster,
+        gpu=name,
+        intra_node=None,
+        inter_node=None,
+        inter_node_gbps=None,
+        price_per_gpu_hour=price,
+        instance=None,
+    )
+
+
+QUESTIONS: dict[str, Callable[[PlanCase, Plan, str], Answer]] = {
+    "largest-batch": _largest_batch,
+    "longest-sequence": _longest_sequence,
+    "fewest-gpus": _fewest_gpus,
+    "sharding": _sharding,
+    "offload": _offload,
+    "recompute": _recompute,
+    "fp8": _fp8,
+    "gpu": _other_gpu,
+}
+"""The questions of `--what-if`."""
+
+
+def designs(case: PlanCase, plan: Plan) -> Answer:
+    """Compare designs of the cluster: GPUs per machine, adapters per GPU, rail or tree."""
+    cluster = case.cluster
+    link = presets.parts_of(cluster)[2]
+    line = link.gbps / link.reach * 8 * cluster.oversubscription  # Gbit/s per GPU
+
+    def variant(adapters: float, price: float, **changes: object) -> PlanCase:
+        changed = replace(cluster, **changes)  # type: ignore[arg-type]
+        changed = replace(changed, inter_node_gbps=adapters * line * changed.gpus_per_node)
+        if cluster.price_per_gpu_hour is not None:
+            changed = replace(changed, price_per_gpu_hour=cluster.price_per_gpu_hour * price)
+        return replace(case, cluster=changed)
+
+    sizes = [size for size in (4, 8, 16) if size != cluster.gpus_per_node and size < cluster.gpus]
+    cases = {f"{size} GPUs per machine": variant(1, 1, gpus_per_node=size) for size in sizes}
+    for adapters in (0.5, 2.0):
+        price = 1 + _ADAPTER_PRICE * cluster.gpus_per_node * (adapters - 1)
+        cases[f"{adapters:g} adapters per GPU"] = variant(adapters, price)
+    cases["tree, 2:1 oversubscribed"] = variant(1, 1 - _ADAPTER_PRICE, topology="tree", oversubscription=2.0)
+    cases["tree, 4:1 oversubscribed"] = variant(1, 1 - 2 * _ADAPTER_PRICE, topology="tree", oversubscription=4.0)
+    if cluster.nodes < 2:
+        return Answer("designs of the cluster", "one machine has no network: plan for more GPUs", ())
+    found = _variants("designs of the cluster", plan, cases)
+    sentence = (
+        f"prices: an adapter with its switches is taken as {_ADAPTER_PRICE:.1%} of a machine; the links keep their kind"
+    )
+    return replace(found, sentence=sentence)

@@ -1,0 +1,162 @@
+"""Predicted against measured: what the planner would have said of a run, and factors for the next plans.
+
+A run records what the planner must know of it in its event `run_started` (`job_of`). `compare` predicts it when a
+report is made, so that training does not wait for it. `keep_factors` keeps how far the prediction was
+off, by type of GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from datetime import date
+from typing import Any, NamedTuple
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.observe.goodput import Account
+from phalanx.tools.plan import presets
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.estimator import Estimator
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.model import ModelShape
+from phalanx.tools.plan.planner import reliability_of
+from phalanx.tools.plan.rules import layout_of
+from phalanx.tools.plan.search import kernels_of
+from phalanx.world.mesh import Mesh
+
+GIB = 2.0**30
+
+
+class Component(NamedTuple):
+    """One figure of a run: seconds, a rate, a share, or GiB."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def factor(self) -> float:
+        """Measured / predicted."""
+        return self.measured / self.predicted if self.predicted else float("nan")
+
+
+class RunComparison(NamedTuple):
+    """What was predicted and measured of a run."""
+
+    gpu: str
+    components: tuple[Component, ...]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the device is known: a GPU, or a CPU of which something was measured."""
+        return self.gpu != "cpu" or "cpu" in presets.measured("factors")
+
+    def factor(self, name: str) -> float | None:
+        """Return measured / predicted of a component that was compared."""
+        return next((each.factor for each in self.components if each.name == name and each.predicted), None)
+
+
+def job_of(
+    shape: ModelShape, config: DistributedConfig, mesh: Mesh, batch_size: int, gpu: tuple[str, float]
+) -> dict[str, Any]:
+    """Return what a run records of itself for the planner, as plain data; `gpu`: name and GiB, empty on the CPU."""
+    layout = dataclasses.replace(layout_of(config, mesh, batch_size), attention="flash")
+    return {
+        "shape": _changed(shape),
+        "layout": _changed(layout),
+        "gpu": gpu[0],
+        "gpu_memory_gib": gpu[1],
+        "gpus_per_node": config.gpus_per_node or max(1, mesh.world_size // config.num_nodes),
+        "optimizer": config.optimizer,
+        "compile": config.compile,
+    }
+
+
+def _changed(value: Any) -> dict[str, Any]:
+    """Return the fields of a data class that have not their default."""
+    own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return {name: each for name, each in own.items() if each != defaults[name]}
+
+
+def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], found: Account) -> RunComparison | None:
+    """Return predicted and measured figures of a run; None where its events do not describe it."""
+    job, logged = started.get("job") or {}, list(steps)
+    if not job or not found.steady_throughput or not logged:
+        return None
+    shape, layout = ModelShape(**job["shape"]), Layout(**job["layout"])
+    last = logged[-1]
+    tokens = last.get("tokens_per_second")
+    length = (
+        round(tokens / last["samples_per_second"]) if tokens and last.get("samples_per_second") else shape.patches + 1
+    )
+    cluster = Cluster(gpu=_gpu(job["gpu"], job["gpu_memory_gib"]), gpus=layout.gpus, gpus_per_node=job["gpus_per_node"])
+    precision = started["precision"] if started["precision"] in ("bf16", "fp16") else "fp32"
+    goal = Goal(
+        global_batch=started["global_batch"],
+        seq_len=length,
+        precision=precision,
+        optimizer=job["optimizer"],
+        compile=job["compile"],
+    )
+    layout = dataclasses.replace(layout, kernels=kernels_of(goal))
+    components = _components(Estimator(shape, cluster, goal), layout, logged, found, on_gpu=bool(job["gpu"]))
+    return RunComparison(str(cluster.gpu), tuple(components))
+
+
+def _gpu(device: str, memory_gib: float) -> str:
+    """Return the planner's name of a device: what was measured, else by what the driver calls it."""
+    if any(name.startswith("cpu-") != bool(device) for name in presets.measured("gpus")):
+        return presets.gpu("measured").name
+    if not device:
+        return "cpu"
+    known = presets.gpu_of_device(device, memory_gib)
+    if known is None:
+        raise UsageError(f"the planner does not know the GPU '{device}'", hint="Run there: phalanx plan --calibrate")
+    return known.name
+
+
+def _components(
+    estimator: Estimator, layout: Layout, logged: list[Mapping[str, Any]], found: Account, *, on_gpu: bool
+) -> Iterable[Component]:
+    estimate, goal = estimator(layout), estimator.goal
+    step = goal.global_batch / found.steady_throughput
+    yield Component("step", "s", estimate.step_seconds, step)
+    exposed = sum(seconds for part, seconds in estimate.breakdown.items() if part.endswith("_comm"))
+    if found.communication_is_counted and layout.gpus > 1:
+        waited = found.seconds["communication"] / max(1, found.steps)
+        yield Component("exposed communication", "s", exposed, waited)
+        yield Component("computation", "s", estimate.step_seconds - exposed, step - waited)
+    rate = estimate.tokens_per_second_per_gpu
+    yield Component("tokens/s per GPU", "", rate, rate * estimate.step_seconds / step)
+    if found.steady_mfu is not None:
+        yield Component("MFU", "%", 100 * estimate.mfu, 100 * found.steady_mfu)
+    peak = max(float(event.get("memory_bytes") or 0) for event in logged) / GIB
+    if on_gpu and peak:  # on the CPU it would be that of the whole process
+        yield Component("memory", "GiB", estimate.peak_gib, peak)
+    yield Component(
+        "data wait", "s", estimate.breakdown.get("data", 0.0), found.seconds.get("data_wait", 0.0) / max(1, found.steps)
+    )
+    effective = reliability_of(estimator, layout)["effective"]
+    began = sum(found.seconds.get(name, 0.0) for name in ("import", "startup", "compile"))
+    useful = found.seconds.get("productive", 0.0) / max(1e-9, found.total - began)
+    yield Component("goodput after start-up", "%", 100 * effective, 100 * useful)
+
+
+def keep_factors(comparison: RunComparison, run: str) -> dict[str, Any]:
+    """Keep how far the prediction was off; factors of before are part of the prediction, so they multiply."""
+    before = presets.measured("factors").get(comparison.gpu, {})
+    compute = comparison.factor("computation") or comparison.factor("step") or 1.0
+    links = comparison.factor("exposed communication") or 1.0
+    memory = next((each.measured - each.predicted for each in comparison.components if each.name == "memory"), 0.0)
+    kept = {
+        "kernels": round(before.get("kernels", 1.0) * compute, 4),
+        "links": round(before.get("links", 1.0) * links, 4),
+        "memory_gib": round(before.get("memory_gib", 0.0) + memory, 3),
+        "run": run,
+        "date": date.today().isoformat(),
+    }
+    presets.keep_measured({"factors": {comparison.gpu: kept}})
+    return kept

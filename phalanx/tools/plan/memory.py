@@ -1,0 +1,340 @@
+"""Memory of one rank: model states, activations, logits, buffers. Closed forms of publications and of torch. No torch.
+
+The peak of a step is the highest of five moments, from the end of forward to the end of backward (`_at_peak`).
+Without accumulation torch allocates gradients while it frees activations, so that the sum of both is never in use:
+`activations` is then what is needed beyond the gradients. Layers with scores in memory (attention = "materialized") are
+counted as published for Megatron-LM, in which gradients have their memory from the start; others as torch keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from phalanx.tools.plan.activations import HALF, SINGLE, PerToken, held_passes, per_token, published_per_token
+from phalanx.tools.plan.cluster import Gpu
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.states import Counts, StageLayers, counts, even_cut, rank_layers, state_bytes, train_cut
+
+GIB = float(2**30)
+WORKSPACE = 72 * 2**20
+"""Workspaces of cublas, which torch's allocator holds from the first product on; part of `communication`."""
+FRAGMENTATION = 0.03
+"""Memory in pieces too small to use, as a share of what is in use: measured where a GPU was nearly full."""
+BUCKETS = 50 * 2**20
+"""DDP: two buckets under way."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one kind of rank holds."""
+
+    layers: float
+    moments: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
+    """Micro-batches whose activations it keeps, and how many of them are pending; see `held_passes`."""
+    embeds: bool = True
+    computes_loss: bool = True
+    receives: int = 0
+    """Buffers per micro-batch: each stage but the first receives inputs, each but the last gradients."""
+
+
+@lru_cache(maxsize=4096)
+def _ranks(cut: StageLayers, pp: int, virtual: int, schedule: str, micro_batches: int) -> dict[str, _Rank]:
+    """Return the kinds of rank; each holds `virtual` stages."""
+    if pp == 1:
+        return {"all": _Rank(cut.first)}
+    held, folded = rank_layers(cut, virtual, schedule)
+    return {
+        name: _Rank(
+            layers,
+            held_passes(schedule, pp, virtual, index, micro_batches),
+            embeds=index == 0,
+            computes_loss=index == (0 if folded else pp - 1),
+            receives=2 * virtual - (index == 0) - (index == (0 if folded else pp - 1)),
+        )
+        for name, index, layers in zip(("first stage", "middle stage", "last stage"), (0, 1, pp - 1), held, strict=True)
+        if pp > 2 or name != "middle stage"
+    }
+
+
+def rank_memory(
+    model: ModelShape | TracedShape,
+    gpu: Gpu,
+    layout: Layout,
+    goal: Goal,
+    *,
+    attention: str = "flash",
+    reserve_gib: float | None = None,
+) -> dict[str, dict[str, float]]:
+    """Return GiB by kind of rank ("all"; in a pipeline "first stage", "middle stage", "last stage") and part.
+
+    All parts but `reserve` together are what torch.cuda.max_memory_allocated counts.
+    """
+    micro_batches = layout.accumulation(goal.global_batch)
+    outside = (gpu.reserve_gib if reserve_gib is None else reserve_gib) * GIB
+    case = _Case(layout, goal, micro_batches, published=attention == "materialized")
+    find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
+    found, cut = {}, _cut(model, layout, case)
+    for name, rank in _ranks(cut, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
+        parts = _at_peak(find(rank, case))
+        parts["reserve"] = outside + FRAGMENTATION * sum(parts.values())
+        found[name] = {part: size / GIB for part, size in parts.items()}
+    return found
+
+
+def _cut(model: ModelShape | TracedShape, layout: Layout, case: _Case) -> StageLayers:
+    """Return the layers of the stages; publications have as many in each."""
+    stages = layout.pp * layout.virtual_stages
+    if isinstance(model, TracedShape):
+        return even_cut(model.blocks, stages)
+    return even_cut(model.layers, stages) if case.published or stages == 1 else train_cut(model, stages)
+
+
+class _Facts(NamedTuple):
+    """A transformer on a rank of any kind."""
+
+    seq_len: int
+    counts: Counts
+    per_token: PerToken
+
+
+class _Case:
+    """The choices of a layout and a goal that decide what is kept."""
+
+    def __init__(self, layout: Layout, goal: Goal, micro_batches: int, *, published: bool) -> None:
+        self.layout, self.goal, self.published = layout, goal, published
+        self.half = goal.precision != "fp32"
+        self.width = HALF if self.half else SINGLE
+        self.shards, self.stage = layout.dp_shard * layout.cp, layout.stage
+        self.sharded = self.stage > 0 and self.shards > 1 and not published
+        """Whether `fully_shard` gathers weights in half precision and reduces gradients in fp32, block by block."""
+        self.residual = HALF if self.half and (self.sharded or published) else SINGLE
+        """Bytes per value of the hidden states between layers."""
+        self.micro_batches = micro_batches
+        self.lora = layout.lora_rank is not None
+        self.casts = self.half and goal.master_weights and not published and not self.sharded
+        """Whether autocast copies fp32 weights to half precision."""
+        self.states = state_bytes(goal.precision, goal.optimizer, master_weights=goal.master_weights)
+        self.gradients_stay = published or micro_batches > 1 or (self.stage == 0 and layout.dp_replicate > 1)
+        """DDP's buckets are the gradients' memory, also between steps."""
+
+    def facts(self, model: ModelShape) -> _Facts:
+        """Return what all ranks have in common."""
+        seq_len = model.patches + 1 if model.patches else self.goal.seq_len
+        return _Facts(seq_len, counts(model, self.layout.tp), self._per_token(model, seq_len))
+
+    def _per_token(self, model: ModelShape, seq_len: int) -> PerToken:
+        tp, recompute = self.layout.tp, self.layout.recompute
+        if self.published:
+            split = self.layout.sequence_parallel
+            return published_per_token(model, seq_len, tp, recompute, sequence_parallel=split, width=self.width)
+        compiled = self.goal.compile
+        return per_token(
+            model,
+            seq_len,
+            tp,
+            recompute,
+            half=self.half,
+            compiled=compiled,
+            residual=self.residual,
+            lora=self.lora,
+            whole_logits=self.layout.pp > 1,
+        )
+
+    def model_states(self, plain: float, experts: float, adapters: float) -> tuple[float, float, float]:
+        """Return bytes of parameters, gradients and optimizer states; a rank has its experts whole, or shares them."""
+        found = []
+        for size, first in zip(self.states, (3, 2, 1), strict=True):
+            ranks = self.shards if self.stage >= first else 1
+            trained = adapters / ranks if self.lora else plain / ranks + experts / max(ranks, self.layout.ep)
+            found.append(size * trained)
+        if self.lora:
+            ranks = self.shards if self.stage >= 3 else 1
+            frozen = SINGLE if self.goal.master_weights else self.width
+            found[0] += frozen * (plain / ranks + experts / max(ranks, self.layout.ep))
+        return (0.0, 0.0, 0.0) if self.layout.offload == "cpu" else (found[0], found[1], found[2])
+
+
+class _Held(NamedTuple):
+    """Bytes of one rank."""
+
+    states: tuple[float, float, float]
+    base: float
+    """What is held besides activations until backward starts."""
+    end: float
+    """What is held of model states at the end of backward."""
+    shared: float
+    """A second gradient of an embedding that is the output matrix too, at the end."""
+    activations: float
+    casts: tuple[float, float]
+    """Copies of weights at the end of forward, and those kept for backward."""
+    logits: tuple[float, float]
+    """At the end of forward and at the start of backward."""
+    working: float
+    """What the backward pass of one layer needs besides."""
+    buffers: tuple[float, float, float]
+    """For communication: while the loss is computed, beside a layer's backward pass, and at the end."""
+
+
+def _at_peak(held: _Held) -> dict[str, float]:
+    """Return the parts at the moment when their sum is highest."""
+    loss, layer, end = held.buffers
+    (cached, saved), (forward, backward) = held.casts, held.logits
+    moments = (  # model states, activations, logits, buffers
+        (held.base, held.activations + cached, forward, loss),
+        (held.base, held.activations + saved, backward, loss),
+        (held.base, held.activations + saved + held.working, 0.0, layer),
+        (held.end, held.working, 0.0, layer),
+        (held.end, held.shared, 0.0, end),
+    )
+    base, activations, logits, buffers = max(moments, key=sum)
+    missing = sum(held.states) - base  # gradients that are not there yet: the others use their memory
+    activations -= min(0.0, missing)
+    overlap = max(0.0, min(missing, activations + logits))
+    beyond = 1 - overlap / (activations + logits) if overlap else 1.0
+    parts = dict(zip(("parameters", "gradients", "optimizer"), held.states, strict=True))
+    parts["activations"], parts["logits"] = beyond * activations, beyond * logits
+    parts["communication"] = WORKSPACE + max(0.0, buffers - max(0.0, missing - overlap))
+    return parts
+
+
+def _over_the_step(
+    case: _Case, states: tuple[float, float, float], trained: float, whole: float
+) -> tuple[float, float]:
+    """Return what of the model states is held until backward starts, and at its end.
+
+    Gradients appear during backward, in fp32 under autocast and fsdp. With stages 1 and 2, fsdp holds fp32 shards and
+    the whole weights in half precision, which it frees during backward.
+    """
+    size, ranks = SINGLE if case.goal.master_weights else case.width, case.shards
+    held = sum(states)
+    if case.published or case.layout.offload == "cpu" or (case.sharded and case.stage < 3 and case.lora):
+        return held, held
+    if not case.sharded or case.stage == 3:
+        found = size * trained / (ranks if case.sharded else 1)
+        if case.sharded and case.layout.pp > 1:  # they are whole until the end, and counted as buffers
+            return held - found, held - found
+        return held - (0.0 if case.gradients_stay else found), held
+    shards = sum(case.states) * trained / ranks
+    base = case.width * whole + shards - size * trained / ranks
+    if case.gradients_stay:  # torch's pipeline does not reduce them before the last micro-batch
+        base += size * trained / (ranks if case.stage == 2 and case.layout.pp == 1 else 1)
+    return base, shards
+
+
+def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> _Held:
+    layout, here = case.layout, facts.counts
+    tokens, each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
+    root = rank.embeds * here.embedding + rank.computes_loss * here.head
+    tied = model.tied_embeddings and model.outputs is None and rank.computes_loss
+    if tied and not rank.embeds:
+        root += here.table  # both ends of a pipeline hold the shared matrix
+    plain, experts = rank.layers * here.layer + root, rank.layers * here.experts
+    adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
+    states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
+    flights, pending = max(rank.moments, key=lambda held: held[0] * each.kept + held[1] * each.pending)
+    loss = tokens * rank.computes_loss
+    forward, backward, waiting = (loss * size for size in each.logits)
+    waiting *= flights - 1 if layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
+    return _Held(
+        states,
+        *_over_the_step(case, states, adapters if case.lora else whole, whole),
+        _embedding_gradient(case, rank, here.table, tied=tied),
+        tokens * rank.layers * (flights * each.kept + pending * each.pending) + loss * each.last,
+        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table),
+        (forward + waiting, backward + waiting),
+        tokens * each.working,
+        _buffers(case, whole, here.layer, root, tokens * _moved(model, case, rank)),
+    )
+
+
+def _embedding_gradient(case: _Case, rank: _Rank, table: float, *, tied: bool) -> float:
+    """Return what the gradient of the token embedding needs besides itself, at the end of backward.
+
+    An embedding that is the output matrix too has two gradients, which are added. Tensor-parallel ranks compute the
+    gradient of the whole vocabulary, twice, before each keeps its part (DTensor).
+    """
+    if case.lora or case.published or not rank.embeds:
+        return 0.0
+    width, tp = case.width if case.sharded else SINGLE, case.layout.tp
+    if tp > 1:
+        return width * table * tp * (4 if tied else 2 - 1 / tp)
+    return width * table * (1 if case.half else 2) if tied and not case.sharded else 0.0
+
+
+def _moved(model: ModelShape, case: _Case, rank: _Rank) -> float:
+    """Return the bytes per token of buffers for activations that are sent and received.
+
+    torch's pipeline has a buffer for each micro-batch of a step and keeps them all; Megatron-LM frees them.
+    """
+    layout = case.layout
+    received = 2 if case.published else rank.receives * case.micro_batches
+    hidden = case.residual * received * model.hidden / layout.tp if layout.pp > 1 else 0.0
+    keys_and_values = 4 * model.kv_width / layout.tp if layout.cp > 1 else 0.0
+    rows = 2 * model.active_experts * model.hidden if layout.ep > 1 else 0
+    return hidden + case.width * (keys_and_values + rows)
+
+
+def _casts(case: _Case, flights: float, pending: float, layers: float, table: float) -> tuple[float, float]:
+    """Return the half-precision copies of weights: each forward pass has its own, and keeps them for backward.
+
+    Of recomputed layers they are freed when forward ends, of frozen and compiled ones earlier; those of passes that are
+    recomputed and pending stay.
+    """
+    if not case.casts:
+        return 0.0, 0.0
+    kept = HALF * (table + layers * (flights if case.layout.recompute == "none" else pending))
+    if case.layout.recompute == "none" or case.lora or case.goal.compile:
+        return kept, kept
+    return max(kept, HALF * (table + layers)), kept
+
+
+def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float) -> tuple[float, float, float]:
+    """Return the bytes of communication buffers: while the loss is computed, beside a layer's backward, at the end.
+
+    fsdp gathers a block while it computes another, and reduces its gradients in fp32 beside what it has computed; what
+    is outside the blocks stays gathered. torch's pipeline keeps weights gathered, and gradients whole in fp32, until
+    the last micro-batch.
+    """
+    if not case.sharded:
+        moved += BUCKETS if case.layout.dp > 1 else 0.0
+        return moved, moved, moved
+    gathered = case.width if case.stage == 3 else 0
+    if case.layout.pp > 1:
+        moved += whole * (gathered + SINGLE * (not case.lora)) if gathered else 0.0
+        return moved, moved, moved
+    reduced = 0 if case.lora else case.width + SINGLE
+    beside = gathered * (root + 2 * layer) + 2 * reduced * layer
+    return moved + gathered * root, moved + beside, moved + reduced * (root + layer)
+
+
+def _traced(model: TracedShape, rank: _Rank, case: _Case) -> _Held:
+    """Return the memory of a module that was traced in half precision: in fp32 its activations are twice as large."""
+    layout = case.layout
+    share, samples = rank.layers / model.blocks, layout.micro_batch * (1 if case.half else 2)
+    kept, block = model.activation_bytes_per_sample, model.activation_bytes_per_sample / model.blocks
+    working = model.output_bytes_per_sample
+    if layout.recompute != "none":
+        selective = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
+        kept, working = model.block_boundary_bytes_per_sample + selective, working + block
+    parameters = model.parameters * share
+    trained = model.trainable * share
+    states = list(case.model_states(trained, 0.0, 0.0))
+    if layout.offload != "cpu":
+        frozen = SINGLE if case.goal.master_weights else case.width
+        states[0] += frozen * (parameters - trained) / (case.shards if case.stage >= 3 else 1)
+        states[0] += SINGLE * model.buffers
+    held = (states[0], states[1], states[2])
+    block_parameters = float(model.largest_block_parameters)
+    return _Held(
+        held,
+        *_over_the_step(case, held, trained, parameters),
+        0.0,
+        samples * kept * share * rank.moments[0][0],
+        _casts(case, *rank.moments[0], parameters, 0.0),
+        (0.0, 0.0),
+        samples * working,
+        _buffers(case, parameters, block_parameters, block_parameters, 0.0),
+    )

@@ -1,0 +1,237 @@
+"""`make_plan`: the search, and everything that explains its answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.reliability.effective import Process, best_interval
+from phalanx.reliability.rates import DAY, HOUR
+from phalanx.reliability.rates import PRESETS as FAILURE_RATES
+from phalanx.tools.plan import explain, presets
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.estimator import Estimator, check_values
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.prediction import Estimate
+from phalanx.tools.plan.report import Candidate, Plan
+from phalanx.tools.plan.rules import accepted, settings_of
+from phalanx.tools.plan.search import Constraints, Found, search, simplest
+
+RUNNERS_UP = 5
+MAX_GPUS, MAX_BATCH = 10**6, 10**8
+"""Larger numbers are mistakes of writing, and their search would not end."""
+FAILURES = "llama-3"
+FITTED = {
+    "a100": "fitted, docs/planning.md",
+    "h100": "fitted, docs/planning.md",
+    "h200": "those of h100, docs/planning.md",
+}
+"""Where the shares of peak of a type of GPU come from; those of other types are assumed (data/gpus.toml)."""
+RESTART_SECONDS = 300.0
+HOST_COPY_GBPS = 20.0
+"""GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
+SHOWN_REASONS = 8
+USUAL_BATCH = ((5e8, 500_000), (2e9, 1_000_000), (2e10, 2_000_000), (math.inf, 4_000_000))
+"""Tokens per step by parameters, about as in Brown et al. 2020, table 2.1."""
+
+
+def make_plan(
+    model: str | Path | ModelShape | TracedShape,
+    cluster: str | Cluster,
+    goal: Goal | None = None,
+    limits: Constraints | None = None,
+) -> Plan:
+    """Return the fastest layout that fits, with the runners-up and reasons; `best` is None where nothing fits."""
+    shape, machines = presets.resolve(model, cluster)
+    limits = limits or Constraints()
+    _check_cluster(machines)
+    goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
+    check_values(shape, machines, goal)
+    if goal.global_batch > MAX_BATCH:
+        raise UsageError(f"a global batch of {goal.global_batch}: plan for {MAX_BATCH:,} or less.")
+    found = search(shape, machines, goal, limits)
+    layout = simplest(found)
+    common: dict[str, Any] = {
+        "model": shape,
+        "cluster": machines,
+        "goal": goal,
+        "searched": found.searched,
+        "refused": tuple(found.refused.most_common(SHOWN_REASONS)),
+        "assumptions": assumptions(machines, goal),
+    }
+    if layout is None:
+        return Plan(best=None, smallest_change=smallest_change(shape, machines, goal, limits, found), **common)
+    estimator = Estimator(shape, machines, goal)
+    best = estimator(layout)
+    accepted(layout, goal, machines)  # what is printed as a command must start
+    reliability = reliability_of(estimator, layout)
+    return Plan(
+        best=Candidate(layout, best),
+        runners_up=_runners_up(found, layout, best, estimator),
+        binding=explain.binding(best, layout, found, estimator),
+        batch=explain.batch_words(layout, goal),
+        cost=cost(best, reliability, shape, machines, goal),
+        reliability=reliability,
+        sensitivity=tuple(explain.sensitivity(shape, machines, layout, goal)),
+        settings=settings_of(layout, goal, machines),
+        **common,
+    )
+
+
+def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
+    """Return a usual batch, sequence length and precision where none is given."""
+    gpu = presets.parts_of(cluster)[0]
+    precision = next((name for name in ("bf16", "fp16") if name in gpu.tflops), "fp32")
+    if isinstance(model, TracedShape) or model.patches:
+        seq_len = model.patches + 1 if isinstance(model, ModelShape) else 1
+        return Goal(global_batch=64 * cluster.gpus, seq_len=seq_len, precision=precision)
+    seq_len = presets.train_names(model.name).seq_len or model.positions or 2048
+    tokens = next(tokens for size, tokens in USUAL_BATCH if model.parameters < size)
+    doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
+    return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
+
+
+def _check_cluster(cluster: Cluster) -> None:
+    if cluster.gpus < 1:
+        raise UsageError(f"gpus = {cluster.gpus}: plan for 1 GPU or more.")
+    if cluster.gpus > MAX_GPUS:
+        raise UsageError(f"gpus = {cluster.gpus}: plan for {MAX_GPUS:,} GPUs or less.")
+    if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
+        fewer = cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node
+        raise UsageError(
+            f"{cluster.gpus} GPUs are not whole machines of {cluster.gpus_per_node}",
+            hint=f"Write --gpus {fewer} or {fewer + cluster.gpus_per_node}, or set --gpus-per-node.",
+        )
+
+
+def _runners_up(found: Found, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
+    """Return the best layout of each of the next five combinations of axes and sharding."""
+    seen, others = {_kind(chosen)}, list[Candidate]()
+    for _, layout in found.fitting:
+        if _kind(layout) in seen or len(others) == RUNNERS_UP:
+            continue
+        seen.add(_kind(layout))
+        estimate = estimator(layout)
+        reason = explain.why_lost(layout, estimate, best, estimator.cluster)
+        others.append(Candidate(layout, estimate, reason))
+    return tuple(others)
+
+
+def _kind(layout: Layout) -> tuple[int, ...]:
+    return (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard, layout.stage)
+
+
+def cost(
+    best: Estimate, reliability: dict[str, float], model: ModelShape | TracedShape, cluster: Cluster, goal: Goal
+) -> dict[str, float]:
+    """Return steps, days, GPU hours and money of the whole training, with the time that failures cost."""
+    tokens = goal.tokens
+    per_step = goal.global_batch * (goal.seq_len if isinstance(model, ModelShape) and not model.patches else 1)
+    if tokens is None and goal.samples is not None:
+        tokens = goal.samples * (goal.epochs or 1) * per_step / goal.global_batch
+    if tokens is None:
+        return {}
+    steps = tokens / per_step
+    seconds = steps * best.step_seconds / reliability["effective"]
+    found = {"steps": steps, "days": seconds / DAY, "gpu_hours": seconds / HOUR * cluster.gpus}
+    price = cluster.price_per_gpu_hour
+    return found if price is None else {**found, "money": found["gpu_hours"] * price}
+
+
+def reliability_of(estimator: Estimator, layout: Layout) -> dict[str, float]:
+    """Return failures per day, the best interval between checkpoints, and the effective training time."""
+    mtbf = FAILURE_RATES[FAILURES].mtbf(estimator.cluster.gpus)
+    rank = next(iter(estimator.memory(replace(layout, offload="none")).values()))  # states are saved wherever they are
+    written = (rank["parameters"] + rank["optimizer"]) * 2**30
+    if layout.stage == 0:
+        written /= layout.dp_replicate  # replicas share the writing
+    stall = written / (HOST_COPY_GBPS * 1e9)
+    interval = best_interval(max(stall, 1e-3), mtbf)
+    shares = Process(mtbf, stall, interval, RESTART_SECONDS).expected()
+    return {
+        "failures_per_day": DAY / mtbf,
+        "checkpoint_seconds": stall,
+        "checkpoint_interval_seconds": interval,
+        "effective": shares["productive"],
+    }
+
+
+def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...]:
+    """Return what the numbers rest on, with its origin."""
+    gpu, intra, inter = presets.parts_of(cluster)
+    peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
+    fitted = (
+        "measured with it" if "measured:" in gpu.name else FITTED.get(gpu.name.split("-")[0], "assumed: --calibrate")
+    )
+    rows = [
+        ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
+        ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", fitted),
+        ("within a machine", f"{intra.name}: {intra.gbps:g} GB/s per GPU", intra.source),
+        ("between machines", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
+        ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
+    ]
+    if learned := presets.measured("factors").get(gpu.name):
+        words = f"kernels x {learned['kernels']:g}, links x {learned['links']:g}, memory {learned['memory_gib']:+g} GiB"
+        rows.append(("learned", words, f"--calibrate-from {learned['run']}, {learned['date']}"))
+    if cluster.price_per_gpu_hour is not None:
+        rows.append(("price", f"{cluster.price_per_gpu_hour:.2f} per GPU and hour", cluster.instance or "as given"))
+    return tuple(rows)
+
+
+def smallest_change(
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, found: Found
+) -> tuple[str, ...]:
+    """Return the changes that would let a layout fit, each found by another search."""
+    batch = -(-goal.global_batch // cluster.gpus) * cluster.gpus
+    if not found.too_large and search(model, cluster, replace(goal, global_batch=batch), limits).fitting:
+        return (f"a global batch of {batch} instead of {goal.global_batch}",)
+    changes = []
+    if found.too_large:
+        needed, layout = found.too_large[0]
+        have = presets.parts_of(cluster)[0].memory_gib
+        changes.append(f"the smallest layout, {explain.name(layout)}, needs {needed:.1f} GiB per GPU of {have:.1f}")
+    open_limits = replace(limits, micro_batch=None, recompute=None, zero_stage=None, strategy=None)
+    if open_limits != limits and search(model, cluster, goal, open_limits).fitting:
+        changes.append("leave the constraints out: another layout fits")
+    if (count := _enough_gpus(model, cluster, goal, limits)) is not None:
+        changes.append(f"{count} GPUs instead of {cluster.gpus}")
+    changes += _other_gpus(model, cluster, goal, limits)
+    if isinstance(model, ModelShape) and limits.lora_rank is None:
+        if search(model, cluster, goal, replace(limits, lora_rank=16)).fitting:
+            changes.append("LoRA adapters instead of all weights: --lora-rank 16")
+        shorter = goal.seq_len // 2
+        while shorter >= 128 and not search(model, cluster, replace(goal, seq_len=shorter), limits).fitting:
+            shorter //= 2
+        if shorter >= 128 and not model.patches:
+            changes.append(f"sequences of {shorter} tokens instead of {goal.seq_len}")
+    if len(changes) == bool(found.too_large):
+        largest = replace(cluster, gpu="b200", intra_node=None, inter_node=None)
+        count = _enough_gpus(model, largest, goal, limits)
+        both = "" if count is None else f"; {count} x b200 are"
+        changes.append(f"more GPUs, a larger GPU, LoRA or shorter sequences alone are not enough{both}")
+    return tuple(changes)
+
+
+def _enough_gpus(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> int | None:
+    """Return the fewest GPUs, by doubling those of a cluster, on which a layout fits."""
+    for more in (2, 4, 8, 16, 32, 64, 128):
+        wider = replace(cluster, gpus=cluster.gpus * more)
+        wider = replace(wider, gpus_per_node=max(cluster.gpus_per_node, min(8, wider.gpus)))
+        bigger = replace(goal, global_batch=max(goal.global_batch, wider.gpus))
+        if search(model, wider, bigger, limits).fitting:
+            return wider.gpus
+    return None
+
+
+def _other_gpus(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> list[str]:
+    """Return the smallest GPU type with more memory on which a layout fits."""
+    have = presets.parts_of(cluster)[0]
+    larger = [presets.gpu(name) for name in ("a100-40", "l40s", "h100", "h200", "b200")]
+    for gpu in sorted((gpu for gpu in larger if gpu.memory_gib > have.memory_gib), key=lambda gpu: gpu.memory_gib):
+        if search(model, replace(cluster, gpu=gpu, intra_node=None), goal, limits).fitting:
+            return [f"{gpu.name} ({gpu.memory_gib:g} GiB) instead of {have.name}"]
+    return []

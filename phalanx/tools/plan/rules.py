@@ -1,0 +1,229 @@
+"""Which layouts `train` accepts: the settings of a layout, and the reason why it would be refused.
+
+`refusal` asks the functions that training asks (`world.splits`, `world.mesh`, `config.rules`), on settings that are not
+checked one by one, so that a search can ask it about thousands of layouts. `accepted` builds the checked config of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.config import DistributedConfig, rules
+from phalanx.config.fields import HYBRID, OPTIMIZERS, ZERO_SHARDING
+from phalanx.config.settings import Settings
+from phalanx.errors import PhalanxError
+from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.world.layout import check_device
+from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.schedules import SCHEDULES, choose_microbatches
+from phalanx.world.splits import (
+    too_long,
+    too_many_stages,
+    uneven_context,
+    uneven_experts,
+    uneven_slices,
+    uneven_tensors,
+)
+
+_RULES = (rules.sharding, rules.zero_stage, rules.pipeline, rules.split_adapters)
+"""The rules between the settings that a layout decides; a rank count that is wrong is found before."""
+
+
+def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
+    """Return the settings of `phalanx train` for a layout; those with their default value are left out."""
+    found: dict[str, Any] = {**_resources(cluster), **_sharding(layout, goal)}
+    count = layout.accumulation(goal.global_batch)
+    if layout.pp > 1:  # a batch is cut into micro-batches by the pipeline, and makes one step
+        found |= {"pipeline_parallel": layout.pp, "pipeline_schedule": layout.schedule, "microbatches": count}
+        found["batch_size"] = layout.micro_batch * count
+    else:
+        found["batch_size"] = layout.micro_batch
+        if count > 1:
+            found["gradient_accumulation_steps"] = count
+    axes = {"tensor_parallel": layout.tp, "context_parallel": layout.cp, "expert_parallel": layout.ep}
+    found |= {axis: size for axis, size in axes.items() if size > 1}
+    if goal.precision != "fp32":
+        found["mixed_precision"] = goal.precision
+    if layout.recompute != "none":
+        found["activation_checkpointing"] = layout.recompute
+    if layout.offload != "none":
+        found["offload"] = layout.offload
+    if layout.lora_rank is not None:
+        found["lora_rank"] = layout.lora_rank
+    if goal.compile:
+        found["compile"] = True
+    if goal.optimizer != "adamw":
+        found["optimizer"] = goal.optimizer
+    return found
+
+
+def layout_of(config: Settings, mesh: Mesh, batch_size: int) -> Layout:
+    """Return the layout that settings describe: the inverse of `settings_of`."""
+    schedule = SCHEDULES[config.pipeline_schedule]
+    count = choose_microbatches(config.microbatches, batch_size, mesh.pp, schedule) if mesh.pp > 1 else 1
+    recompute = config.recompute
+    whole = mesh.dp_shard * mesh.cp == 1 or (mesh.pp > 1 and schedule.name == "zero-bubble")
+    stage = config.zero_stage or (1 if config.resolved_sharding.endswith("grad-op") else 3)
+    return Layout(
+        tp=mesh.tp,
+        pp=mesh.pp,
+        cp=mesh.cp,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
+        ep=config.expert_parallel,
+        virtual_stages=schedule.stages_per_rank if mesh.pp > 1 else 1,
+        micro_batch=batch_size // count,
+        sequence_parallel=mesh.tp > 1,
+        recompute="none" if recompute is None else "selective" if recompute.selective else "full",
+        zero_stage=0 if whole else stage,
+        schedule=schedule.name,
+        offload="none" if config.offload == "none" else "cpu",
+        lora_rank=config.lora_rank,
+    )
+
+
+def _resources(cluster: Cluster) -> dict[str, Any]:
+    name = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.name
+    device: dict[str, Any] = {"device": "cpu"} if name.lower().startswith("cpu") else {}
+    if cluster.nodes > 1:
+        return {**device, "num_nodes": cluster.nodes, "gpus_per_node": cluster.gpus // cluster.nodes}
+    return {**device, "num_workers" if device else "num_gpus": cluster.gpus}
+
+
+def _sharding(layout: Layout, goal: Goal) -> dict[str, Any]:
+    """Return strategy, sharding and ZeRO stage.
+
+    A stage is named where gradients must be sharded between micro-batches: fsdp alone keeps them whole until the step.
+    """
+    stage = layout.stage
+    if stage == 0 and layout.dp_replicate > 1 and layout.replica > 1 and not layout.keeps_stages_whole:
+        # torch's DDP cannot average what is split: fsdp does, in groups of one rank.
+        return {"strategy": "fsdp", "sharding": "hybrid-grad-op", "shard_size": 1}
+    if stage == 0:
+        return {"strategy": "ddp"}
+    found: dict[str, Any] = {"strategy": "fsdp"}
+    kind = ZERO_SHARDING[stage]
+    if layout.dp_replicate > 1 and layout.ep == 1:
+        found |= {"sharding": HYBRID[kind], "shard_size": layout.dp_shard}
+    elif kind != "full":
+        found["sharding"] = kind
+    if stage > 1 and layout.pp == 1 and layout.accumulation(goal.global_batch) > 1:
+        found["zero_stage"] = stage
+    return found
+
+
+def accepted(layout: Layout, goal: Goal, cluster: Cluster) -> DistributedConfig:
+    """Return the config that `train` would run for a layout; PhalanxError where it refuses it."""
+    config = DistributedConfig(**settings_of(layout, goal, cluster))
+    check_device(config, "cpu" if config.device == "cpu" else "cuda")
+    plan_mesh(config, cluster.gpus, cluster.gpus // cluster.nodes)
+    return config
+
+
+def refusal(model: ModelShape | TracedShape, layout: Layout, goal: Goal, cluster: Cluster) -> str | None:
+    """Return why `train` would refuse this layout of a model, or would run another one; None where it runs it."""
+    for reason in _reasons(model, layout, goal, cluster):
+        return reason
+    return None
+
+
+def _reasons(model: ModelShape | TracedShape, layout: Layout, goal: Goal, cluster: Cluster) -> Iterator[str]:
+    yield from _arithmetic(layout, goal, cluster)
+    yield from _data_axes(layout)
+    if isinstance(model, ModelShape):
+        yield from _transformer(model, layout, goal)
+    else:
+        yield from _traced(model, layout)
+    yield from _settings(settings_of(layout, goal, cluster), cluster)
+
+
+def _settings(given: dict[str, Any], cluster: Cluster) -> Iterator[str]:
+    """Ask the rules between settings, and those of the mesh."""
+    settings = Settings.__new__(Settings)  # the class has the defaults: a thousand checked configs would take seconds
+    settings.__dict__.update(given)
+    for rule in _RULES:
+        yield from (text for _, text in rule.check(settings))
+    try:
+        check_device(settings, settings.device)
+        plan_mesh(settings, cluster.gpus, cluster.gpus // cluster.nodes)
+    except PhalanxError as error:
+        yield error.message
+
+
+def _arithmetic(layout: Layout, goal: Goal, cluster: Cluster) -> Iterator[str]:
+    if layout.gpus != cluster.gpus:
+        yield f"the axes make {layout.gpus} ranks, and the cluster has {cluster.gpus} GPUs"
+    if cluster.gpus % cluster.nodes:
+        yield f"{cluster.gpus} ranks cannot be spread evenly over {cluster.nodes} machines"
+    samples = layout.dp * layout.micro_batch
+    if goal.global_batch % samples:
+        yield (
+            f"a global batch of {goal.global_batch} cannot be divided by {layout.dp} data ranks x micro-batches of "
+            f"{layout.micro_batch}"
+        )
+    if goal.precision not in ("bf16", "fp16", "fp32"):
+        yield f"training in {goal.precision} is not supported"
+    if goal.optimizer not in OPTIMIZERS:
+        yield f"the optimizer {goal.optimizer} is not one of {', '.join(OPTIMIZERS)}"
+    if layout.pp > 1 and layout.schedule not in SCHEDULES:
+        yield f"the pipeline schedule {layout.schedule} is not one of {', '.join(SCHEDULES)}"
+        return
+    stages = SCHEDULES[layout.schedule].stages_per_rank if layout.pp > 1 else 1
+    if layout.virtual_stages != stages:
+        schedule = f"the schedule {layout.schedule}" if layout.pp > 1 else "a model without a pipeline"
+        yield f"{schedule} has {stages} stage{'s' * (stages > 1)} per rank, not {layout.virtual_stages}"
+
+
+def _data_axes(layout: Layout) -> Iterator[str]:
+    """Report data axes that `train` would lay out in another way."""
+    stage, shards = layout.stage, layout.dp_shard * layout.cp
+    if stage == 0 and shards > 1 and not (layout.keeps_stages_whole and layout.dp_shard == 1):
+        yield f"dp_shard x cp = {shards} ranks shard the model, and zero_stage = 0 does not"
+    elif stage > 0 and shards == 1:
+        yield f"zero_stage = {stage} needs ranks to shard over, and dp_shard x cp = 1"
+    if layout.ep > 1 and layout.dp_shard != layout.ep:
+        yield f"the model is sharded over the ranks that share the experts: dp_shard = {layout.dp_shard} is not " + (
+            f"expert_parallel = {layout.ep}"
+        )
+
+
+def _transformer(model: ModelShape, layout: Layout, goal: Goal) -> Iterator[str]:
+    kind = "a mixture of experts" if model.experts else "a vision transformer" if model.patches else "an encoder"
+    if model.experts or model.patches or not model.causal:  # no plan, units or positions to cut such a model by
+        for axis in ("tp", "pp", "cp"):
+            if getattr(layout, axis) > 1:
+                yield f"{axis} = {getattr(layout, axis)}: {kind} is trained with the data axes only"
+    if layout.ep > 1 and not model.experts:
+        yield f"expert_parallel = {layout.ep} needs a mixture of experts"
+    elif layout.ep > 1:
+        yield from _told(uneven_experts(model.name, model.experts, layout.ep))
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads or model.heads, "ffn_hidden": model.ffn}
+    yield from _told(uneven_tensors(model.name, sizes, layout.tp))
+    if layout.sequence_parallel != (layout.tp > 1):
+        yield "tensor parallelism splits norms and residuals along the sequence, and only that does"
+    yield from _told(too_many_stages(model.name, model.layers, layout.pp * layout.virtual_stages))
+    if layout.cp > 1:
+        yield from _told(uneven_context(goal.seq_len, layout.cp))
+    yield from _told(uneven_slices(goal.seq_len // layout.cp, layout.tp))
+    if model.positions:
+        yield from _told(too_long(goal.seq_len, model.positions))
+    if layout.recompute != "none" and model.layers < 2:
+        yield f"{model.name} has no repeated blocks to recompute"
+
+
+def _traced(model: TracedShape, layout: Layout) -> Iterator[str]:
+    for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+        if getattr(layout, axis) > 1 and name not in model.supports:
+            yield f"{model.name} has no methods for {name} parallelism"
+    if layout.pp > 1:
+        yield from _told(too_many_stages(model.name, model.blocks, layout.pp * layout.virtual_stages))
+    if layout.recompute != "none" and model.blocks < 2:
+        yield f"{model.name} has no repeated blocks to recompute"
+
+
+def _told(error: PhalanxError | None) -> Iterator[str]:
+    if error is not None:
+        yield error.message

@@ -1,0 +1,282 @@
+"""A plan as text: the verdict, bars of memory and time, the layouts that lost, and the command that trains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.sources import toml_value
+from phalanx.observe.format import span, table
+from phalanx.recipes import recipe_names
+from phalanx.recipes.imports import is_import_path
+from phalanx.tools.plan.explain import name as layout_name
+from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.presets import train_names
+from phalanx.tools.plan.report import Plan
+
+WIDTH = 110
+_BAR = 60
+_BLOCKS = "█▓▒░▚▞▌▖▙▘▐"
+_LETTERS = "#=+*%@o:x~-"
+_MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full square; HFU: with what is recomputed"
+_SHOWN_REFUSALS = 4
+
+
+def plan_text(plan: Plan, subject: str) -> str:
+    """Return the whole answer; `subject` is what the command calls the model."""
+    sections = [*_nothing_fits(plan)] if plan.best is None else [*_answer(plan, subject)]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _answer(plan: Plan, subject: str) -> Iterator[str]:
+    yield _verdict(plan)
+    yield "\n".join(_memory(plan))
+    yield "\n".join(_time(plan))
+    yield _others(plan)
+    yield _refused(plan)
+    yield _assumed(plan)
+    yield f"reliability: {reliability_words(plan)}" if plan.reliability else ""
+    yield f"to train it\n{textwrap.indent(train_command(plan, subject), '  ')}"
+    yield f"the same as a file for --config\n{textwrap.indent(settings_toml(plan.settings), '  ')}"
+
+
+def _nothing_fits(plan: Plan) -> Iterator[str]:
+    yield f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)"
+    changes = [f"  {change}" for change in plan.smallest_change]
+    yield "\n".join(["what is missing, and the smallest changes with which a layout fits", *changes])
+    yield _refused(plan)
+
+
+def _subject(plan: Plan) -> str:
+    cluster, gpu = plan.cluster, gpu_name(plan)
+    machines = f"{cluster.nodes} machines of {cluster.gpus_per_node}" if cluster.nodes > 1 else "one machine"
+    return f"{plan.model.name} ({count(plan.model.parameters)} parameters) on {cluster.gpus} x {gpu} ({machines})"
+
+
+def gpu_name(plan: Plan) -> str:
+    """Return the name of the cluster's GPU."""
+    return plan.cluster.gpu if isinstance(plan.cluster.gpu, str) else plan.cluster.gpu.name
+
+
+def _verdict(plan: Plan) -> str:
+    assert plan.best is not None
+    found = plan.best.estimate
+    low, high = found.interval
+    unit = "samples" if isinstance(plan.model, TracedShape) or plan.model.patches else "tokens"
+    speed = f"{found.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
+    rows = [
+        ("layout", layout_name(plan.best.layout)),
+        ("step", f"{seconds(found.step_seconds)} ({seconds(low)} to {seconds(high)} with 90% probability), {speed}"),
+        ("", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"),
+        ("", f"[{_MFU}]"),
+        ("batch", plan.batch),
+        *([("training", cost_words(plan))] if plan.cost else []),
+    ]
+    return f"{_subject(plan)}: fits\n{table([row for row in rows if row[1]], '  ')}"
+
+
+def cost_words(plan: Plan) -> str:
+    """Return how long the training takes, and its price."""
+    cost, words = plan.cost, []
+    if "steps" in cost:
+        words.append(f"{cost['steps']:,.0f} steps")
+    if "days" in cost:
+        words.append(seconds(cost["days"] * 86400))
+    if "gpu_hours" in cost:
+        words.append(f"{rounded(cost['gpu_hours'])} GPU hours")
+    words.append(
+        f"${rounded(cost['money'])}" if cost.get("money") is not None else "no price known (--instance, --prices)"
+    )
+    return ", ".join(words)
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    assert plan.best is not None
+    found = plan.best.estimate
+    limit = found.memory_limit_gib
+    yield f"memory per GPU, of {limit:.1f} GiB"
+    for kind, parts in found.bars.items():
+        used = sum(parts.values())
+        yield f"  {kind:<12} {bar(parts, limit)} {used:.1f} GiB, {limit - used:.1f} free"
+        yield f"  {'':<12} {legend(parts, '.1f')}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    assert plan.best is not None
+    found = plan.best.estimate
+    yield f"time of a step, {seconds(found.step_seconds)}"
+    yield f"  {bar(found.breakdown, found.step_seconds)}"
+    shares = {name: 100 * part / found.step_seconds for name, part in found.breakdown.items()}
+    yield f"  {legend(shares, '.1f', '%')}"
+    if hidden := {name: part for name, part in found.hidden.items() if part > 0}:
+        apart = ", ".join(f"{words(name)} {seconds(part)}" for name, part in hidden.items())
+        yield f"  hidden behind computation: {apart}"
+    if plan.reliability:
+        yield f"  beside it: {beside_words(plan)}"
+    if plan.binding:
+        yield textwrap.indent(wrapped(f"what limits it: {plan.binding}"), "  ")
+
+
+def bar(parts: Mapping[str, float], whole: float) -> str:
+    """Return a bar of parts, each with its own character; what is left of the whole stays empty."""
+    glyphs, drawn, total = _glyphs(), "", 0.0
+    for glyph, part in zip(glyphs, parts.values(), strict=False):
+        total += max(0.0, part)
+        drawn += glyph * (round(_BAR * min(1.0, total / (whole or 1.0))) - len(drawn))
+    return f"[{drawn:<{_BAR}}]"
+
+
+def legend(parts: Mapping[str, float], form: str, unit: str = "") -> str:
+    """Return the parts that are not 0, each with the character of the bar."""
+    shown = zip(_glyphs(), parts.items(), strict=False)
+    return "  ".join(f"{glyph} {words(name)} {part:{form}}{unit}" for glyph, (name, part) in shown if part >= 0.05)
+
+
+def _glyphs() -> str:
+    """Return one character per part: blocks on a terminal that shows them, else ASCII."""
+    can = sys.stdout.isatty() and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return _BLOCKS if can else _LETTERS
+
+
+def _others(plan: Plan) -> str:
+    assert plan.best is not None
+    best = plan.best.estimate.step_seconds
+    rows = []
+    for other in plan.runners_up:
+        step = other.estimate.step_seconds
+        rows.append((seconds(step), f"{step / best - 1:+.1%}", layout_name(other.layout), other.reason))
+    return f"runners-up of {plan.searched:,} layouts, and why each lost\n{table(rows, '  ')}" if rows else ""
+
+
+def _refused(plan: Plan) -> str:
+    rows = [(f"{number:,}", shorten(reason)) for reason, number in plan.refused[:_SHOWN_REFUSALS]]
+    return f"refused, as `phalanx train` would (number of layouts, reason)\n{table(rows, '  ')}" if rows else ""
+
+
+def _assumed(plan: Plan) -> str:
+    rows = [(name, value, f"[{shorten(origin, 60)}]") for name, value, origin in plan.assumptions]
+    lines = [f"assumed, and where it comes from\n{table(rows, '  ')}"] if rows else []
+    if plan.sensitivity:
+        changes = "; ".join(f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity)
+        lines.append(wrapped(f"sensitivity: {changes}"))
+    return "\n".join(lines)
+
+
+def beside_words(plan: Plan) -> str:
+    """Return what takes time beside the steps: checkpoints, and data where loading them is slower than a step."""
+    found = plan.reliability
+    share = found["checkpoint_seconds"] / found["checkpoint_interval_seconds"]
+    samples = f"{plan.goal.global_batch:,} samples per step"
+    return f"checkpoints {share:.2%} of the time; data must be loaded as fast ({samples})"
+
+
+def reliability_words(plan: Plan) -> str:
+    """Return how often the job fails, how often it saves, and how much of its time is training."""
+    found = plan.reliability
+    stall, interval = seconds(found["checkpoint_seconds"]), seconds(found["checkpoint_interval_seconds"])
+    return (
+        f"{found['failures_per_day']:.2g} failures a day, a checkpoint every {interval} (each stalls {stall}), "
+        f"{found['effective']:.1%} of the time is training"
+    )
+
+
+def train_command(plan: Plan, subject: str) -> str:
+    """Return the command that trains this plan."""
+    target = _target(plan, subject)
+    flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
+    text = " ".join(shlex.quote(str(word)) for word in ("phalanx", "train", *target, *flags))
+    return textwrap.fill(
+        text, WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    ).replace("\n", " \\\n")
+
+
+def _target(plan: Plan, subject: str) -> list[str]:
+    """Return what is trained: a recipe at the planned sequence length, the user's class or folder, or words for it."""
+    if is_import_path(subject) or Path(subject).exists():
+        return ["--model", subject, "--data", "YOUR_DATA"]
+    recipe, preset, longest = train_names(subject)
+    sizes: dict[str, Any] = {}
+    shape = plan.model
+    if recipe is None and isinstance(shape, ModelShape) and shape.causal and not (shape.experts or shape.patches):
+        recipe = "llama" if shape.gated_mlp else "gpt"
+        sizes = {"layers": shape.layers, "heads": shape.heads, "width": shape.hidden, "vocab_size": shape.vocab}
+        sizes["tie_weights"] = str(shape.tied_embeddings).lower()
+        sizes |= {"kv_heads": shape.kv_heads or shape.heads, "feed_width": shape.ffn} if shape.gated_mlp else {}
+    if plan.goal.seq_len > (longest or 0) or sizes:
+        sizes["block_size"] = plan.goal.seq_len
+    if recipe not in recipe_names():
+        return ["--model", "YOUR_PACKAGE.MODULE:CLASS", "--data", "YOUR_DATA"]
+    changes = [*(f"model.{name}={value}" for name, value in sizes.items()), f"data.block_size={plan.goal.seq_len}"]
+    return [recipe, *(["--preset", preset] if preset else []), *(word for each in changes for word in ("--set", each))]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    return [flag, str(value)]
+
+
+def settings_toml(settings: Mapping[str, Any]) -> str:
+    """Return the settings as the lines of a file for --config."""
+    return "\n".join(f"{name} = {toml_value(value)}" for name, value in settings.items())
+
+
+def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
+    """Return the whole plan as plain data."""
+    document = dataclasses.asdict(plan)
+    if plan.best is not None:
+        for entry, candidate in zip(
+            (document["best"], *document["runners_up"]), (plan.best, *plan.runners_up), strict=True
+        ):
+            entry["estimate"] |= {
+                "peak_gib": candidate.estimate.peak_gib,
+                "needed_gib": candidate.estimate.needed_gib,
+                "fits": candidate.estimate.fits,
+            }
+            entry["layout"]["words"] = layout_name(candidate.layout)
+        document |= {"command": train_command(plan, subject), "toml": settings_toml(plan.settings)}
+    document["model"]["parameters"] = plan.model.parameters
+    if isinstance(plan.model, ModelShape):
+        document["model"]["active_parameters"] = plan.model.active_parameters
+    return {"fits": plan.fits, **document}
+
+
+def words(name: str) -> str:
+    """Return the name of a part as words."""
+    return name.removesuffix("_comm") + " communication" * name.endswith("_comm") if "_" in name else name
+
+
+def wrapped(text: str) -> str:
+    """Return a sentence as lines of the width of the answer."""
+    return textwrap.fill(text, WIDTH - 2, subsequent_indent="  ")
+
+
+def shorten(text: str, width: int = WIDTH - 8) -> str:
+    """Return a text that is cut after so many characters."""
+    return textwrap.shorten(text, width, placeholder=" ...")
+
+
+def seconds(value: float) -> str:
+    """Write a time in one unit: `12.3 days`, `1.4 h`, `35 min`, `12.3 s`, `840 ms`, `90 us`."""
+    if value >= 600:
+        return span(value) if value >= 3600 else f"{value / 60:.0f} min"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def rounded(number: float) -> str:
+    """Write an amount: whole from 100 on, else with three digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def count(number: float) -> str:
+    """Write a large number: `70.6 B`, `124 M`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"

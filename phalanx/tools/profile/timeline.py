@@ -1,0 +1,238 @@
+"""One rank's trace as a timeline: its steps, phases, computation, communication, operations and modules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from phalanx.tools.profile.intervals import Span, Spans, union, without
+from phalanx.tools.profile.memory import MemoryOwners, owners_at_peak
+from phalanx.tools.profile.read import RankFile
+
+LOOP = "phalanx:"
+MODULE = "phalanx.module:"
+_HOST_COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::")
+_BACKWARD = "autograd::engine::evaluate_function"
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_PAIRED = re.compile(r"send|recv|barrier", re.IGNORECASE)
+"""Communication that not all ranks of a group see, or that moves no data: it is not linked."""
+
+
+class CollectiveCall(NamedTuple):
+    """A collective of one rank. Those of other ranks with the same step, `key` and `number` are its counterparts."""
+
+    key: str
+    number: int
+    begin: float
+    end: float
+    thread: Any
+
+
+class Usage(NamedTuple):
+    """How often something ran, and for how long without what ran within it."""
+
+    seconds: float
+    calls: int
+
+
+@dataclass
+class RankTimeline:
+    """Times are in seconds on rank 0's clock."""
+
+    rank: int
+    meta: dict[str, Any]
+    steps: dict[int, Span] = field(default_factory=dict)
+    phases: dict[str, Spans] = field(default_factory=dict)
+    busy: Spans = field(default_factory=list)
+    """When the device computed; on a CPU, when the loop's thread ran an operation."""
+    communication: Spans = field(default_factory=list)
+    collectives: dict[int, list[CollectiveCall]] = field(default_factory=dict)
+    """By step."""
+    operations: dict[str, Usage] = field(default_factory=dict)
+    modules: dict[str, Usage] = field(default_factory=dict)
+    memory: MemoryOwners | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the rank computed on a GPU."""
+        return bool(self.meta["device"] == "cuda")
+
+
+_Call = tuple[Any, str, Span]
+"""Communication: thread or stream, name, time."""
+
+
+class _Item(NamedTuple):
+    """An operation or a module's range on one thread; `bytes` and `address` of an allocation."""
+
+    begin: float
+    end: float
+    name: str
+    sequence: int | None
+    external: int | None
+    bytes: int = 0
+    address: int = 0
+
+
+def read_timeline(file: RankFile, origin_ns: int) -> RankTimeline:
+    """Read a rank's trace."""
+    return _Builder(file, origin_ns).build()
+
+
+class _Builder:
+    def __init__(self, file: RankFile, origin_ns: int) -> None:
+        self._file, self._origin = file, origin_ns
+        self._main = int(file.meta["main_thread"])
+        self._found = RankTimeline(file.rank, file.meta)
+        self._phases: dict[str, list[Span]] = defaultdict(list)
+        self._threads: dict[Any, list[_Item]] = defaultdict(list)
+        self._kernels: list[_Item] = []
+        self._calls: list[_Call] = []
+        self._seen: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        self._by_module: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        self._module_of: dict[int, str] = {}
+        self._allocations: list[tuple[int, int, str]] = []
+
+    def build(self) -> RankTimeline:
+        for event in self._file.events():
+            kind = event.get("ph")
+            if kind == "X":
+                self._take(event)
+            elif kind == "i" and event["name"] == "[memory]":
+                self._take_memory(event)
+        self._sweep_threads()
+        for item in self._kernels:
+            self._count(item.name, item.end - item.begin, self._module_of.get(item.external or -1, ""))
+        return self._finish()
+
+    def _span(self, event: dict[str, Any]) -> Span:
+        begin = self._file.seconds(float(event["ts"]), self._origin)
+        return begin, begin + float(event.get("dur", 0.0)) / 1e6
+
+    def _take(self, event: dict[str, Any]) -> None:
+        name, kind, thread = str(event["name"]), event.get("cat"), event.get("tid")
+        if kind == "gpu_user_annotation":  # a range of the host once more, as long as its kernels ran
+            return
+        span = self._span(event)
+        args = event.get("args") or {}
+        if kind == "cpu_op":  # most are
+            if name.startswith(_HOST_COLLECTIVE):
+                self._calls.append((thread, name, span))
+            else:
+                self._threads[thread].append(_Item(*span, name, args.get("Sequence number"), args.get("External id")))
+        elif kind in _DEVICE:
+            item = _Item(*span, name, None, args.get("External id"))
+            if "nccl" in name.lower():
+                self._calls.append((thread, str(args.get("Collective name") or name) + _group(args), span))
+            else:
+                self._kernels.append(item)
+        elif name.startswith(LOOP + "step "):
+            self._found.steps[int(name.rpartition(" ")[2])] = span
+        elif name.startswith(LOOP) and "#" in name:
+            self._calls.append((thread, name.removeprefix(LOOP).partition(" #")[0], span))
+        elif name.startswith(LOOP):
+            self._phases[name.removeprefix(LOOP)].append(span)
+        elif name.startswith("gloo:"):
+            self._calls.append((thread, name, span))
+        elif name.startswith(MODULE):
+            self._threads[thread].append(_Item(*span, name, None, None))
+
+    def _take_memory(self, event: dict[str, Any]) -> None:
+        begin, args = self._span(event)[0], event["args"]
+        item = _Item(begin, begin, "", None, None, int(args["Bytes"]), int(args["Addr"]))
+        self._threads[event.get("tid")].append(item)
+
+    def _sweep_threads(self) -> None:
+        """Find the module of each operation: forward by nesting, backward by the sequence number of its forward."""
+        sequences: dict[int, str] = {}
+        for thread in sorted(self._threads, key=lambda thread: thread != self._main):
+            self._sweep(self._threads[thread], sequences, counts=thread == self._main and not self._found.on_gpu)
+
+    def _sweep(self, items: list[_Item], sequences: dict[int, str], *, counts: bool) -> None:
+        stack: list[tuple[_Item, str, list[float]]] = []  # the item, its module, the time of what is within it
+
+        def close(until: float) -> None:
+            while stack and stack[-1][0].end <= until:
+                item, module, inner = stack.pop()
+                seconds = item.end - item.begin
+                if stack:
+                    stack[-1][2][0] += seconds
+                if counts and not item.name.startswith(MODULE):
+                    self._count(item.name, seconds - inner[0], module)
+
+        for item in sorted(items, key=lambda item: (item.begin, -item.end)):
+            close(item.begin)
+            module = stack[-1][1] if stack else ""
+            if item.bytes:
+                owner = module or (stack[-1][0].name if stack else "outside of operations")
+                self._allocations.append((item.address, item.bytes, owner))
+                continue
+            if item.name.startswith(MODULE):
+                module = item.name.removeprefix(MODULE)
+            elif item.name.startswith(_BACKWARD):
+                module = sequences.get(item.sequence or -1, "")
+            elif item.sequence is not None and module:
+                sequences.setdefault(item.sequence, module)
+            if item.external is not None:
+                self._module_of[item.external] = module
+            stack.append((item, module, [0.0]))
+        close(float("inf"))
+
+    def _count(self, name: str, seconds: float, module: str) -> None:
+        tables = [(self._seen, name)] + ([(self._by_module, module)] if module else [])
+        for table, key in tables:
+            table[key][0] += seconds
+            table[key][1] += 1
+
+    def _finish(self) -> RankTimeline:
+        found = self._found
+        found.phases = {name: union(spans) for name, spans in self._phases.items()}
+        calls = [call for call in self._calls if not (found.on_gpu and call[1].startswith(_HOST_COLLECTIVE))]
+        if found.on_gpu:
+            found.busy = union((item.begin, item.end) for item in self._kernels)
+        else:
+            # A call on the loop's thread blocks it; a range of gloo (send, recv) lasts until the data has moved.
+            own = union(span for thread, name, span in calls if thread == self._main and not name.startswith("gloo:"))
+            items = self._threads.get(self._main, [])
+            operations = union((i.begin, i.end) for i in items if not i.name.startswith(MODULE))
+            found.busy = without(operations, own)  # what runs within a collective is a part of it
+        found.communication = union(span for _, _, span in calls)
+        found.collectives = _by_step(found, _linkable(found, calls))
+        found.operations = {name: Usage(value[0], int(value[1])) for name, value in self._seen.items()}
+        found.modules = {name: Usage(value[0], int(value[1])) for name, value in self._by_module.items()}
+        if self._allocations:
+            found.memory = owners_at_peak(self._allocations)
+        return found
+
+
+def _group(args: dict[str, Any]) -> str:
+    """Return what tells the groups of nccl's collectives apart."""
+    ranks = args.get("Process Group Ranks") or args.get("Process Group Name")
+    return f" {ranks}" if ranks is not None else ""
+
+
+def _linkable(found: RankTimeline, calls: list[_Call]) -> list[_Call]:
+    """Return the calls that stand for one collective each: of nested or queued ones, the one that moves the data."""
+    ours = [call for call in calls if ":" not in call[1]]
+    if ours and not found.on_gpu:  # reducers of Phalanx; what they call is within these
+        return ours
+    own_backend = found.meta.get("comm_backend") == "phalanx"
+    prefix: tuple[str, ...] = ("c10d::",) if own_backend else ("gloo:",)
+    chosen = [call for call in calls if found.on_gpu or call[1].startswith(prefix)]
+    return [call for call in chosen if not _PAIRED.search(call[1])]
+
+
+def _by_step(found: RankTimeline, calls: list[_Call]) -> dict[int, list[CollectiveCall]]:
+    """Number the collectives of each kind within each step."""
+    steps = sorted((span, step) for step, span in found.steps.items())
+    listed: dict[int, list[CollectiveCall]] = {step: [] for _, step in steps}
+    counts: dict[tuple[int, str], int] = defaultdict(int)
+    for thread, name, (begin, end) in sorted(calls, key=lambda call: call[2]):
+        step = next((step for span, step in steps if span[0] <= begin < span[1]), None)
+        if step is None:
+            continue
+        counts[step, name] += 1
+        listed[step].append(CollectiveCall(name, counts[step, name], begin, end, thread))
+    return listed

@@ -1,0 +1,263 @@
+"""Kubernetes: an Indexed Job with a headless Service, or a JobSet; and what all targets on Kubernetes share."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.observe.guard import say_to_user
+from phalanx.tools.submit import pods
+from phalanx.tools.submit.files import limit_seconds
+from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
+from phalanx.tools.submit.kube_client import KubeClient, Object, follow_pods
+from phalanx.tools.submit.pods import PodOptions
+from phalanx.tools.submit.target import Status, Target
+from phalanx.tools.submit.yaml_text import dump, load, override, parse
+
+LARGEST_CODE = 1_000_000
+"""Bytes of a ConfigMap."""
+INDEX = "batch.kubernetes.io/job-completion-index"
+_RETRIES = 6
+_KEEP_SECONDS = 24 * 3600
+_FINISHED = ("Complete", "Completed", "Succeeded")
+
+
+class OnKubernetes(Target[PodOptions]):
+    """What targets on Kubernetes share: the files, the client, the states. A target says which objects there are."""
+
+    options_class = PodOptions
+    is_contained = True
+    file: ClassVar[str] = "kubernetes.yaml"
+    selector: str = "app.kubernetes.io/instance"
+    """The label with the job's name that its pods have."""
+
+    def objects(self, job: ClusterJob) -> list[Object]:
+        """Return the objects, the job itself last."""
+        raise NotImplementedError
+
+    def render(self, job: ClusterJob) -> dict[str, str]:
+        """Return the objects as YAML."""
+        if self.options.image is None:
+            raise UsageError(
+                f"{self.name} runs containers, and --image is not given",
+                hint="Build one with deploy/Dockerfile, then: --image registry/phalanx:1",
+            )
+        found = override(self.objects(job), self.options.overrides)
+        return {self.file: dump(found, pods.COMMENTS, job.origin(self.name, self.options))}
+
+    def limit(self, job: ClusterJob) -> dict[str, int]:
+        """Return the time limit as a field of a spec."""
+        seconds = limit_seconds(job, self.options, pods.SAVE_SECONDS)
+        return {} if seconds is None else {"activeDeadlineSeconds": seconds}
+
+    def _cluster(self) -> KubeClient:
+        return KubeClient(self.options.context, self.options.namespace)
+
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
+        """Let the API server check the objects, and compare the GPUs with those of the nodes."""
+        cluster, options = self._cluster(), self.options
+        found = parse(files[self.file])
+        for thing in found:
+            cluster.create(thing, dry_run=True)
+        kinds = " and ".join(thing["kind"] for thing in found)
+        checked = [f"{cluster.server} accepts {kinds} in namespace {cluster.namespace} (server-side dry run)"]
+        largest = cluster.largest(options.gpu_resource) if job.device == "cuda" else None
+        if largest is not None and largest < job.ranks_per_node:
+            raise UsageError(
+                f"a pod asks for {job.ranks_per_node} {options.gpu_resource}, and the largest node has {largest}",
+                hint=f"Use more machines with fewer ranks: --gpus-per-node {max(largest, 1)}.",
+            )
+        return [*checked, *([f"a node has {largest} {options.gpu_resource}"] if largest is not None else [])]
+
+    def submit(self, job: ClusterJob, folder: Path) -> str:
+        """Create the objects; when one is refused, those before it are removed."""
+        cluster, made = self._cluster(), list[Object]()
+        try:
+            for thing in [*self._extras(job, folder), *load(folder / self.file)]:
+                made.append({**thing, "metadata": cluster.create(thing)["metadata"]})
+            for thing in made[:-1]:  # they are removed together with the job
+                cluster.own(thing, made[-1])
+        except BaseException:
+            for thing in reversed(made):
+                try:
+                    cluster.delete(thing)
+                except UsageError as error:  # why the submission failed is the error to report
+                    say_to_user(f"{thing['kind']} {thing['metadata']['name']} was not removed: {error.message}")
+            raise
+        return f"{cluster.namespace}/{job.name}"
+
+    def _extras(self, job: ClusterJob, folder: Path) -> Iterator[Object]:
+        """Return what is not shown: the secret by which ranks sign, and shipped code."""
+        about = {"labels": pods.labels(job)}
+        secret = {"secret": secrets.token_hex(32)}
+        yield {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": job.name, **about}, "stringData": secret}
+        for path in folder.glob("code-*.tar.gz"):
+            if path.stat().st_size > LARGEST_CODE * 3 // 4:
+                raise UsageError(
+                    f"the code is {path.stat().st_size:,} bytes as an archive, and a ConfigMap holds {LARGEST_CODE:,}",
+                    hint="Put the code into the image (deploy/Dockerfile), or on a volume: --pvc CLAIM:/workspace.",
+                )
+            content = {"code.tar.gz": base64.b64encode(path.read_bytes()).decode()}
+            meta = {"name": f"{job.name}-code", **about}
+            yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "binaryData": content}
+
+    def _main(self, record: JobRecord) -> Object:
+        return load(Path(record.folder) / self.file)[-1]
+
+    def status(self, record: JobRecord) -> Status:
+        """Ask for the job's conditions, and for its pods where there are none."""
+        cluster = self._cluster()
+        found = cluster.get(self._main(record))
+        if found is None:
+            return Status("lost", f"not in namespace {cluster.namespace}: deleted, or removed some time after its end")
+        state = self.state(found)
+        if state is not None and state.state in ENDED:
+            return state
+        listed = cluster.pods(f"{self.selector}={record.name}")
+        return state or _state_of_pods(listed)
+
+    def state(self, found: Object) -> Status | None:
+        """Return the state that conditions say; None while they say nothing."""
+        held = [each for each in found.get("status", {}).get("conditions", []) if each.get("status") == "True"]
+        for each in held:
+            detail = ": ".join(text for text in (each.get("reason", ""), each.get("message", "")) if text)
+            if each["type"] in _FINISHED:
+                return Status("finished", detail or each["type"])
+            if each["type"] == "Failed":
+                return Status("failed", detail or "Failed")
+            if each["type"] == "Suspended":
+                return Status("queued", detail or "Suspended")
+        return None
+
+    def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
+        """Read the output of the pods: of all, each line with the number of its machine, or of one rank's."""
+        cluster, main = self._cluster(), self._main(record)
+        ranks = int(main["metadata"].get("annotations", {}).get(pods.RANKS, 1))
+        wanted = None if rank is None else rank // ranks
+        selector = f"{self.selector}={record.name}"
+        lines = self._following(cluster, selector, record) if follow else self._written(cluster, selector)
+        for pod, line in lines:
+            number = self.machine(pod)
+            if wanted is None or number == wanted:
+                yield line if wanted is not None else f"[{number}] {line}"
+        if wanted is not None and wanted not in map(self.machine, cluster.pods(selector)):
+            raise UsageError(f"no pod has rank {rank}: there are {ranks} per pod", hint="See: phalanx status JOB")
+
+    def machine(self, pod: Object) -> int:
+        """Return which machine of the job a pod is."""
+        return int(pod["metadata"].get("labels", {}).get(INDEX, 0))
+
+    def _following(self, cluster: KubeClient, selector: str, record: JobRecord) -> Iterator[tuple[Object, str]]:
+        return follow_pods(cluster, selector, lambda: self.status(record).state in ENDED)
+
+    def _written(self, cluster: KubeClient, selector: str) -> Iterator[tuple[Object, str]]:
+        for pod in sorted(cluster.pods(selector), key=self.machine):
+            if pod["status"].get("phase") != "Pending":
+                yield from ((pod, line) for line in cluster.log(pod["metadata"]["name"], follow=False))
+
+    def cancel(self, record: JobRecord) -> None:
+        """Delete the objects; pods get SIGTERM and time to save."""
+        cluster = self._cluster()
+        for thing in reversed(load(Path(record.folder) / self.file)):
+            cluster.delete(thing)
+        for kind, name in (("Secret", record.name), ("ConfigMap", f"{record.name}-code")):
+            cluster.delete({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}})
+
+
+class Kubernetes(OnKubernetes):
+    """Submits an Indexed Job, whose pods find each other by a headless Service."""
+
+    name = "kubernetes"
+
+    def objects(self, job: ClusterJob) -> list[Object]:
+        """Return Service and Job; one machine needs no Service."""
+        about = pods.metadata(job, self.options)
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {key: value for key, value in about.items() if key != "annotations"},
+            "spec": {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,
+                "selector": pods.labels(job),
+                "ports": [{"name": "rendezvous", "port": pods.PORT}],
+            },
+        }
+        spec = job_spec(self, job, f"{job.name}-0.{job.name}")
+        spec["template"]["spec"]["subdomain"] = job.name
+        main = {"apiVersion": "batch/v1", "kind": "Job", "metadata": about}
+        return [
+            *([service] if job.nodes > 1 else []),
+            {**main, "spec": {"ttlSecondsAfterFinished": _KEEP_SECONDS, **spec}},
+        ]
+
+
+class JobSet(OnKubernetes):
+    """Submits a JobSet: its controller makes the Service, and starts all pods again when one cannot go on."""
+
+    name = "jobset"
+    file = "jobset.yaml"
+
+    def objects(self, job: ClusterJob) -> list[Object]:
+        """Return the JobSet, with the same Job in it."""
+        spec = job_spec(self, job, f"{job.name}-node-0-0.{job.name}")
+        return [
+            {
+                "apiVersion": "jobset.x-k8s.io/v1alpha2",
+                "kind": "JobSet",
+                "metadata": pods.metadata(job, self.options),
+                "spec": {
+                    "ttlSecondsAfterFinished": _KEEP_SECONDS,
+                    "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
+                    "failurePolicy": {"maxRestarts": _RETRIES},
+                    "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
+                },
+            }
+        ]
+
+
+def job_spec(target: OnKubernetes, job: ClusterJob, host: str) -> Object:
+    """Return the spec of an Indexed Job: one pod per machine, and what its exit codes mean."""
+    text = pods.script(job, target.options, node="$JOB_COMPLETION_INDEX", host=host)
+    codes = {"containerName": "train", "operator": "In"}
+    return {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimitPerIndex": _RETRIES,
+        "maxFailedIndexes": 0,
+        **target.limit(job),
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {**codes, "values": [EXIT_USAGE]}},
+                {"action": "Ignore", "onExitCodes": {**codes, "values": [EXIT_PREEMPTED]}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": pods.pod_template(job, target.options, text),
+    }
+
+
+def _state_of_pods(listed: list[Object]) -> Status:
+    """Return the state that pods say: running when one runs; else why the first that waits does."""
+    nodes = tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in listed if pod["spec"].get("nodeName")))
+    phases = [pod["status"].get("phase") for pod in listed]
+    said = next((text for pod in listed if (text := _waiting(pod))), "")
+    counts = ", ".join(f"{phases.count(phase)} {phase}" for phase in dict.fromkeys(phases))
+    detail = "; ".join(text for text in (counts and f"pods: {counts}", said) if text)
+    return Status("running" if "Running" in phases else "queued", detail or "no pods yet", nodes)
+
+
+def _waiting(pod: Object) -> str:
+    """Return why a pod does not run: its image, or no node for it."""
+    for each in pod["status"].get("containerStatuses", []):
+        if (waiting := each.get("state", {}).get("waiting")) and waiting.get("message"):
+            return f"{waiting.get('reason')}: {waiting['message']}"
+    for each in pod["status"].get("conditions", []):
+        if each.get("status") == "False" and each.get("message") and pod["status"].get("phase") == "Pending":
+            return f"{each.get('reason')}: {each['message']}"
+    return ""

@@ -1,0 +1,167 @@
+"""Ray: the job API of a running cluster, or KubeRay's RayJob and RayCluster as YAML."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from phalanx.config.option import option
+from phalanx.errors import UsageError
+from phalanx.tools.submit.files import follow_files, own_limit, program_of, rank_log
+from phalanx.tools.submit.job import ClusterJob, JobRecord
+from phalanx.tools.submit.kuberay import IN_CLUSTER, KubeRay
+from phalanx.tools.submit.pods import PodOptions
+from phalanx.tools.submit.target import Status, Target
+
+_STATES = {
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "STOPPED": "cancelled",
+    "SUCCEEDED": "finished",
+    "FAILED": "failed",
+}
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(PodOptions):
+    """Options of Ray; those of pods are for KubeRay."""
+
+    address: str | None = option(None, "the head's dashboard, http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
+    kind: str = option(
+        "job",
+        "job: on a cluster that runs (--address); rayjob, raycluster: YAML for KubeRay, which starts one",
+        choices=("job", "rayjob", "raycluster"),
+    )
+    entrypoint_cpus: float = option(0.0, "cores that the command itself reserves, beside the ranks", minimum=0)
+
+
+class RayJobs(Target[RayOptions]):
+    """Submits through Ray's job API."""
+
+    name = "ray"
+    options_class = RayOptions
+    lacks_uv = "ray: its machines run ranks in the environment that Ray runs in"
+
+    def render(self, job: ClusterJob) -> dict[str, str]:
+        """Return the command that the cluster runs, or KubeRay's objects."""
+        if self._kuberay is not None:
+            return self._kuberay.render(job)
+        lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
+        if self.options.ship == "folder":
+            lines.append(f"cd {shlex.quote(job.directory)}")
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+        words = job.train_command(program_of(self.options), *IN_CLUSTER, *own_limit(job, self.options))
+        return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"}
+
+    @property
+    def _kuberay(self) -> KubeRay | None:
+        """The target that a RayJob or a RayCluster is; None for a cluster that runs."""
+        return None if self.options.kind == "job" else KubeRay(self.options, self.options.kind)
+
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
+        """Ask the cluster whether it takes jobs."""
+        if self._kuberay is not None:
+            return self._kuberay.check(job, files)
+        version = self._call(lambda client: client.get_version())
+        return [f"{self._address()} answers, with version {version} of the job API"]
+
+    def submit(self, job: ClusterJob, folder: Path) -> str:
+        """Submit the command; with --ship archive Ray copies the folder to the cluster."""
+        if self._kuberay is not None:
+            return self._kuberay.submit(job, folder)
+        script = (folder / "entrypoint.sh").read_text(encoding="utf-8")
+        runtime: dict[str, Any] = {}
+        if self.options.ship == "archive":
+            runtime["working_dir"] = str(_unpacked(folder))
+        given: str = self._call(
+            lambda client: client.submit_job(
+                entrypoint=f"bash -c {shlex.quote(script)}",
+                submission_id=folder.name,
+                runtime_env=runtime,
+                metadata={"job": job.name},
+                entrypoint_num_cpus=self.options.entrypoint_cpus or None,
+            )
+        )
+        return given
+
+    def status(self, record: JobRecord) -> Status:
+        """Ask the job API."""
+        if self._kuberay is not None:
+            return self._kuberay.status(record)
+        found = self._call(lambda client: client.get_job_info(record.id))
+        state = str(getattr(found.status, "value", found.status))
+        return Status(_STATES.get(state, "running"), f"{state}: {found.message or ''}".rstrip(": ").splitlines()[0])
+
+    def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
+        """Return the output of the command, or the log of one rank."""
+        if self._kuberay is not None:
+            yield from self._kuberay.logs(record, follow=follow, rank=rank)
+        elif rank is not None:
+            path = rank_log(Path(record.directory) / record.run_dir, rank)
+            yield from follow_files(lambda: [path], None)
+        elif not follow:
+            yield from self._call(lambda client: client.get_job_logs(record.id)).splitlines()
+        else:
+            yield from self._tail(record.id)
+
+    def _tail(self, number: str) -> Iterator[str]:
+        """Return lines as they come; the client's own method is asynchronous."""
+        source = self._call(lambda client: client.tail_job_logs(number))
+        rest = ""
+        with asyncio.Runner() as runner:
+            while True:
+                try:
+                    *lines, rest = (rest + runner.run(anext(source))).split("\n")
+                except StopAsyncIteration:
+                    break
+                yield from lines
+        if rest:
+            yield rest
+
+    def cancel(self, record: JobRecord) -> None:
+        """Stop the job."""
+        if self._kuberay is not None:
+            self._kuberay.cancel(record)
+            return
+        self._call(lambda client: client.stop_job(record.id))
+
+    def _address(self) -> str:
+        found = self.options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
+        if not found or not found.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--address {found}: expected the dashboard's URL" if found else "ray needs the cluster's address",
+                hint="Write: --address http://HEAD:8265",
+            )
+        return found
+
+    def _call(self, ask: Callable[[Any], Answer]) -> Answer:
+        """Ask the cluster; its own answer, first line first, is the error."""
+        address = self._address()
+        try:
+            from ray.job_submission import JobSubmissionClient
+        except ImportError as error:
+            raise UsageError(f"Ray's job client is missing: {error}", hint="pip install 'ray[default]'") from None
+        try:
+            return ask(JobSubmissionClient(address))
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            said = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise UsageError(
+                f"{address}: {said[0]}", hint="Is the head's dashboard there? ray start --head --dashboard-host 0.0.0.0"
+            ) from None
+
+
+def _unpacked(folder: Path) -> Path:
+    """Return the shipped code as a folder, which Ray packs itself."""
+    import tarfile
+
+    code = folder / "code"
+    for packed in folder.glob("code-*.tar.gz"):
+        with tarfile.open(packed) as archive:
+            archive.extractall(code, filter="data")
+    return code

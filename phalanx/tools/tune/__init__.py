@@ -1,0 +1,61 @@
+"""Tuning: many trials of a training, side by side, the bad ones given up early.
+
+`DistributedTuner` and `phalanx tune` search; `choice`, `uniform` and the other words say where; `report` and
+`checkpoint_dir` are for functions and scripts inside a trial. Names are imported when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from phalanx.tools.tune.domains import (
+    choice,
+    lograndint,
+    loguniform,
+    qlograndint,
+    qloguniform,
+    qrandint,
+    quniform,
+    randint,
+    uniform,
+)
+
+if TYPE_CHECKING:
+    from phalanx.tools.tune.reporting import checkpoint_dir, report
+    from phalanx.tools.tune.results import Results
+    from phalanx.tools.tune.space import SearchSpace
+    from phalanx.tools.tune.tuner import DistributedTuner
+
+_HOMES = {
+    "DistributedTuner": "phalanx.tools.tune.tuner",
+    "Results": "phalanx.tools.tune.results",
+    "SearchSpace": "phalanx.tools.tune.space",
+    "checkpoint_dir": "phalanx.tools.tune.reporting",
+    "report": "phalanx.tools.tune.reporting",
+}
+
+__all__ = [
+    "DistributedTuner",
+    "Results",
+    "SearchSpace",
+    "checkpoint_dir",
+    "choice",
+    "lograndint",
+    "loguniform",
+    "qlograndint",
+    "qloguniform",
+    "qrandint",
+    "quniform",
+    "randint",
+    "report",
+    "uniform",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'phalanx.tools.tune' has no attribute '{name}'")

@@ -1,0 +1,294 @@
+"""One search from its request to its files: what the command line and `DistributedTuner` share."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import FIELDS
+from phalanx.engine import find_engine
+from phalanx.errors import UsageError, unknown_name
+from phalanx.host.files import make_private
+from phalanx.launch import prestart
+from phalanx.runs.spec import engine_environment
+from phalanx.runs.stored import StoredRun
+from phalanx.tools.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures
+from phalanx.tools.tune.engine import IndependentTrials, SearchEngine, SearchPlan
+from phalanx.tools.tune.objective import Objective
+from phalanx.tools.tune.page import command_words, page
+from phalanx.tools.tune.population import Population
+from phalanx.tools.tune.record import FILE, Record
+from phalanx.tools.tune.results import Results, check_some_worked, write_best, write_trials
+from phalanx.tools.tune.schedulers import SCHEDULERS, make_scheduler
+from phalanx.tools.tune.slots import Slots, plan_slots
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.suggest import SEARCHES, PartOfSearch, make_search
+from phalanx.tools.tune.table import LiveTable, PlainTable, open_table, point_words
+from phalanx.tools.tune.tracking import open_tracking
+from phalanx.tools.tune.trainable import OF_THE_TRIAL, Trainable
+from phalanx.tools.tune.trial import Trial
+
+ENGINES = ("auto", "local", "ray")
+DEFAULT_SAMPLES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """The options of a search, as given."""
+
+    metric: str | None
+    mode: str | None = None
+    num_samples: int | None = None
+    scheduler: str = "none"
+    search: str = "random"
+    engine: str = "auto"
+    address: str | None = None
+    """The Ray cluster to search on."""
+    trials: int | None = None
+    num_gpus: int | None = None
+    trials_per_gpu: int = 1
+    grace: int = 1
+    eta: int = 3
+    interval: int = 1
+    mutate: tuple[str, ...] | None = None
+    study_dir: str | None = None
+    resume: bool = False
+    part: tuple[int, int] | None = None
+    """(I, N): only every N-th trial, from number I."""
+
+    def check(self, space: SearchSpace) -> None:
+        """Raise for unknown names and numbers out of range, all at once."""
+        wrong = [
+            unknown_name(kind, name, allowed)
+            for kind, name, allowed in (
+                ("scheduler", self.scheduler, SCHEDULERS),
+                ("search", self.search, SEARCHES),
+                ("engine", self.engine, ENGINES),
+            )
+            if name not in allowed
+        ]
+        if self.num_samples is not None and self.num_samples < 1:
+            wrong.append(f"num_samples = {self.num_samples}: must be 1 or more.")
+        if self.scheduler == "pbt" and self.num_samples == 1:
+            wrong.append("scheduler = 'pbt' with num_samples = 1: a population has 2 members or more, better 4.")
+        if self.scheduler == "pbt" and self.search == "optuna":
+            wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' with it.")
+        unknown = [name for name in self.mutate or () if name not in space.domains]
+        wrong += [unknown_name("hyperparameter to mutate", name, space.domains) for name in unknown]
+        if self.part is not None and (self.scheduler != "none" or self.search == "optuna" or self.engine == "ray"):
+            wrong.append(
+                "part: trials of other jobs are not known here, so search is 'random' or 'grid', without scheduler."
+            )
+        if self.address is not None and self.engine == "local":
+            wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
+        if self.resume and self.study_dir is None:
+            wrong.append("resume needs to know which search: give its folder, study_dir (--study-dir).")
+        if wrong:
+            raise UsageError("\n  ".join(wrong))
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """Return the two numbers of `--part I/N`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise UsageError(f"--part {text}: expected I/N with I from 0 to N-1, such as 0/4.")
+    return int(found[1]), int(found[2])
+
+
+def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Results:
+    """Run a search to its end, write its files and return what was found."""
+    request.check(space)
+    _check_draws(space, request, subject.resolved.origins)
+    _check_settings(subject)
+    subject.check([*space.domains, *space.fixed])
+    subject.check_metric(request.metric)
+    objective = Objective.of(request.metric, request.mode)
+    # Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes.
+    if request.engine == "ray" or (request.engine == "auto" and request.address is not None):
+        results: Results = find_engine("ray").search(subject, space, objective, request)
+        return results
+    slots = plan_slots(
+        subject.resolved.config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, trials=request.trials
+    )
+    prestart(engine_environment(subject.resolved.config, "cuda" if slots.slots[0].gpus else "cpu"))
+    return _search_here(subject, space, objective, request, slots)
+
+
+def _check_draws(space: SearchSpace, request: SearchRequest, origins: Mapping[str, str]) -> None:
+    """Raise where nothing is drawn, and where a value is both given and searched."""
+    if not space.domains and request.num_samples != 1:
+        raise UsageError(
+            "the space draws nothing: all its values are fixed, so all trials would be the same",
+            hint="Give a value a range, such as { uniform = [0.1, 0.9] }, or ask for one trial: --num-samples 1.",
+        )
+    twice = [name for name in space.domains if origins.get(name) in ("flag", "argument")]
+    if twice:
+        raise UsageError(f"{', '.join(twice)}: searched, and given for all trials too", hint="Leave one of them out.")
+
+
+def _check_settings(subject: Trainable) -> None:
+    origins, config = subject.resolved.origins, subject.resolved.config
+    given = [name for name in OF_THE_TRIAL if origins[name] != "default"]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: every trial has its own",
+            hint="The folder of the whole search is --study-dir (study_dir).",
+        )
+    if config.launcher != "local":
+        raise UsageError(
+            f"backend = {config.backend!r}: trials start their ranks themselves, on one machine each",
+            hint="Leave backend out, or 'pytorch-fsdp' or 'deepspeed'; to search on a Ray cluster: --engine ray.",
+        )
+    if config.num_nodes > 1:
+        raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one machine")
+
+
+def _search_here(
+    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest, slots: Slots
+) -> Results:
+    config = subject.resolved.config
+    method = make_search(request.search, space, config.seed, objective)
+    total = request.num_samples or method.size or DEFAULT_SAMPLES
+    if request.part is not None:
+        method = PartOfSearch(method, *request.part)
+        total = len(range(request.part[0], total, request.part[1]))
+        if total == 0:
+            raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
+    folder = study_folder(request, subject.name)
+    record = Record(folder, space, objective, common_settings(subject, space, objective, request))
+    tracking = open_tracking(config, subject.name, objective, folder)
+    plan = SearchPlan(subject, space, objective, method, slots, folder, total, config.seed, tracking, request.mode)
+    table = open_table(objective, progress=config.progress)
+    results = None
+    try:
+        engine = _engine(plan, record, table, request)
+        table.notice(f"{plan.total} trials of {subject.name}, {slots.summary}; {folder}")
+        done = sum(trial.state.is_final for trial in engine.trials)
+        table.progress.begin(plan.total, done)
+        if done:
+            table.notice(f"{done} of them are done already")
+        try:
+            trials = engine.run()
+        finally:
+            table.close(engine.trials)
+        results = conclude(trials, space, objective, subject, folder, table)
+    finally:
+        tracking.close(results)
+        record.close()
+    return results
+
+
+def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, request: SearchRequest) -> SearchEngine:
+    if request.scheduler == "pbt":
+        return Population(plan, record, table, interval=request.interval, mutate=request.mutate)
+    scheduler = make_scheduler(request.scheduler, eta=request.eta, grace=request.grace)
+    return IndependentTrials(plan, record, table, scheduler)
+
+
+def conclude(
+    trials: Sequence[Trial],
+    space: SearchSpace,
+    objective: Objective,
+    subject: Trainable,
+    folder: Path,
+    table: PlainTable | LiveTable,
+) -> Results:
+    """Write the files of a search that has ended, and show where they are."""
+    check_some_worked(trials)
+    results = Results(tuple(trials), objective, folder)
+    write_trials(results)
+    best = write_best(results, subject)
+    table.notice(f"\nbest: trial {results.best.number}, {objective.metric} {results.best_value:.6g}")
+    table.notice(f"  {point_words(results.best_params)}")
+    if results.failed:
+        count = len(results.failed)
+        table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
+    for path in _draw(results, space, subject, table):
+        table.notice(f"picture: {_short(path)}")
+    stored = StoredRun(results.best.folder)
+    if (checkpoint := stored.best_checkpoint or next(reversed(stored.checkpoints), None)) is not None:
+        table.notice(f"best checkpoint: {_short(checkpoint)}")
+    table.notice(f"next:\n  {next_command(subject, results, _short(best))}")
+    return results
+
+
+def _short(path: Path) -> str:
+    """Return a path as the user would write it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def next_command(subject: Trainable, results: Results, best: str) -> str:
+    """Return the command that trains with the best values."""
+    config, origins = subject.resolved.config, subject.resolved.origins
+    words = subject.command(best, {n: v for n, v in results.best_params.items() if n not in FIELDS})
+    if words is None:
+        return f"use the values of {best} in your program"
+    given = [n for n in FIELDS if origins[n] in ("flag", "argument") and n not in results.best_params]
+    flags = [word for name in given if (word := _flag(name, getattr(config, name)))]
+    own = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:own], *flags, *words[own:]])
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    return f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={value}"
+
+
+def _draw(results: Results, space: SearchSpace, subject: Trainable, table: PlainTable | LiveTable) -> list[Path]:
+    """Write the page, and the PNG charts where matplotlib is installed."""
+    axes, lines = axes_and_lines(results.trials, space, results.objective)
+    path = results.folder / PAGE_FILE
+    facts = {"command": command_words(), "seed": str(subject.resolved.config.seed), "folder": str(results.folder)}
+    text = page(results, space, axes, lines, f"Tuning {subject.name}", facts)
+    path.write_text(text, encoding="utf-8")
+    try:
+        return [path, *draw_pictures(axes, lines, results.folder)]
+    except UsageError as error:  # the search is what was asked for; a picture that cannot be drawn does not undo it
+        table.notice(str(error))
+        return [path]
+
+
+def common_settings(
+    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest
+) -> dict[str, Any]:
+    """Return what a resumed search must have in common with the one that began."""
+    return {
+        "subject": subject.name,
+        "space": space.to_plain(),
+        "metric": objective.metric,
+        "mode": objective.mode,
+        "scheduler": request.scheduler,
+        "search": request.search,
+        "seed": subject.resolved.config.seed,
+    }
+
+
+def study_folder(request: SearchRequest, name: str, mark: str = FILE) -> Path:
+    """Make the folder of the search; raise where it holds a search that is not to be resumed.
+
+    `mark`: the file that shows that there is a search.
+    """
+    if request.study_dir is None:
+        plain = re.sub(r"[^\w.-]+", "-", name).strip("-") or "search"
+        folder = Path("runs") / f"tune-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    else:
+        folder = Path(request.study_dir)
+    exists = (folder / mark).exists()
+    if request.resume and not exists:
+        raise UsageError(f"{folder} holds no search that could go on", hint="Leave --resume out to begin one there.")
+    if exists and not request.resume:
+        raise UsageError(
+            f"{folder} holds a search already", hint="Add --resume to go on with it, or choose another --study-dir."
+        )
+    try:
+        make_private(folder)
+    except OSError as error:
+        raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
+    return folder.absolute()

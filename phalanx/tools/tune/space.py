@@ -1,0 +1,222 @@
+"""A search space: hyperparameters by name, checked as a whole, drawn one point at a time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import FIELDS
+from phalanx.config.option import problem
+from phalanx.errors import ConfigError, UsageError, nearest
+from phalanx.tools.tune.domains import KINDS, Domain, from_ray, is_rays
+
+_EXAMPLE = "learning_rate = { loguniform = [1e-4, 1e-1] }"
+
+
+class SearchSpace:
+    """Domains and fixed values by name. Building one checks everything and reports all mistakes at once."""
+
+    def __init__(self, entries: Mapping[str, Any], *, source: str = "search_space") -> None:
+        self._in_python = source == "search_space"
+        self.domains: dict[str, Domain] = {}
+        self.fixed: dict[str, Any] = {}
+        mistakes: list[str] = []
+        for name, entry in entries.items():
+            try:
+                self._add(name, entry)
+            except ValueError as error:
+                mistakes.append(f"{name}: {error}.")
+        mistakes += self._mistakes(set(entries))
+        if not entries:
+            example = "{'lr': phalanx.tune.loguniform(1e-4, 1e-1)}" if self._in_python else _EXAMPLE
+            mistakes.append(f"it is empty. Write for example {example}")
+        if mistakes:
+            raise ConfigError(mistakes, source=source)
+
+    @classmethod
+    def read(cls, path: str | Path) -> SearchSpace:
+        """Read a TOML file."""
+        try:
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(f"no such search space: {path}", hint=f"Write one with lines like: {_EXAMPLE}") from None
+        except IsADirectoryError:
+            raise UsageError(f"{path} is a directory, not a TOML file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is not valid TOML: {error}") from None
+        return cls({name.replace("-", "_"): entry for name, entry in document.items()}, source=str(path))
+
+    def _add(self, name: str, entry: Any) -> None:
+        if is_rays(entry):
+            entry = from_ray(entry)
+        if isinstance(entry, Mapping):
+            entry = _domain(entry)
+        if isinstance(entry, Domain):
+            self.domains[name] = entry
+        elif isinstance(entry, (list, tuple, set)):
+            raise ValueError(_about_list(entry, in_python=self._in_python))
+        else:
+            self.fixed[name] = entry
+
+    def _mistakes(self, known: set[str]) -> list[str]:
+        found: list[str] = []
+        for name, domain in self.domains.items():
+            wrong = domain.mistakes()
+            found += [f"{name}: {text}." for text in wrong] or self._unfit_values(name, domain)
+            found += self._condition_mistakes(name, domain, known)
+        fixed = [(FIELDS[name], value) for name, value in self.fixed.items() if name in FIELDS]
+        found += [text for field, value in fixed if (text := problem(field, value))]
+        if not found:
+            try:
+                self._order()
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    def _unfit_values(self, name: str, domain: Domain) -> list[str]:
+        """Return the errors for values that the setting of this name does not allow."""
+        if name not in FIELDS:
+            return []
+        values: Iterable[Any] = domain.arguments if domain.kind == "choice" else (domain.low, domain.high)
+        return list(dict.fromkeys(text for value in values if (text := problem(FIELDS[name], value))))
+
+    def _condition_mistakes(self, name: str, domain: Domain, known: set[str]) -> list[str]:
+        found = []
+        for other, wanted in domain.when.items():
+            if other not in known:
+                close = nearest(other, known - {name})
+                guess = f" Did you mean '{close}'?" if close else ""
+                found.append(f"{name}: its condition asks for '{other}', which is not in the space.{guess}")
+                continue
+            possible = [self.fixed[other]] if other in self.fixed else None
+            if other in self.domains:
+                possible = self.domains[other].grid()
+            missing = [value for value in _as_list(wanted) if possible is not None and value not in possible]
+            found += [f"{name}: its condition {other} = {value!r} is never true." for value in missing]
+        return found
+
+    def _order(self) -> list[str]:
+        """Return the names so that each comes after those in its condition."""
+        done: list[str] = []
+        trail: list[str] = []
+
+        def visit(name: str) -> None:
+            if name in done or name not in self.domains:
+                return
+            if name in trail:
+                raise ValueError(f"conditions go in a circle: {' -> '.join([*trail[trail.index(name) :], name])}.")
+            trail.append(name)
+            for other in self.domains[name].when:
+                visit(other)
+            trail.pop()
+            done.append(name)
+
+        for name in self.domains:
+            visit(name)
+        return done
+
+    def active(self, name: str, values: Mapping[str, Any]) -> bool:
+        """Whether a hyperparameter applies with these values; it does not where one in its condition does not apply."""
+        return all(
+            other in values and values[other] in _as_list(wanted) for other, wanted in self.domains[name].when.items()
+        )
+
+    def draw(self, seed: int, number: int) -> dict[str, Any]:
+        """Return the point of a trial: a function of the seed and the trial's number alone."""
+        rng = random.Random(f"{seed}/{number}")
+        values = dict(self.fixed)
+        for name in self._order():
+            drawn = self.domains[name].sample(rng)  # always, so that the draws of other names stay the same
+            if self.active(name, values):
+                values[name] = drawn
+        return self.arranged(values)
+
+    def visit(self, suggest: Any) -> dict[str, Any]:
+        """Return a point whose values `suggest(name, domain)` chooses, each after those in its condition."""
+        values = dict(self.fixed)
+        for name in self._order():
+            if self.active(name, values):
+                values[name] = suggest(name, self.domains[name])
+        return self.arranged(values)
+
+    def arranged(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values in the order in which the space names them."""
+        return {name: values[name] for name in (*self.domains, *self.fixed) if name in values}
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Return every point; raise for a domain without an end."""
+        order = self._order()
+        lists = {name: self.domains[name].grid() for name in order}
+        endless = [name for name in self.domains if lists[name] is None]
+        if endless:
+            raise ConfigError(
+                [
+                    f"{name} = {self.domains[name].kind}(...) has no end of values: search = 'grid' needs choice, "
+                    "randint, qrandint or quniform."
+                    for name in endless
+                ]
+            )
+        points: list[dict[str, Any]] = []
+        for combination in itertools.product(*(lists[name] or [] for name in order)):
+            chosen = dict(zip(order, combination, strict=True))
+            point = self.visit(lambda name, domain, chosen=chosen: chosen[name])
+            if point not in points:
+                points.append(point)
+        return points
+
+    def perturbed(
+        self, params: Mapping[str, Any], rng: random.Random, names: Iterable[str] | None = None
+    ) -> dict[str, Any]:
+        """Return a point near this one; `names`: which of the hyperparameters move (default: all)."""
+        moving = set(self.domains if names is None else names)
+
+        def near(name: str, domain: Domain) -> Any:
+            if name not in params:
+                return domain.sample(rng)
+            return domain.perturb(params[name], rng) if name in moving else params[name]
+
+        return self.visit(near)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain data, as in TOML."""
+        return {**{name: domain.to_plain() for name, domain in self.domains.items()}, **self.fixed}
+
+
+def _domain(entry: Mapping[str, Any]) -> Domain:
+    """Read `{loguniform = [1e-4, 1e-1], when = {optimizer = "sgd"}}`."""
+    when = entry.get("when", {})
+    if not isinstance(when, Mapping):
+        raise ValueError(f"when = {when!r} is not a condition: write when = {{ optimizer = 'sgd' }}")
+    words = [word for word in entry if word != "when"]
+    if len(words) != 1:
+        raise ValueError(f"one word says what it may be ({', '.join(KINDS)}); got {', '.join(words) or 'none'}")
+    word = words[0]
+    if word == "grid_search":  # Ray's word
+        word, entry = "choice", {"choice": entry["grid_search"]}
+    if word not in KINDS:
+        close = nearest(word, KINDS)
+        guess = f"Did you mean '{close}'? " if close else ""
+        raise ValueError(f"unknown word '{word}'. {guess}Allowed: {', '.join(KINDS)}")
+    arguments = entry[word]
+    if not isinstance(arguments, (list, tuple)):
+        raise ValueError(f"{word} = {arguments!r}: write its arguments as a list ({KINDS[word].arguments})")
+    return Domain(word, tuple(arguments), dict(when))
+
+
+def _about_list(entry: Any, *, in_python: bool) -> str:
+    """Return what to write in place of a list: a range where it is two numbers, else a choice."""
+    values = list(entry)
+    is_pair = len(values) == 2 and all(isinstance(value, (int, float)) for value in values) and values[0] < values[1]
+    low_high = ", ".join(map(repr, values))
+    choice = f"phalanx.tune.choice({values!r})" if in_python else f"{{ choice = {values!r} }}"
+    uniform = f"phalanx.tune.uniform({low_high})" if in_python else f"{{ uniform = [{low_high}] }}"
+    kind = type(entry).__name__
+    return f"a {kind} does not say how to draw from it: write {f'{uniform} for a range, or ' * is_pair}{choice}"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

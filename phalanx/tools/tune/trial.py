@@ -1,0 +1,156 @@
+"""One trial: its point of the space, its folder, its reports and its state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.events import EpochDone, MetricsReported, RunEnded, StepDone, from_json
+from phalanx.tools.tune.objective import Objective
+
+REPORTED = "tune"
+"""The split under which `phalanx.tune.report` writes its events."""
+
+
+class State(StrEnum):
+    """The state of a trial."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """By the scheduler."""
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the trial has ended for good."""
+        return self in (State.FINISHED, State.STOPPED, State.FAILED)
+
+
+@dataclass
+class Trial:
+    """A trial and its record."""
+
+    number: int
+    params: dict[str, Any]
+    folder: Path
+    state: State = State.WAITING
+    reports: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics by iteration: epochs of the training loop, or what the script counts."""
+    steps: int = 0
+    seconds: float = 0.0
+    cause: str = ""
+    """Why it failed."""
+    stopped_at: int | None = None
+    """The iteration after which the scheduler stopped it."""
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    """Population-based training: from which trial it continued, with which point, and after which iteration."""
+    run_status: str = ""
+    """How its run ended, where it used a Phalanx trainer."""
+    passed: set[int] = field(default_factory=set)
+    """The points at which its scheduler let it continue."""
+    returned: dict[str, float] = field(default_factory=dict)
+    """What its function returned."""
+    _read: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration with a report."""
+        return max(self.reports, default=0)
+
+    @property
+    def resumes_after(self) -> int:
+        """The iteration after which it resumes when it is started now; 0 where nothing was saved."""
+        return self.iteration if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) else 0
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The latest value of each metric."""
+        merged: dict[str, float] = {}
+        for iteration in sorted(self.reports):
+            merged |= self.reports[iteration]
+        return merged
+
+    def value(self, objective: Objective) -> float | None:
+        """Return the latest value of the objective's metric."""
+        return objective.value(self.last)
+
+    def value_from(self, iteration: int, objective: Objective) -> float | None:
+        """Return the metric at the first report at or after an iteration that has it."""
+        measured = self.measured_from(iteration, objective)
+        return None if measured is None else objective.value(self.reports[measured])
+
+    def measured_from(self, iteration: int, objective: Objective) -> int | None:
+        """Return the first iteration at or after another at which the metric was measured."""
+        reached = (number for number in sorted(self.reports) if number >= iteration)
+        return next((number for number in reached if objective.value(self.reports[number]) is not None), None)
+
+    def curve(self, objective: Objective) -> list[tuple[int, float]]:
+        """Return the metric over iterations, where it is finite."""
+        points = [(number, objective.value(self.reports[number])) for number in sorted(self.reports)]
+        return [(number, value) for number, value in points if value is not None and math.isfinite(value)]
+
+    def read_events(self) -> bool:
+        """Read the events since the last reading; return whether there were new reports."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return False
+        with path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # the rest of a line is still being written
+        self._read += len(whole)
+        before = len(self.reports), self.iteration
+        for line in whole.splitlines():
+            self._add(line)
+        return (len(self.reports), self.iteration) != before
+
+    def _add(self, line: bytes) -> None:
+        try:
+            event = from_json(line)
+        except (ValueError, TypeError):  # a killed writer's torn line
+            return
+        if isinstance(event, EpochDone):
+            self._report(event.epoch, {"train/loss": event.train_loss, **{f"val/{k}": v for k, v in event.val.items()}})
+        elif isinstance(event, MetricsReported) and event.split == REPORTED:
+            # What a function returns (epoch 0) belongs to its last iteration.
+            self._report(event.epoch or max(self.iteration, 1), event.values)
+            self.returned = event.values if event.epoch == 0 else self.returned
+        if isinstance(event, (EpochDone, StepDone, RunEnded)):
+            self.steps = max(self.steps, event.step)
+        if isinstance(event, RunEnded):
+            self.run_status = event.status
+
+    def _report(self, iteration: int, metrics: dict[str, float]) -> None:
+        if self.stopped_at is None or iteration <= self.stopped_at:
+            self.reports[iteration] = {**self.reports.get(iteration, {}), **metrics}
+
+    def end_after(self, iteration: int) -> None:
+        """Mark it as stopped after an iteration: later reports do not count."""
+        self.stopped_at = iteration
+        self.reports = {number: values for number, values in self.reports.items() if number <= iteration}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for reports."""
+        return {
+            "number": self.number,
+            "params": self.params,
+            "state": str(self.state),
+            "iteration": self.iteration,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "cause": self.cause,
+            "metrics": self.last,
+            "lineage": self.lineage,
+            "folder": str(self.folder),
+        }

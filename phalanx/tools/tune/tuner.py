@@ -1,0 +1,97 @@
+"""`DistributedTuner`: a search from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from phalanx.config import resolve
+from phalanx.errors import UsageError
+from phalanx.launch import ScriptTarget, count_gpus
+from phalanx.recipes import load_recipe
+from phalanx.tools.tune.objective import DEFAULT_METRIC
+from phalanx.tools.tune.results import Results
+from phalanx.tools.tune.search import SearchRequest, search
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.trainable import FunctionTrainable, RecipeTrainable, ScriptTrainable, Trainable
+
+
+class DistributedTuner:
+    """Searches for the best hyperparameters of a function, a script or a recipe.
+
+    `train_fn(config)` gets a point of the space as a dict, and returns metrics as a dict (or the metric as a number).
+    Without `metric`, the objective is the only metric that it returns (with the engine "local"), else `loss`.
+    Settings such as `num_workers=2` or `strategy="fsdp"` apply to each trial.
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[dict[str, Any]], Any] | None = None,
+        search_space: Mapping[str, Any] | SearchSpace | str | None = None,
+        *,
+        script: str | None = None,
+        recipe: str | None = None,
+        metric: str | None = None,
+        mode: str | None = None,
+        num_gpus: int | None = None,
+        trials_per_gpu: int = 1,
+        trials: int | None = None,
+        scheduler: str = "none",
+        search: str = "random",
+        engine: str = "auto",
+        address: str | None = None,
+        grace: int = 1,
+        eta: int = 3,
+        interval: int = 1,
+        mutate: Sequence[str] | None = None,
+        study_dir: str | None = None,
+        resume: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.space = _as_space(search_space)
+        self._subject = _subject(train_fn, script, recipe, metric, settings)
+        self._asked: dict[str, Any] = {
+            "metric": metric, "mode": mode, "num_gpus": num_gpus, "trials_per_gpu": trials_per_gpu, "trials": trials,
+            "scheduler": scheduler, "search": search, "engine": engine, "address": address, "grace": grace, "eta": eta,
+            "interval": interval, "mutate": None if mutate is None else tuple(mutate), "study_dir": study_dir,
+            "resume": resume,
+        }  # fmt: skip
+        SearchRequest(**self._asked).check(self.space)
+        self.results: Results | None = None
+
+    def tune(self, num_samples: int | None = None) -> dict[str, Any]:
+        """Run the trials and return the best one's hyperparameters; `results` has all of them."""
+        self.results = search(self._subject, self.space, SearchRequest(num_samples=num_samples, **self._asked))
+        return self.results.best_params
+
+
+def _as_space(given: Mapping[str, Any] | SearchSpace | str | None) -> SearchSpace:
+    if isinstance(given, SearchSpace):
+        return given
+    if isinstance(given, Mapping):
+        return SearchSpace(given)
+    if isinstance(given, str):
+        return SearchSpace.read(given)
+    raise UsageError(
+        f"search_space = {given!r}: expected a dict, or the path of a TOML file",
+        hint="Write search_space={'lr': phalanx.tune.loguniform(1e-4, 1e-1)}.",
+    )
+
+
+def _subject(
+    train_fn: Callable[..., Any] | None,
+    script: str | None,
+    recipe: str | None,
+    metric: str | None,
+    settings: dict[str, Any],
+) -> Trainable:
+    if sum(one is not None for one in (train_fn, script, recipe)) != 1:
+        raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
+    if recipe is not None:
+        known = load_recipe(recipe)
+        return RecipeTrainable(resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe), known)
+    resolved = resolve(settings)
+    if script is not None:
+        return ScriptTrainable(resolved, ScriptTarget(script))
+    assert train_fn is not None, "one of three was given"
+    return FunctionTrainable(resolved, train_fn, metric or DEFAULT_METRIC)

@@ -1,0 +1,227 @@
+"""The runs of a folder as plain data for the page: how each stands, its curves, events, failures and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from phalanx.errors import PhalanxError
+from phalanx.host.remote import RemotePath
+from phalanx.observe.best import latest_mark
+from phalanx.observe.goodput import CATEGORIES, EVENTS
+from phalanx.runs.facts import facts
+from phalanx.runs.record import FILE
+from phalanx.runs.stored import StoredRun, is_run
+from phalanx.tools.ui.columns import RunEvents
+
+_CHANGING = ("running", "unknown")
+"""Statuses that may change although no file does: the process has ended."""
+_UNREADABLE = (OSError, PhalanxError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""What reading a run raises: no rights, a version that is not known, an event with other values than ours have."""
+_TAIL_BYTES = 16 << 10
+_TAIL_LINES = 60
+
+
+class Catalog:
+    """All runs of a folder, or some that were chosen. Methods are safe to call from several threads."""
+
+    def __init__(self, folder: Path, chosen: Iterable[StoredRun] = ()) -> None:
+        self.folder = folder
+        self._chosen = list(chosen)
+        self._lock = threading.Lock()
+        self._events: dict[str, RunEvents] = {}
+        self._shown: dict[str, dict[str, Any]] = {}
+
+    def paths(self) -> dict[str, Path]:
+        """Return the folders of all runs by the names that the page uses."""
+        if self._chosen:
+            return {run.name: run.path for run in self._chosen}
+        found = {}
+        with suppress(FileNotFoundError, NotADirectoryError):  # no run has been started yet
+            for path in self.folder.iterdir():
+                try:
+                    known = path.is_dir() and is_run(path)
+                except PermissionError:  # the run of another user is named, and not shown
+                    known = True
+                if known:
+                    found[path.name] = path
+        return found
+
+    def path(self, name: str) -> Path:
+        """Return the folder of one run; KeyError for a name that is not that of a run directly in the folder."""
+        if self._chosen:
+            return self.paths()[name]
+        path = self.folder / name
+        if name in ("", ".", "..") or os.sep in name or "\0" in name or not is_run(path):
+            raise KeyError(name)
+        return path
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """Return how each run stands, the newest first. What has not changed is not read again."""
+        paths = self.paths()
+        with self._lock:
+            for gone in self._shown.keys() - paths.keys():
+                del self._shown[gone]
+                self._events.pop(gone, None)
+            for name, path in paths.items():
+                version, known = _version(path), self._shown.get(name)
+                if known is None or known["version"] != version:
+                    self._shown[name] = {"id": name, "version": version, **_summary(path)}
+                elif known["status"] in _CHANGING:
+                    self._shown[name] = {**known, "status": StoredRun(path).status}
+            return sorted(self._shown.values(), key=lambda each: (each["started"], each["id"]), reverse=True)
+
+    def events(self, name: str) -> RunEvents:
+        """Return the events of a run, up to date."""
+        path = self.path(name) / EVENTS
+        with self._lock:
+            found = self._events.setdefault(name, RunEvents(path))
+        found.refresh()
+        return found
+
+    def detail(self, name: str) -> dict[str, Any]:
+        """Return everything about a run except its curves."""
+        run, events = StoredRun(self.path(name)), self.events(name)
+        with events.lock:  # another request may read on meanwhile
+            return self._detail(name, run, events)
+
+    def _detail(self, name: str, run: StoredRun, events: RunEvents) -> dict[str, Any]:
+        beats = run.last_beat()
+        time = events.account(beats)
+        described, problem = _described(run)
+        found = {
+            "id": name,
+            "path": str(run.path.resolve()),
+            "command": run.command,
+            "facts": described,
+            "configured": (run.path / "config.toml").is_file(),
+            "problems": [each for each in (run.damage, problem, _damage(events)) if each],
+            "goodput": None if time is None else {CATEGORIES[key]: each for key, each in time.seconds.items()},
+            "attempts": 0 if time is None else time.attempts,
+            "redone": 0 if time is None else time.redone_steps,
+            "starts": [event["time"] for event in events.starts],
+            "until": max([events.until, *(beat["time"] for beat in beats)]),
+            "spans": events.timeline(),
+            "events": list(events.listed),
+            "failures": _failures(run),
+            "checkpoints": _checkpoints(run, events),
+            "heat": events.heat(),
+        }
+        return cast("dict[str, Any]", finite(found))
+
+
+def _version(path: Path) -> str:
+    """Return a text that changes when a run's files do."""
+    parts = []
+    for name in (EVENTS, FILE):
+        with suppress(OSError):
+            status = os.stat(path / name)
+            parts.append(f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}")
+    return ".".join(parts)
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    run = StoredRun(path)
+    try:
+        os.listdir(path)
+        best = None if _is_remote(run) else run.best
+        (steps, total), begun, last = run.steps, run.begun, run.last_step
+        layout = begun.get("layout") or begun.get("strategy") or ""
+        found = {
+            "status": run.status,
+            "started": run.started,
+            "steps": steps,
+            "total_steps": total,
+            "best": None if best is None else {"name": best[0], "value": best[1]},
+            "loss": last.get("loss"),
+            "rate": last.get("samples_per_second"),
+            "layout": f"{layout}, {begun['world_size']} x {begun['device']}" if "device" in begun else layout,
+            "tags": run.tags,
+            "reason": str(run.ended.get("reason", "")) or _cause(run),
+        }
+        return cast("dict[str, Any]", finite(found))
+    except _UNREADABLE as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        return {"status": "unreadable", "started": 0.0, "steps": 0, "reason": str(why), "tags": []}
+
+
+def _is_remote(run: StoredRun) -> bool:
+    """Whether checkpoints are at a URL: they are not listed there at every look."""
+    return isinstance(run.checkpoint_dir, RemotePath)
+
+
+def _cause(run: StoredRun) -> str:
+    """Return what the rank that failed first has written."""
+    first = next(iter(_failures(run) if run.status == "failed" else ()), {})
+    return f"{first.get('type')}: {first.get('message')}" if first else ""
+
+
+def _described(run: StoredRun) -> tuple[dict[str, Any], str]:
+    """Return the run's facts, or why they cannot be read."""
+    try:
+        return facts(run), ""
+    except _UNREADABLE as error:
+        return {}, str(error)
+
+
+def _damage(events: RunEvents) -> str:
+    if events.damaged == 1:
+        return f"1 line of {EVENTS} cannot be read and is left out"
+    return f"{events.damaged} lines of {EVENTS} cannot be read and are left out" if events.damaged else ""
+
+
+def _failures(run: StoredRun) -> list[dict[str, Any]]:
+    """Return what each rank that raised has written, the first in time first, with the end of its output."""
+    found = []
+    for file in (run.path / "logs").glob("rank-*.error.json"):
+        with suppress(OSError, ValueError):  # it is being written, or belongs to another user
+            record = json.loads(file.read_bytes())
+            if isinstance(record, dict):
+                record["output"] = _tail(file.with_name(file.name.replace(".error.json", ".log")))
+                found.append(record)
+    return sorted(found, key=lambda record: str(record.get("time")))
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+    except OSError:
+        return ""
+
+
+def _checkpoints(run: StoredRun, events: RunEvents) -> list[dict[str, Any]]:
+    """Return the checkpoints that events tell of, the newest first, and which of them still exist."""
+    try:
+        found = [] if _is_remote(run) else run.checkpoints
+        best = latest_mark(found)
+    except (OSError, PhalanxError):
+        found, best = [], None
+    told = {Path(str(event.get("path"))).name: event for event in events.listed if event["event"] == "checkpoint"}
+    rows = [
+        {
+            **{key: event.get(key) for key in ("step", "time", "bytes", "seconds", "stall", "path")},
+            "exists": _is_remote(run) or name in {path.name for path in found},
+            "best": best is not None and name == best.path.name,
+        }
+        for name, event in told.items()
+    ]
+    return rows[::-1]
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: a number that is not finite becomes a text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,191 @@
+"""The web server of the dashboard: the page, runs as JSON, and changes as server-sent events. It only reads."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import ipaddress
+import json
+import math
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from phalanx.errors import UsageError
+from phalanx.tools.ui.page import STATIC, page
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from phalanx.tools.ui.catalog import Catalog
+
+_POLL_SECONDS = 1.0
+_WIDEST = 4000
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class _AsciiJson(JSONResponse):
+    """JSON with escapes: UTF-8 has no form for half of a surrogate pair, which a text or a folder's name may hold."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+class Gate:
+    """Refuses requests under a host name that is not this machine's (DNS rebinding), and those without the token."""
+
+    def __init__(self, app: ASGIApp, token: str, port: int, names: set[str]) -> None:
+        self._app, self._token, self._names = app, token, names
+        self._cookie = f"phalanx_ui_{port}"  # cookies are shared between the ports of a host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        host = _host_of(request.headers.get("host", ""))
+        if host not in self._names and not _is_address(host):
+            known = ", ".join(sorted(self._names))
+            return PlainTextResponse(
+                f"The host name {host!r} is not one of this dashboard ({known}).\n"
+                "Open it by one of these or by address, or start it with --host and this name.\n",
+                status_code=421,
+            )
+        if not self._token or self._matches(request.cookies.get(self._cookie, "")):
+            return None
+        if self._matches(request.query_params.get("token", "")):
+            answer = RedirectResponse(request.url.path, status_code=303)  # the token leaves the address bar
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+            return answer
+        return PlainTextResponse("Open the address that phalanx ui printed: it ends in ?token=...\n", status_code=401)
+
+    def _matches(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _host_of(header: str) -> str:
+    """Return the name or address in a Host header, without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()
+
+
+def _is_address(host: str) -> bool:
+    """Whether a host is an address, not a name: a foreign page cannot make its own name mean another address then."""
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
+def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASGIApp:
+    """Return the application."""
+
+    def answer(work: Callable[[Request], Any]) -> Callable[[Request], Response]:
+        def endpoint(request: Request) -> Response:
+            try:
+                return _AsciiJson(work(request))
+            except KeyError as error:
+                return JSONResponse({"error": f"there is no run {error.args[0]}"}, status_code=404)
+            except (OSError, ValueError) as error:
+                code = 400 if isinstance(error, ValueError) else 403
+                return JSONResponse({"error": str(error)}, status_code=code)
+
+        return endpoint
+
+    async def live(request: Request) -> Response:
+        return StreamingResponse(_changes(catalog, request), media_type="text/event-stream")
+
+    routes = [
+        Route("/", lambda request: HTMLResponse(page())),
+        Route("/api/runs", answer(lambda request: catalog.summaries())),
+        Route("/api/run/{name:path}", answer(lambda request: catalog.detail(request.path_params["name"]))),
+        Route("/api/curves/{name:path}", answer(lambda request: _curves(catalog, request))),
+        Route("/api/live", live),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    return Gate(Starlette(routes=routes), token, port, names)
+
+
+def _curves(catalog: Catalog, request: Request) -> list[dict[str, Any]]:
+    asked = request.query_params
+    width = min(_WIDEST, max(10, int(asked.get("width", "600"))))
+    low, high = float(asked.get("from", "-inf")), float(asked.get("to", "inf"))
+    by = asked.get("by", "step")
+    if by not in ("step", "time") or math.isnan(low) or math.isnan(high):
+        raise ValueError("by is step or time; from and to are numbers")
+    return catalog.events(request.path_params["name"]).curves(width, low, high, by)
+
+
+async def _changes(catalog: Catalog, request: Request) -> AsyncIterator[str]:
+    """Yield the runs that have changed since the last look, and the names of all, whenever something has."""
+    sent: dict[str, Any] = {}
+    yield "retry: 1000\n\n"
+    while not await request.is_disconnected():
+        runs = {run["id"]: run for run in await run_in_threadpool(catalog.summaries)}
+        if runs != sent:
+            changed = [run for name, run in runs.items() if run != sent.get(name)]
+            yield f"data: {json.dumps({'changed': changed, 'all': list(runs)})}\n\n"
+            sent = runs
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, or say what to write where it cannot."""
+    try:
+        return _listener(host, port)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} of {host} is in use, perhaps by another dashboard",
+                hint=f"Write --port {_free_port(host)}, which is free, or --port 0 for any free one.",
+            ) from None
+        raise UsageError(f"cannot listen on {host} port {port}: {error}") from None
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+def _free_port(host: str) -> int:
+    with _listener(host, 0) as server:
+        return int(server.getsockname()[1])
+
+
+def serve(app: ASGIApp, listener: socket.socket) -> None:
+    """Serve until the process is interrupted."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])

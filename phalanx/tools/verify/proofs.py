@@ -1,0 +1,400 @@
+"""`verify`, by four proofs: a layout against one process or another layout, a run against its resumption or faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from phalanx.config import DistributedConfig, resolve
+from phalanx.config.fields import STRATEGIES
+from phalanx.errors import PreemptedError, UsageError, unknown_name
+from phalanx.launch import CallTarget, count_gpus
+from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.loop.faults import OBJECTS, VARIABLE
+from phalanx.observe.guard import say_to_user
+from phalanx.reliability.faults import Fault, Marks, to_json
+from phalanx.runs.folder import log_folder
+from phalanx.runs.spec import launch_spec
+from phalanx.runs.start import run_on_ranks, write_payload
+from phalanx.tools.verify.compare import FLOAT32, compare, limits_of, same_bits
+from phalanx.tools.verify.own_loop import LOOPS, loops_for
+from phalanx.tools.verify.probe import Recording
+from phalanx.tools.verify.rank import Run, VerifyRequest, read_recording
+from phalanx.tools.verify.report import MEASURES, Comparison, Verdict
+from phalanx.tools.verify.subject import GivenSubject, Subject
+from phalanx.world.env import read_rank_env
+from phalanx.world.layout import JobLayout, plan_layout
+
+DEFAULTS = {"num_workers": 2, "max_steps": 5}
+"""Settings where neither a flag nor a file gives them."""
+
+_ONE_PROCESS: dict[str, Any] = {
+    "num_workers": 1,
+    "num_gpus": None,
+    "gpus_per_node": None,
+    "gradient_accumulation_steps": 1,
+    "zero_stage": None,
+    "sharding": "auto",
+    "shard_size": None,
+    "wrap_class": None,
+    "offload": "none",
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "pipeline_schedule": "1f1b",
+    "pipeline_cuts": None,
+    "pipeline_balance": "parameters",
+    "microbatches": None,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+}
+"""One process takes a global batch in one piece."""
+
+_AXIS_FIELDS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "ep": "expert_parallel"}
+_AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
+
+_QUIET_RUN: dict[str, Any] = {
+    "epochs": None,
+    "log_every_n_steps": 1,
+    "progress": False,
+    **dict.fromkeys(("tensorboard", "mlflow_tracking"), False),
+    **dict.fromkeys(("tensorboard_dir", "mlflow_experiment", "run_dir", "checkpoint_dir", "checkpoint_frequency")),
+    "resume_from_checkpoint": False,
+    "max_restarts": 0,
+}
+"""Settings of a real run that are not part of the proof."""
+
+_PARTS = 2
+"""Every proof starts ranks twice: on the layout, and on what it is compared with."""
+FAULT_STEPS = 12
+"""Steps of a run under faults where none are given: each fault needs some before the next."""
+_FEWEST_FAULT_STEPS = 8
+_DECAY = 0.9
+_FAULT_SETTINGS: dict[str, Any] = {"max_restarts": 3, "heartbeat_timeout": 5.0}
+
+
+def verify(
+    model: Any,
+    data: Any,
+    loss_fn: Any = None,
+    *,
+    resume: bool = False,
+    reshard: str | None = None,
+    faults: bool = False,
+    own_loop: bool = False,
+    **settings: Any,
+) -> Verdict:
+    """Prove that a layout trains a model like one process; the settings are those of `DistributedConfig`.
+
+    `model` is a module or a function that makes one, `data` a data set or a DataLoader over one. The verdict is true
+    when they agree, and printing it shows the tables. With `resume` a stopped and resumed run is
+    compared with one that never stopped, with `reshard="fsdp:4"` the checkpoint is loaded on another layout, with
+    `faults` a run whose ranks are killed, fewer and more again is compared with one that nothing disturbs, with
+    `own_loop` loops of a `Formation` train in place of the trainer.
+    """
+    name = getattr(model, "__name__", type(model).__name__)
+    defaults = {**DEFAULTS, "max_steps": FAULT_STEPS} if faults else DEFAULTS
+    config = resolve(settings, recipe=defaults, recipe_name="verify").config
+    asked = {"resume": resume, "reshard": reshard, "faults": faults, "own_loop": own_loop}
+    return prove(GivenSubject(name, model, data, loss_fn), config, **asked)  # type: ignore[arg-type]
+
+
+def prove(
+    subject: Subject,
+    config: DistributedConfig,
+    *,
+    resume: bool = False,
+    reshard: str | None = None,
+    faults: bool = False,
+    own_loop: bool = False,
+) -> Verdict:
+    """Run the proof that was asked for."""
+    if resume + faults + own_loop + (reshard is not None) > 1:
+        names = "--resume, --reshard, --faults and --own-loop"
+        raise UsageError(f"{names} are proofs of their own", hint="Run verify once for each.")
+    with closing(Proof(subject, config)) as proof:
+        if reshard is not None:
+            return proof.against_layout(reshard)
+        if faults:
+            return proof.under_faults()
+        if own_loop:
+            return proof.in_own_loops()
+        return proof.against_resumption() if resume else proof.against_one_process()
+
+
+class Proof:
+    """Runs a subject on layouts and compares the recordings."""
+
+    def __init__(self, subject: Subject, config: DistributedConfig) -> None:
+        self.subject = subject
+        self.config = _quiet(config)
+        self.layout = plan_layout(self.config, count_gpus())
+        self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
+        self.steps = config.max_steps or DEFAULTS["max_steps"]
+        self._folder = open_scratch("verify")
+        self._progress = config.progress
+        self._launches = 0
+
+    def close(self) -> None:
+        """Remove what the runs wrote."""
+        close_scratch(self._folder)
+
+    def against_one_process(self) -> Verdict:
+        """Compare the layout with one process, in float64 and in float32."""
+        alone = self.config.replace(**_ONE_PROCESS)
+        precisions = ("float64", "float32")
+        # The layout first: a model that does not suit it is reported before a whole run of one process.
+        laid = self._launch(self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in precisions])
+        one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
+        exact, rounded = one["one-float64"], one["one-float32"]
+        fine, coarse = limits_of(exact, rounded)
+        comparisons = [
+            compare("float64: one process and the layout", exact, laid["laid-float64"], fine),
+            compare("float32: one process and the layout", rounded, laid["laid-float32"], coarse),
+        ]
+        return self._verdict("give what one process gives", laid["laid-float64"], comparisons)
+
+    def in_own_loops(self) -> Verdict:
+        """Compare loops as users write them on the layout with the same loops in one process."""
+        alone, loops = self.config.replace(**_ONE_PROCESS), loops_for(self.config)
+        laid, one = (
+            self._launch(config, [self._loop(loop, config, kind) for loop in loops for kind in ("float64", "float32")])
+            for config in (self.config, alone)
+        )
+        comparisons = []
+        for loop in loops:
+            fine, coarse = limits_of(one[f"{loop}-float64"], one[f"{loop}-float32"])
+            for kind, limits in (("float64", fine), ("float32", coarse)):
+                found = f"{loop}-{kind}"
+                comparisons.append(compare(f"{kind}: {LOOPS[loop]}", one[found], laid[found], limits))
+        claim = "give in loops of one's own what one process gives"
+        return self._verdict(claim, one[f"{loops[0]}-float64"], comparisons)
+
+    def _loop(self, loop: str, config: DistributedConfig, dtype: str) -> Run:
+        return dataclasses.replace(self._run(f"{loop}-{dtype}", config, dtype), own_loop=loop)
+
+    def against_resumption(self) -> Verdict:
+        """Stop after half the steps, resume in new processes, and compare bits with the run that never stopped."""
+        found = self._launch(self.config, [self._run("straight", self.config, "float32"), self._stopped("float32")])
+        straight, resumed = found["straight"], self._resumed("float32", self.config)
+        title = f"bits: uninterrupted, and resumed after step {self._half()}"
+        comparison = compare(title, _without_first_step(straight), resumed, 0.0, labels=("uninterrupted", "resumed"))
+        problems = _load_problems(found["stopped"], resumed)
+        changed = same_bits(straight.after, resumed.after)
+        if changed is not None:
+            problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
+        claim = "end with the same bits when it is stopped and resumed"
+        return self._verdict(claim, straight, [comparison], problems)
+
+    def against_layout(self, text: str) -> Verdict:
+        """Save on this layout, load on another, and compare the rest of the run."""
+        other = self._other_layout(text)
+        straight = [self._run(f"straight-{kind}", self.config, kind) for kind in ("float64", "float32")]
+        found = self._launch(self.config, [*straight, self._stopped("float64")])
+        resumed = self._resumed("float64", other)
+        exact = _without_first_step(found["straight-float64"])
+        fine, _ = limits_of(exact, found["straight-float32"])
+        name = _layout_name(other, plan_layout(other, count_gpus()))
+        title = f"float64: this layout, and {name} from step {self._half()} on"
+        comparison = compare(title, exact, resumed, fine, labels=("this layout", "resharded"))
+        claim = f"go on the same when its checkpoint is loaded on {name}"
+        return self._verdict(claim, exact, [comparison], _load_problems(found["stopped"], resumed))
+
+    def under_faults(self) -> Verdict:
+        """Kill a rank, go on with half of them, then with all again, and compare with a run that nothing disturbs.
+
+        With fixed_order every bit must be equal; otherwise sums in another order are rounded differently. Where ranks
+        are replaced, the runs have an optimizer and a scheduler object and averaged weights: state that must survive.
+        """
+        exact, precise = self.config.fixed_order, "float32" if self.config.fixed_order else "float64"
+        faults, claim = self._planned_faults()
+        objects = {} if self.config.recovery == "restart" else {OBJECTS: "1"}
+        averages = objects and self.config.pipeline_parallel == 1
+        config = self.config.replace(ema_decay=self.config.ema_decay or _DECAY) if averages else self.config
+        quiet = [self._run(f"quiet-{kind}", config, kind) for kind in {precise: 0, "float32": 0}]
+        found = self._launch(config, quiet, objects)
+        undisturbed = _without_first_step(found[f"quiet-{precise}"])
+        plan = self._folder / "faults.json"
+        plan.write_text(to_json(faults))
+        hit = config.replace(**_FAULT_SETTINGS, **self._for_recovery(faults))
+        env = {**objects, VARIABLE: str(plan)}
+        disturbed = self._launch(hit, [self._run("faults", hit, precise, first_step=False)], env)
+        limits = dict.fromkeys(MEASURES, FLOAT32) | {"parameters": 0.0}
+        if not exact:
+            limits, _ = limits_of(found["quiet-float64"], found["quiet-float32"])
+        title = f"{'bits' if exact else precise}: undisturbed, and under faults"
+        comparison = compare(title, undisturbed, disturbed["faults"], limits, labels=("undisturbed", "under faults"))
+        happened = Marks(self._folder / "faults.json.marks").read()
+        problems = [f"the fault {fault} did not happen" for n, fault in enumerate(faults) if n not in happened]
+        if exact and (changed := same_bits(undisturbed.after, disturbed["faults"].after)) is not None:
+            problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
+        ends = "end with the same bits" if exact else "end with the same weights, within rounding,"
+        return self._verdict(f"{ends} when {claim}", undisturbed, [comparison], problems)
+
+    def _for_recovery(self, faults: list[Fault]) -> dict[str, Any]:
+        """Return the settings with which the ranks can be restarted, or become fewer."""
+        if self.config.recovery == "restart":
+            return {"checkpoint_frequency": "1 steps"}
+        sizes = [fault.ranks for fault in faults if fault.ranks]
+        return {"num_workers": (min(sizes), self.layout.world_size)} if sizes else {}
+
+    def _planned_faults(self) -> tuple[list[Fault], str]:
+        """Return the faults that this layout can survive, and what happens in words."""
+        ranks, steps = self.layout.world_size, self.steps
+        few = ["2 ranks (--num-workers 2)"] if ranks < 2 else []
+        few += [f"{_FEWEST_FAULT_STEPS} steps (--max-steps 12)"] if steps < _FEWEST_FAULT_STEPS else []
+        if few:
+            given = f"{ranks} rank{'s' * (ranks > 1)} and {steps} steps"
+            raise UsageError(f"--faults with {given}: too few to lose any", hint=f"Give at least {' and '.join(few)}.")
+        kill = Fault("kill", steps // 4, rank=ranks - 1)
+        if self.config.recovery == "restart":
+            return [kill], "a rank is killed and all restart from a checkpoint"
+        if self.config.recovery != "resize":
+            return [kill], "a rank is killed and replaced"
+        fewer = ranks // 2
+        resized = [Fault("scale", steps // 2, ranks=fewer), Fault("scale", 3 * steps // 4, ranks=ranks)]
+        return [kill, *resized], f"a rank is killed and the {ranks} ranks become {fewer}, then {ranks} again"
+
+    def _half(self) -> int:
+        if self.steps < 2:
+            raise UsageError(f"max_steps = {self.steps}: stopping half-way needs at least 2 steps")
+        return self.steps // 2
+
+    def _stopped(self, dtype: str) -> Run:
+        kept = self.config.with_trusted(checkpoint_dir=str(self._folder / "kept"))
+        return self._run("stopped", kept, dtype, stop_after=self._half())
+
+    def _resumed(self, dtype: str, config: DistributedConfig) -> Recording:
+        """Resume from the checkpoint in new processes."""
+        resuming = config.with_trusted(resume_from_checkpoint=str(self._folder / "kept"))
+        return self._launch(config, [self._run("resumed", resuming, dtype)])["resumed"]
+
+    def _run(
+        self,
+        name: str,
+        config: DistributedConfig,
+        dtype: str,
+        stop_after: int | None = None,
+        *,
+        first_step: bool = True,
+    ) -> Run:
+        ranks = plan_layout(config, count_gpus()).mesh.dp_size
+        return Run(name, config, dtype, self.split, ranks, stop_after, first_step)
+
+    def _launch(
+        self, config: DistributedConfig, runs: list[Run], env: Mapping[str, str] | None = None
+    ) -> dict[str, Recording]:
+        """Start the ranks of one layout and let them execute the runs."""
+        layout = plan_layout(config, count_gpus())
+        placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
+        payload = self._folder / f"{runs[0].name}.pkl"
+        write_payload(VerifyRequest(self.subject, placed), payload)
+        target = CallTarget("phalanx.tools.verify.rank:run_request", str(payload))
+        self._launches += 1
+        what = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {layout.ranks}"
+        with log_folder(None) as logs, _shown(what, enabled=self._progress):
+            try:
+                run_on_ranks(launch_spec(config, layout, target, logs, env=env), config)
+            except PreemptedError:  # the ranks' hint names checkpoint_dir, which verify does not use
+                raise PreemptedError(
+                    "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
+                ) from None
+        return {run.name: read_recording(self._folder, run.name) for run in runs}
+
+    def _verdict(
+        self, claim: str, run: Recording, comparisons: list[Comparison], problems: Sequence[str] = ()
+    ) -> Verdict:
+        size = f"global batch {run.global_batch}, {run.parameters:,} parameters, dropout off"
+        name = _layout_name(self.config, self.layout)
+        return Verdict(self.subject.name, name, claim, f"{self.steps} steps, {size}", comparisons, list(problems))
+
+    def _other_layout(self, text: str) -> DistributedConfig:
+        strategy, _, rest = text.partition(":")
+        count, *axes = rest.split(":")
+        sizes = [_AXIS.fullmatch(axis) for axis in axes]
+        if not count.isdigit() or int(count) < 1 or None in sizes:
+            raise UsageError(
+                f"--reshard {text}: not a layout",
+                hint="Write <strategy>:<ranks>, for example ddp:1, and other axes after it: fsdp:8:pp2:tp2",
+            )
+        if strategy not in STRATEGIES:
+            raise UsageError(unknown_name("strategy", strategy, STRATEGIES))
+        degrees = {_AXIS_FIELDS[size[1]]: int(size[2]) for size in sizes if size is not None}
+        return self.config.replace(**{**_ONE_PROCESS, **degrees, "strategy": strategy, "num_workers": int(count)})
+
+
+@contextmanager
+def _shown(what: str, *, enabled: bool) -> Iterator[None]:
+    """Show what runs: with the time on a terminal, as two lines elsewhere."""
+    began = time.monotonic()
+    if enabled and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            progress.add_task(what, total=None)
+            yield
+    else:
+        yield
+    if enabled:
+        say_to_user(f"{what}: {time.monotonic() - began:.1f} s")
+
+
+def _quiet(config: DistributedConfig) -> DistributedConfig:
+    """Return the settings of the layout, without logging and checkpoints; raise for what cannot be verified."""
+    if config.mixed_precision is not False:
+        raise UsageError(
+            f"mixed_precision = {config.mixed_precision!r}: verify compares in float64 and float32",
+            hint="Leave mixed_precision out: its rounding would hide the errors of a layout.",
+        )
+    if config.resolved_strategy == "deepspeed":
+        raise UsageError(
+            "verify compares in float64, and DeepSpeed keeps weights in float32",
+            hint="The same stages without DeepSpeed can be verified: leave it out and set zero_stage.",
+        )
+    if config.resolved_strategy in ("local-sgd", "diloco") or config.compression != "none":
+        means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
+        raise UsageError(
+            f"{means} does not give what one process gives, and is not meant to",
+            hint="It is judged by the loss it reaches: phalanx bench compression, or a run next to --strategy ring.",
+        )
+    env = read_rank_env()
+    if env is not None and env.world_size > 1:
+        raise UsageError(
+            f"verify starts its own ranks, but {env.started_by} started {env.world_size} of it",
+            hint="Run phalanx verify once, by itself.",
+        )
+    if config.num_nodes > 1:
+        raise UsageError(
+            "verify runs on one machine", hint="Verify the same number of ranks here, with --device cpu if need be."
+        )
+    return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_QUIET_RUN)
+
+
+def _layout_name(config: DistributedConfig, layout: JobLayout) -> str:
+    strategy = config.resolved_strategy
+    if config.zero_stage is not None:
+        strategy += f" (ZeRO {config.zero_stage})"
+    elif config.resolved_sharding != "full":  # with other axes ddp shards the data axis too
+        strategy += f" ({config.resolved_sharding})"
+    axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
+    strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
+    counts = {"{} on each GPU": layout.ranks_per_gpu, "accumulation {}": config.gradient_accumulation_steps}
+    more = (words.format(count) for words, count in counts.items() if count > 1)
+    return ", ".join([strategy, f"{layout.ranks} on {layout.device}", *more])
+
+
+def _without_first_step(straight: Recording) -> Recording:
+    """Leave out what the probe records in the first step: a resumed run begins with another one."""
+    return dataclasses.replace(straight, activations={}, gradients={})
+
+
+def _load_problems(stopped: Recording, resumed: Recording) -> list[str]:
+    """Compare loaded with saved weights: they must be equal to the last bit, on any layout."""
+    changed = same_bits(stopped.after, resumed.before)
+    return [] if changed is None else [f"{changed} was loaded with other bits than it was saved with"]
