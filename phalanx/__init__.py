@@ -5,9 +5,9 @@ Names are imported when first used, so that `import phalanx` and `phalanx --help
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from phalanx.lazy import lazy_names
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from phalanx.trainers.saved_run import load_run
     from phalanx.trainers.torch import PyTorchDDPTrainer
 
-_TOOLS = ("plan", "tune")
-"""Packages of `phalanx/tools/` with names for users: `from phalanx import plan, tune`."""
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
     "DistributedConfig": "phalanx.config",
@@ -49,8 +47,10 @@ _HOMES = {
     "load_run": "phalanx.trainers.saved_run",
     "lora": "phalanx.models.lora",
     "merge_lora": "phalanx.models.lora",
+    "plan": "phalanx.tools.plan",
     "remove_lora": "phalanx.models.lora",
     "save_adapter": "phalanx.models.lora.files",
+    "tune": "phalanx.tools.tune",
     "unmerge_lora": "phalanx.models.lora",
     "verify": "phalanx.tools.verify.proofs",
 }
@@ -82,13 +82,7 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES or name in _TOOLS:
-        value = import_module(f"phalanx.tools.{name}") if name in _TOOLS else getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'phalanx' has no attribute '{name}'")
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

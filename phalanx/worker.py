@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.recipes import Recipe
-from phalanx.runs.remote import write_result
+from phalanx.runs.result import write_result
 from phalanx.trainers.job import Job
 from phalanx.trainers.recipe import run_recipe
 from phalanx.world.env import read_rank_env

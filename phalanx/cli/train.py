@@ -19,7 +19,8 @@ from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
-from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
+from phalanx.host.gpus import count_gpus
+from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import Target

@@ -18,13 +18,30 @@ The flow of one launch:
 
 from __future__ import annotations
 
-from phalanx.host.gpus import count_gpus
-from phalanx.launch.failure import FailureReport
-from phalanx.launch.forkserver.client import prestart
-from phalanx.launch.output import PlainConsole, RankConsole
-from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget, check_endpoint
-from phalanx.launch.supervisor import launch
+from typing import TYPE_CHECKING
 
+from phalanx.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from phalanx.launch.failure import FailureReport
+    from phalanx.launch.forkserver.client import prestart
+    from phalanx.launch.output import PlainConsole, RankConsole
+    from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget, check_endpoint
+    from phalanx.launch.supervisor import launch
+
+_HOMES = {
+    "CallTarget": "phalanx.launch.spec",
+    "FailureReport": "phalanx.launch.failure",
+    "LaunchResult": "phalanx.launch.spec",
+    "LaunchSpec": "phalanx.launch.spec",
+    "ModuleTarget": "phalanx.launch.spec",
+    "PlainConsole": "phalanx.launch.output",
+    "RankConsole": "phalanx.launch.output",
+    "ScriptTarget": "phalanx.launch.spec",
+    "check_endpoint": "phalanx.launch.spec",
+    "launch": "phalanx.launch.supervisor",
+    "prestart": "phalanx.launch.forkserver.client",
+}
 __all__ = [
     "CallTarget",
     "FailureReport",
@@ -35,7 +52,7 @@ __all__ = [
     "RankConsole",
     "ScriptTarget",
     "check_endpoint",
-    "count_gpus",
     "launch",
     "prestart",
 ]
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -1,6 +1,6 @@
 """Records a trace of some steps on this rank (setting `profile`), and marks ranges for nsys.
 
-Ranges of the loop have names with a prefix, so that `phalanx.trace` finds them: `phalanx:step 10`, `phalanx:data`,
+Ranges of the loop have names with a prefix, so that the analysis finds them: `phalanx:step 10`, `phalanx:data`,
 `phalanx:forward`, ..., `phalanx:all-reduce #3`, `phalanx.module:layers.0`. Nothing of this runs outside the steps.
 """
 
@@ -29,6 +29,7 @@ from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import replace_file, replacing
 from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.tool import tool
 from phalanx.world.clock import ClockReading, answer_clocks, compare_clock
 
 if TYPE_CHECKING:
@@ -250,14 +251,12 @@ class StepProfile(Callback):
             self._modules.pop().__exit__(None, None, None)
 
     def _write_allocations(self) -> None:
-        from phalanx.tools.profile.memory import top_owners
-
         found = torch_compat.allocations()
         torch_compat.record_allocations(None)
         stem = self._folder / f"rank-{self._world.rank}.memory"
         replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(found))  # for pytorch.org/memory_viz
         history = found["device_traces"][self._formation.device.index or 0]
-        replace_file(stem.with_suffix(".memory.json"), json.dumps(top_owners(history)))
+        replace_file(stem.with_suffix(".memory.json"), json.dumps(tool("memory-owners")(history)))
 
     def _metadata(self) -> dict[str, Any]:
         loop, config, world = self._loop, self._formation.config, self._world
@@ -308,12 +307,10 @@ class StepProfile(Callback):
             self._conclude()
 
     def _conclude(self) -> None:
-        from phalanx.tools.profile.verdict import conclude
-
         run_dir = self._folder.parent
         name = run_dir.name if run_dir.parent.resolve() == Path("runs").resolve() else str(run_dir)
         try:
-            self._loop.report.say(f"profile: {conclude(self._folder)}")
+            self._loop.report.say(f"profile: {tool('profile-verdict')(self._folder)}")
         except (PhalanxError, OSError) as error:  # the training itself has succeeded
             self._loop.report.say(f"the profile was not analysed: {error}", "warning")
         else:

@@ -23,6 +23,7 @@ from phalanx.loop.hooks import StepInfo
 from phalanx.loop.loss_log import Losses, totals
 from phalanx.loop.phases import StepPhases
 from phalanx.loop.speed import TokenRate, token_rate
+from phalanx.models.contract import recorded_dimensions
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
@@ -41,13 +42,10 @@ from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
 from phalanx.strategies.base import Strategy
-from phalanx.tools.plan.model import ModelShape
 from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
-_OTHER_PARAMETERS = 0.1
-"""The share of parameters that adapters or another output layer may add to the dimensions of a transformer."""
 _FIRST_STEPS_COMPILED = 3
 """torch compiles once more where gradients or optimizer states differ from the first step's."""
 
@@ -118,12 +116,13 @@ class Reporter:
         notes: list[str],
         *,
         announce: bool = True,
-        shape: ModelShape | None = None,
+        model: object = None,
     ) -> None:
         """Report the run's start: what runs where, and how large a step is.
 
         `step`: how many were taken before. `parameters`: all, and those that are trained. `announce`: False where the
-        group of ranks has changed in a run that was reported already. `shape`: the model's, where it is known.
+        group of ranks has changed in a run that was reported already.
+        `model`: its dimensions are recorded for the planner, if it has any.
         """
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
@@ -156,7 +155,7 @@ class Reporter:
                 trained_parameters=parameters[1],
                 layout=layout_words(facts.strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
                 ranks_per_gpu=world.ranks_per_gpu,
-                job=self._job(shape, parameters[0]),
+                job=self._job(model),
             )
         )
         self._report_goodput()
@@ -169,22 +168,16 @@ class Reporter:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
-    def _job(self, shape: ModelShape | None, parameters: int) -> dict[str, Any]:
-        """Return what the planner must know of this run; empty where it would learn a wrong speed from it.
-
-        That is where the dimensions do not give the parameters, or ranks share a GPU.
-        """
-        facts, device = self._facts, self._facts.world.device
-        if shape is None or facts.world.ranks_per_gpu > 1:
+    def _job(self, model: object) -> dict[str, Any]:
+        """Return what the planner must know of this run; empty where ranks share a GPU, which says nothing of speed."""
+        device, dimensions = self._facts.world.device, recorded_dimensions(model)
+        if not dimensions or self._facts.world.ranks_per_gpu > 1:
             return {}
-        if abs(shape.parameters - parameters) > _OTHER_PARAMETERS * parameters:
-            return {}
-        from phalanx.tools.plan.learning import job_of  # with the planner, once per run
-
-        gpu = ("", 0.0)
+        gpu, memory = "", 0.0
         if device.type == "cuda":
-            gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
-        return job_of(shape, facts.config, facts.world.mesh, facts.batch_size, gpu)
+            gpu, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        settings = self._facts.config.given()
+        return {"model": dimensions, "settings": settings, "gpu": gpu, "gpu_memory_gib": memory / 2**30}
 
     def recovered(self, event: Recovered) -> None:
         """Report that the group of ranks changed in place."""

@@ -28,7 +28,6 @@ from phalanx.loop.task import TrainTask, make_optimizer
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
-from phalanx.tools.plan.shape import shape_of
 
 _INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
 
@@ -151,9 +150,8 @@ class TrainLoop:
             return
         count = self.formation.strategy.count_parameters
         parameters = count(self.model), count(self.model, trained=True)
-        shape, notes = shape_of(self.model), self.formation.notes
-        announce = not self.continues
-        self.report.started(self.step, self.total_steps, parameters, notes, announce=announce, shape=shape)
+        notes, announce = self.formation.notes, not self.continues
+        self.report.started(self.step, self.total_steps, parameters, notes, announce=announce, model=self.model)
         if self._finished() and not self.continues:
             self.ending.reason = "nothing was left to train"
         self.time_limit.begin(self.time_spent)

@@ -14,6 +14,7 @@ it.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -126,6 +127,30 @@ class HasHiddenSize(Protocol):
     """A model's `config`, as Hugging Face's have it: DeepSpeed's "auto" buffer sizes follow from it."""
 
     hidden_size: int
+
+
+class HasDimensions(Protocol):
+    """A model's `config` that gives the sizes of a transformer in the planner's words (fields of `plan.ModelShape`)."""
+
+    def dimensions(self) -> Mapping[str, Any]:
+        """Return `layers`, `hidden`, `heads`, `vocab`, and what differs from the defaults of `plan.ModelShape`."""
+
+
+def recorded_dimensions(model: object) -> dict[str, Any]:
+    """Return what a run records of its model for the planner, as plain data; empty for a model without dimensions.
+
+    Also of a model that was wrapped, split or sharded since: its config stays that of the whole. The config of a
+    Hugging Face model is recorded as it is: the planner knows the families.
+    """
+    module = getattr(model, "module", model)
+    config: Any = getattr(module, "config", None)
+    name = type(module).__name__.removeprefix("FSDP")
+    if implements(config, HasDimensions):
+        return {"name": name, "dimensions": dict(config.dimensions())}
+    if hasattr(config, "to_json_string") and hasattr(config, "model_type"):
+        values = json.loads(config.to_json_string(use_diff=False))
+        return {"name": name, "config": {**values, "model_type": config.model_type}}
+    return {}
 
 
 COLWISE = "colwise"

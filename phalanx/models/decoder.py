@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,11 @@ class DecoderConfig:
     def layer_weights(self) -> int:
         """Return the weights of one layer's matrices that multiply each token."""
         raise NotImplementedError
+
+    def dimensions(self) -> dict[str, Any]:
+        """Return the sizes by which `phalanx plan` knows a transformer (see `models/contract.py`)."""
+        sizes = {"layers": self.layers, "hidden": self.width, "heads": self.heads}
+        return {**sizes, "vocab": self.vocab_size, "tied_embeddings": self.tie_weights}
 
     def flops_per_token(self, time: int | None = None) -> int:
         """Return 6 for each weight that multiplies a token, plus 12 x width x time per layer for attention.

@@ -32,6 +32,11 @@ class GPTConfig(DecoderConfig):
         ends = (self.vocab_size * (1 if self.tie_weights else 2) + self.block_size) * self.width
         return self.layers * layer + ends + (2 if self.bias else 1) * self.width
 
+    def dimensions(self) -> dict[str, Any]:
+        """Return the sizes by which `phalanx plan` knows it."""
+        more = {"positions": self.block_size, "biases": self.bias, "rms_norm": not self.bias}
+        return {**DecoderConfig.dimensions(self), **more}
+
     def layer_weights(self) -> int:
         """Return 12 width^2."""
         return 12 * self.width**2

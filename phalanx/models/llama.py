@@ -42,6 +42,11 @@ class LlamaConfig(DecoderConfig):
         """The features of one head."""
         return self.width // self.heads
 
+    def dimensions(self) -> dict[str, Any]:
+        """Return the sizes by which `phalanx plan` knows it."""
+        more = {"kv_heads": self.kv_heads, "ffn_hidden": self.feed_width}
+        return {**DecoderConfig.dimensions(self), **more, "gated_mlp": True, "biases": False, "rms_norm": True}
+
     def attention_weights(self) -> int:
         """Return the weights of one attention: query and output, and narrower key and value."""
         return 2 * self.width**2 + 2 * self.width * self.kv_heads * self.head_width

@@ -83,6 +83,10 @@ class MoEConfig(LlamaConfig):
                 f"top_k={self.top_k} of experts={self.experts} cannot be chosen. Allowed: 1..{self.experts}."
             )
 
+    def dimensions(self) -> dict[str, Any]:
+        """Return the sizes by which `phalanx plan` knows it."""
+        return {**LlamaConfig.dimensions(self), "experts": self.experts, "active_experts": self.top_k}
+
     def layer_weights(self) -> int:
         """Return attention + router + top_k x 3 width x feed_width."""
         experts = self.top_k * 3 * self.width * self.feed_width

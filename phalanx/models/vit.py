@@ -43,6 +43,13 @@ class ViTConfig:
         """The patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
+    def dimensions(self) -> dict[str, Any]:
+        """Return the sizes by which `phalanx plan` knows it."""
+        sizes = {"layers": self.layers, "hidden": self.width, "heads": self.heads, "ffn_hidden": self.feed_width}
+        patch = self.channels * self.patch_size**2
+        ends = {"patches": self.patches, "patch_inputs": patch, "outputs": self.classes, "vocab": 0}
+        return {**sizes, **ends, "causal": False}
+
     def layer_weights(self) -> int:
         """Return the matrix weights of one layer: 4 width^2 + 2 width x feed_width."""
         return 4 * self.width**2 + 2 * self.width * self.feed_width

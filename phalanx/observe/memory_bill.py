@@ -30,6 +30,12 @@ class MemoryChange(NamedTuple):
     price: str
 
 
+def optimizer_states(name: str, momentum: float = 0.9) -> int:
+    """Return how many values per parameter an optimizer keeps; one that is not known, as many as Adam."""
+    extra = int(momentum > 0)
+    return {"sgd": extra, "rmsprop": 1 + extra, "adagrad": 1}.get(name.lower(), 2)
+
+
 @dataclass(frozen=True)
 class MemoryBill:
     """The memory of one rank in bytes, by what it is for, and the settings that decide about it."""

@@ -24,6 +24,7 @@ from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.spec import Elastic, ScriptTarget, Target
 from phalanx.recipes import Recipe
+from phalanx.tool import TOOLS
 from phalanx.version import __version__
 from phalanx.world.layout import JobLayout
 
@@ -100,7 +101,7 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     return {**found, **{name: repr(getattr(config, name)) for name in names}}
 
 
-_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", "phalanx.tools.verify.rank:run_request")
+_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", TOOLS["verify-rank"])
 
 
 def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -> Elastic | None:

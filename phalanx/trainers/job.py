@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +30,14 @@ from phalanx.loop.profiling import StepProfile
 from phalanx.loop.recover import Survivor, run_recovering
 from phalanx.loop.task import TrainTask, add_objects
 from phalanx.loop.trainer import TrainLoop
-from phalanx.observe.history import History
 from phalanx.observe.tensorboard import TensorBoardSink
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
+from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.tools.plan.auto import settle_here
+from phalanx.trainers.auto import settle_here
 from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
@@ -62,22 +62,6 @@ class Job:
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
         return run_job(self, in_place=False)
-
-
-@dataclass
-class JobResult:
-    """What the main rank returns. Weights and optimizer state are on the CPU."""
-
-    history: History | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    predictions: Any = None
-    weights: dict[str, Any] | None = None
-    optimizer_state: dict[str, Any] | None = None
-    groups: list[dict[str, list[str]]] = field(default_factory=list)
-    """The names of the parameters in each group of the user's optimizer: callbacks may have added some."""
-    trained: dict[str, bool] = field(default_factory=dict)
-    """Which parameters want gradients at the end, by name: callbacks may have unfrozen some."""
-    scheduler_state: dict[str, Any] | None = None
 
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:

@@ -18,8 +18,8 @@ from phalanx.config.option import local_path
 from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
+from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
-from phalanx.launch import count_gpus
 from phalanx.loop.losses import LossFn, find_loss
 from phalanx.loop.metrics import Metric
 from phalanx.loop.optimizer_binding import load_scheduler_state
@@ -30,11 +30,11 @@ from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.runs.record import RunRecord
-from phalanx.runs.remote import send_job
+from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
-from phalanx.tools.plan.auto import settle_strategy
-from phalanx.trainers.job import Job, JobResult, run_job
+from phalanx.trainers.auto import settle_strategy
+from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
@@ -242,6 +242,8 @@ class TorchTrainer:
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         if run_dir is not None:
             RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+        from phalanx.runs.remote import send_job  # the parent's side: a rank does not load it
+
         try:
             result: JobResult = send_job(
                 Job(action, task, config_here, run_dir, checked=True, note=note),

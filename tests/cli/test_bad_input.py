@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from command import files_under, phalanx, write_script
 
-from phalanx.launch import count_gpus
+from phalanx.host.gpus import count_gpus
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,8 +8,8 @@ from phalanx.config import DistributedConfig
 from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import gpu_memory
 from phalanx.models.llama import llama
-from phalanx.tools.plan.auto import settle_here, settle_strategy
 from phalanx.trainers import auto
+from phalanx.trainers.auto import settle_here, settle_strategy
 from phalanx.world.env import RankEnv, rank_environment
 
 GIB = 2**30
@@ -54,7 +54,7 @@ def test_what_the_user_has_chosen_stays(monkeypatch):
 
 def test_one_rank_and_small_models_are_not_looked_at(monkeypatch):
     assert settled(4, monkeypatch, ranks=1).note == ""
-    monkeypatch.setattr(auto, "describe", lambda _: pytest.fail("traced a small model"))
+    monkeypatch.setattr(auto, "tool", lambda _: pytest.fail("asked the planner about a small model"))
     assert settled(80, monkeypatch, preset="debug").note == ""
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -33,11 +37,20 @@ def account(step_seconds: float, global_batch: int, **seconds: float) -> Account
     return Account(spent, 1, 10, 0, global_batch / step_seconds, 0.4, global_batch / step_seconds)
 
 
+def recorded(config: DistributedConfig, mesh: Mesh, batch_size: int, gpu: tuple[str, float] = H100) -> dict[str, Any]:
+    """The event `run_started` of a run of GPT-2, as its loop writes it."""
+    shape = presets.model("gpt2")
+    dimensions = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "name"}
+    model = {"name": "gpt2", "dimensions": dimensions}
+    job = {"model": model, "settings": config.given(), "gpu": gpu[0], "gpu_memory_gib": gpu[1]}
+    sizes = {"batch_size": batch_size, "global_batch": batch_size, "parameters": shape.parameters}
+    return json.loads(json.dumps({"job": job, "mesh": mesh.sizes, "precision": "bf16", **sizes}))
+
+
 def a_run(step_seconds: float, layout: Layout, memory_gib: float = 30.0, **seconds: float) -> RunComparison:
     goal = Goal(global_batch=64, seq_len=1024)
     config = DistributedConfig(**settings_of(layout, goal, Cluster(gpu="h100", gpus=8)))
-    job = job_of(presets.model("gpt2"), config, layout.mesh, layout.micro_batch, H100)
-    started = {"job": job, "precision": "bf16", "global_batch": goal.global_batch}
+    started = {**recorded(config, layout.mesh, layout.micro_batch), "global_batch": goal.global_batch}
     rate = goal.global_batch / step_seconds
     step = {"tokens_per_second": rate * 1024, "samples_per_second": rate, "memory_bytes": int(memory_gib * 2**30)}
     found = compare(started, [step], account(step_seconds, goal.global_batch, **seconds))
@@ -57,9 +70,9 @@ def a_run(step_seconds: float, layout: Layout, memory_gib: float = 30.0, **secon
 def test_a_run_records_the_layout_that_was_planned(layout):
     goal = Goal(global_batch=64, seq_len=1024)
     config = DistributedConfig(**settings_of(layout, goal, Cluster(gpu="h100", gpus=8)))
-    recorded = Layout(**job_of(presets.model("gpt2"), config, layout.mesh, layout.micro_batch, H100)["layout"])
+    found = job_of(recorded(config, layout.mesh, layout.micro_batch)).layout
     names = ("tp", "pp", "dp_replicate", "dp_shard", "micro_batch", "recompute", "stage", "sequence_parallel", "gpus")
-    assert {name: getattr(recorded, name) for name in names} == {name: getattr(layout, name) for name in names}
+    assert {name: getattr(found, name) for name in names} == {name: getattr(layout, name) for name in names}
 
 
 def test_factors_make_the_next_prediction_that_of_the_run():
@@ -96,10 +109,9 @@ def test_a_run_without_a_description_has_no_comparison():
 
 
 def test_an_unknown_gpu_is_named():
-    job = job_of(presets.model("gpt2"), DistributedConfig(), Mesh(), 8, ("Radeon", 16.0))
     step = {"tokens_per_second": 8 * 1024.0, "samples_per_second": 8.0}
     with pytest.raises(UsageError, match="does not know the GPU 'Radeon'"):
-        compare({"job": job, "precision": "bf16", "global_batch": 8}, [step], account(1.0, 8))
+        compare(recorded(DistributedConfig(), Mesh(), 8, ("Radeon", 16.0)), [step], account(1.0, 8))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe", "vit"])
@@ -118,3 +130,16 @@ def test_the_shape_of_a_hugging_face_model():
     config.model_type = "of-next-year"
     assert shape_of(model) is None
     assert shape_of(nn.Linear(2, 2)) is None
+
+
+def test_a_run_whose_parameters_differ_from_its_dimensions_is_not_compared():
+    started = recorded(DistributedConfig(), Mesh(), 8)
+    assert job_of(started) is not None
+    assert job_of({**started, "parameters": started["parameters"] * 2}) is None
+
+
+def test_a_run_folder_written_before_is_still_compared():
+    shape = {"name": "gpt2", "layers": 12, "hidden": 768, "heads": 12, "vocab": 50257, "positions": 1024}
+    old = {"shape": shape, "layout": {"dp_replicate": 8}, "gpu": H100[0], "gpu_memory_gib": H100[1]}
+    found = job_of({"job": {**old, "gpus_per_node": 8, "optimizer": "sgd", "compile": True}})
+    assert (found.shape.hidden, found.layout.dp_replicate, found.optimizer, found.compile) == (768, 8, "sgd", True)

@@ -7,8 +7,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.observe.history import History
-from phalanx.runs.remote import RESULT_NAME, WEIGHTS_NAME, read_result, write_result
-from phalanx.trainers.job import JobResult
+from phalanx.runs.result import RESULT_NAME, WEIGHTS_NAME, JobResult, read_result, write_result
 
 
 def trained() -> JobResult:

@@ -12,7 +12,8 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.launch import PlainConsole, count_gpus, prestart
+from phalanx.host.gpus import count_gpus
+from phalanx.launch import PlainConsole, prestart
 from phalanx.tools.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
 from phalanx.tools.bench.comm.report import make_row, matrix_table, side_by_side
 from phalanx.world.env import read_rank_env

@@ -14,7 +14,7 @@ from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
 from phalanx.engines.tensorflow.peers import watch_peers
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch import count_gpus
+from phalanx.host.gpus import count_gpus
 from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start

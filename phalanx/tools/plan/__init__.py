@@ -7,9 +7,10 @@ one layout. Neither imports torch, unless the model is a module that must be tra
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.tools.plan.cluster import Cluster, Gpu, Link
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
     from phalanx.tools.plan.search import Constraints
 
 _HOMES = {
-    "Candidate": "report",
-    "Cluster": "cluster",
-    "Constraints": "search",
-    "Estimate": "prediction",
-    "Goal": "layout",
-    "Gpu": "cluster",
-    "Layout": "layout",
-    "Link": "cluster",
-    "ModelShape": "model",
-    "Plan": "report",
-    "TracedShape": "model",
-    "estimate": "estimator",
-    "make_plan": "planner",
+    "Candidate": "phalanx.tools.plan.report",
+    "Cluster": "phalanx.tools.plan.cluster",
+    "Constraints": "phalanx.tools.plan.search",
+    "Estimate": "phalanx.tools.plan.prediction",
+    "Goal": "phalanx.tools.plan.layout",
+    "Gpu": "phalanx.tools.plan.cluster",
+    "Layout": "phalanx.tools.plan.layout",
+    "Link": "phalanx.tools.plan.cluster",
+    "ModelShape": "phalanx.tools.plan.model",
+    "Plan": "phalanx.tools.plan.report",
+    "TracedShape": "phalanx.tools.plan.model",
+    "estimate": "phalanx.tools.plan.estimator",
+    "make_plan": "phalanx.tools.plan.planner",
 }
 
 __all__ = [
@@ -63,12 +64,7 @@ class _CallableModule(ModuleType):
         return plan
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -1,6 +1,6 @@
 """Predicted against measured: what the planner would have said of a run, and factors for the next plans.
 
-A run records what the planner must know of it in its event `run_started` (`job_of`). `compare` predicts it when a
+A run records its model and settings in its event `run_started`; `job_of` reads them. `compare` predicts it when a
 report is made, so that training does not wait for it. `keep_factors` keeps how far the prediction was
 off, by type of GPU.
 """
@@ -23,9 +23,12 @@ from phalanx.tools.plan.model import ModelShape
 from phalanx.tools.plan.planner import reliability_of
 from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.plan.search import kernels_of
+from phalanx.tools.plan.shape import recorded_shape
 from phalanx.world.mesh import Mesh
 
 GIB = 2.0**30
+_OTHER_PARAMETERS = 0.1
+"""The share of parameters that adapters or another output layer may add to the dimensions of a transformer."""
 
 
 class Component(NamedTuple):
@@ -58,51 +61,57 @@ class RunComparison(NamedTuple):
         return next((each.factor for each in self.components if each.name == name and each.predicted), None)
 
 
-def job_of(
-    shape: ModelShape, config: DistributedConfig, mesh: Mesh, batch_size: int, gpu: tuple[str, float]
-) -> dict[str, Any]:
-    """Return what a run records of itself for the planner, as plain data; `gpu`: name and GiB, empty on the CPU."""
-    layout = dataclasses.replace(layout_of(config, mesh, batch_size), attention="flash")
-    return {
-        "shape": _changed(shape),
-        "layout": _changed(layout),
-        "gpu": gpu[0],
-        "gpu_memory_gib": gpu[1],
-        "gpus_per_node": config.gpus_per_node or max(1, mesh.world_size // config.num_nodes),
-        "optimizer": config.optimizer,
-        "compile": config.compile,
-    }
+class RecordedJob(NamedTuple):
+    """What a run was, in the planner's terms."""
+
+    shape: ModelShape
+    layout: Layout
+    gpus_per_node: int
+    optimizer: str
+    compile: bool
 
 
-def _changed(value: Any) -> dict[str, Any]:
-    """Return the fields of a data class that have not their default."""
-    own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    defaults = {field.name: field.default for field in dataclasses.fields(value)}
-    return {name: each for name, each in own.items() if each != defaults[name]}
+def job_of(started: Mapping[str, Any]) -> RecordedJob | None:
+    """Return the job that a run's first event describes; None where the planner would learn a wrong speed from it.
+
+    That is where the recorded dimensions do not give the parameters.
+    """
+    job = started.get("job") or {}
+    if "shape" in job:  # written before runs recorded their settings
+        parts = job["gpus_per_node"], job["optimizer"], job["compile"]
+        return RecordedJob(ModelShape(**job["shape"]), Layout(**job["layout"]), *parts)
+    shape = recorded_shape(job.get("model", {}))
+    if shape is None or abs(shape.parameters - started["parameters"]) > _OTHER_PARAMETERS * started["parameters"]:
+        return None
+    config, mesh = DistributedConfig().with_trusted(**job["settings"]), Mesh(**started["mesh"])
+    layout = dataclasses.replace(layout_of(config, mesh, started["batch_size"]), attention="flash")
+    gpus_per_node = config.gpus_per_node or max(1, mesh.world_size // config.num_nodes)
+    return RecordedJob(shape, layout, gpus_per_node, config.optimizer, config.compile)
 
 
 def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], found: Account) -> RunComparison | None:
     """Return predicted and measured figures of a run; None where its events do not describe it."""
-    job, logged = started.get("job") or {}, list(steps)
-    if not job or not found.steady_throughput or not logged:
+    job, logged = job_of(started), list(steps)
+    if job is None or not found.steady_throughput or not logged:
         return None
-    shape, layout = ModelShape(**job["shape"]), Layout(**job["layout"])
+    shape, layout, device = job.shape, job.layout, started["job"]["gpu"]
     last = logged[-1]
     tokens = last.get("tokens_per_second")
     length = (
         round(tokens / last["samples_per_second"]) if tokens and last.get("samples_per_second") else shape.patches + 1
     )
-    cluster = Cluster(gpu=_gpu(job["gpu"], job["gpu_memory_gib"]), gpus=layout.gpus, gpus_per_node=job["gpus_per_node"])
+    gpu = _gpu(device, started["job"]["gpu_memory_gib"])
+    cluster = Cluster(gpu=gpu, gpus=layout.gpus, gpus_per_node=job.gpus_per_node)
     precision = started["precision"] if started["precision"] in ("bf16", "fp16") else "fp32"
     goal = Goal(
         global_batch=started["global_batch"],
         seq_len=length,
         precision=precision,
-        optimizer=job["optimizer"],
-        compile=job["compile"],
+        optimizer=job.optimizer,
+        compile=job.compile,
     )
     layout = dataclasses.replace(layout, kernels=kernels_of(goal))
-    components = _components(Estimator(shape, cluster, goal), layout, logged, found, on_gpu=bool(job["gpu"]))
+    components = _components(Estimator(shape, cluster, goal), layout, logged, found, on_gpu=bool(device))
     return RunComparison(str(cluster.gpu), tuple(components))
 
 

@@ -9,10 +9,11 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.prepare import adapt
+from phalanx.observe.memory_bill import optimizer_states
 from phalanx.recipes import Recipe
-from phalanx.tools.plan.auto import describe, planned_gib, settle_strategy
+from phalanx.tools.plan.auto import describe, planned_gib
 from phalanx.tools.plan.rules import layout_of
-from phalanx.tools.plan.states import optimizer_states
+from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh, plan_mesh

@@ -5,15 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from phalanx.observe.memory_bill import optimizer_states
 from phalanx.tools.plan.activations import HALF, SINGLE
 from phalanx.tools.plan.model import ModelShape
 from phalanx.world.schedules import SCHEDULES
-
-
-def optimizer_states(name: str, momentum: float = 0.9) -> int:
-    """Return how many values per parameter an optimizer keeps; one that is not known, as many as Adam."""
-    extra = int(momentum > 0)
-    return {"sgd": extra, "rmsprop": 1 + extra, "adagrad": 1}.get(name.lower(), 2)
 
 
 class StateBytes(NamedTuple):

@@ -1,7 +1,7 @@
 """Launchers on several hosts over ssh: start, forward their output, end all together. Also a process by itself.
 
-`python -m phalanx.tools.submit.hosts FOLDER` runs the plan in a folder after the submitting command has ended; `state.json`
-there says how far it is.
+`python -m phalanx.tools.submit.hosts FOLDER` runs the plan in a folder after the submitting command has ended;
+`state.json` there says how far it is.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from phalanx.lazy import lazy_names
 from phalanx.tools.tune.domains import (
     choice,
     lograndint,
@@ -53,9 +53,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'phalanx.tools.tune' has no attribute '{name}'")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.launch import count_gpus
+from phalanx.host.gpus import count_gpus
 
 
 @dataclass(frozen=True)

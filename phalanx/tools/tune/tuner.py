@@ -7,7 +7,8 @@ from typing import Any
 
 from phalanx.config import resolve
 from phalanx.errors import UsageError
-from phalanx.launch import ScriptTarget, count_gpus
+from phalanx.host.gpus import count_gpus
+from phalanx.launch import ScriptTarget
 from phalanx.recipes import load_recipe
 from phalanx.tools.tune.objective import DEFAULT_METRIC
 from phalanx.tools.tune.results import Results

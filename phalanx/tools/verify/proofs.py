@@ -13,7 +13,8 @@ from typing import Any
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, UsageError, unknown_name
-from phalanx.launch import CallTarget, count_gpus
+from phalanx.host.gpus import count_gpus
+from phalanx.launch import CallTarget
 from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.loop.faults import OBJECTS, VARIABLE
 from phalanx.observe.guard import say_to_user

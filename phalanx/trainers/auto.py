@@ -1,0 +1,68 @@
+"""strategy = "auto": ddp where a rank has room for a whole copy of the training state, else fsdp.
+
+The planner decides (`phalanx/tools/plan/auto.py`). It is asked only where nothing was chosen by the user and the
+parameters are so many that it may matter: all ranks have the same facts, and decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from phalanx.config import DistributedConfig
+from phalanx.config.rules import AXES
+from phalanx.host.cgroups import host_memory
+from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
+from phalanx.tool import tool
+from phalanx.world.env import read_rank_env
+
+_CHOICES = (
+    *(*AXES, "sharding", "shard_size", "zero_stage", "offload", "lora_rank", "deepspeed_config", "min_workers"),
+    *("compression", "fixed_order", "check_replicas_every", "straggler_factor", "communication_backend"),
+)
+"""Settings that choose a layout, or are for whole copies."""
+_STATE_BYTES = 16
+"""Of one parameter with AdamW: weights, gradients and optimizer states, in fp32 or in mixed precision."""
+
+
+class Settled(NamedTuple):
+    """A config whose strategy is decided, and why it was changed (empty: it was not)."""
+
+    config: DistributedConfig
+    note: str = ""
+
+
+def settle_here(config: DistributedConfig, model: nn.Module, train: Any) -> Settled:
+    """Decide in a rank that a launcher started; see `settle_strategy`."""
+    env = read_rank_env()
+    if env is None:
+        return Settled(config)
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    return settle_strategy(config, model, train, device, env.planned or env.world_size, env.local_world_size)
+
+
+def settle_strategy(
+    config: DistributedConfig, model: nn.Module, train: Any, device: str, ranks: int, ranks_here: int
+) -> Settled:
+    """Choose fsdp for a model whose copies would not fit on the ranks; all else stays as it is."""
+    undecided = config.strategy == "auto" and config.resolved_strategy == "ddp" and not config.changed(*_CHOICES)
+    if ranks == 1 or not undecided or config.backend != "pytorch-ddp":
+        return Settled(config)
+    memory = rank_bytes(device, ranks_here)
+    if not memory or not is_large(model, memory):
+        return Settled(config)
+    return Settled(*tool("choose-strategy")(config, model, train, device, ranks, memory))
+
+
+def is_large(model: nn.Module, memory: int) -> bool:
+    """Whether the states of a model's parameters take a quarter of a rank's memory or more."""
+    return sum(parameter.numel() for parameter in model.parameters()) * _STATE_BYTES > memory / 4
+
+
+def rank_bytes(device: str, ranks_here: int) -> int:
+    """Return a rank's share of its GPU's memory, or of the host's; 0: not known."""
+    if device == "cuda":
+        return gpu_memory() // ranks_per_gpu(ranks_here, count_gpus())
+    return host_memory() // ranks_here
