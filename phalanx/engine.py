@@ -1,7 +1,7 @@
 """Foreign engines (Horovod, Ray, TensorFlow, DeepSpeed, and those of other packages): what one may change about a run.
 
 The core calls an engine only through `Engine`, whose methods change nothing by default. An engine is a folder in
-`phalanx/engines/` with a row in `ENGINES`, or an entry point of another package in the group `phalanx.engines`:
+`phalanx/engines/` with a row in `config/backends.py`, or an entry point of another package:
 
     [project.entry-points."phalanx.engines"]
     my-engine = "my_package:ENGINE"
@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.config import BACKENDS, DistributedConfig
 from phalanx.config.option import load_entry_point
+from phalanx.config.settings import Settings
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:  # the layers above
@@ -58,6 +59,9 @@ class Engine:
         """Return on how many machines the user gives the command; 1 where the engine starts ranks elsewhere itself."""
         return config.num_nodes
 
+    def check_batch(self, config: Settings, data_ranks: int) -> None:
+        """Raise where the batch cannot be divided over the ranks that see different samples."""
+
     def uses_gpus_here(self, config: DistributedConfig) -> bool:
         """Whether the GPUs of this machine decide the device."""
         return True
@@ -65,6 +69,10 @@ class Engine:
     def counts_gpus_here(self, config: DistributedConfig) -> bool:
         """Whether the ranks of this machine need GPUs of this machine."""
         return config.hosts is None and config.host_discovery_script is None
+
+    def run_as_task(self, config: DistributedConfig, given: Collection[str]) -> Callable[[], None] | None:
+        """Return what makes this process a part of the engine's own cluster, where its scheduler started it as one."""
+        return None
 
     def layout(self, config: DistributedConfig, device: str) -> Any:
         """Return the `JobLayout` of an engine that does not place its ranks on the mesh; None: the usual one."""
@@ -106,22 +114,7 @@ class Engine:
         raise UsageError(f"the engine {type(self).__name__} runs no searches", hint="Write: --engine local or ray.")
 
 
-class Home(NamedTuple):
-    """Where a built-in engine is, and how a rank that another launcher started detects it without importing it."""
-
-    module: str
-    variable: str = ""
-    """An environment variable that its launcher sets in ranks."""
-    package: str = ""
-    """A module that a user's script imports to use it."""
-
-
-ENGINES = {
-    "deepspeed": Home("phalanx.engines.deepspeed"),
-    "horovod": Home("phalanx.engines.horovod", "HOROVOD_RANK", "horovod.torch"),
-    "ray": Home("phalanx.engines.ray", "PHALANX_UNDER_RAY"),
-    "tensorflow": Home("phalanx.engines.tensorflow"),
-}
+ENGINES = {name: backend for name, backend in BACKENDS.items() if backend.engine}
 """The engines of this package: each module has an `ENGINE`."""
 
 _TORCH = Engine()
@@ -131,7 +124,7 @@ _TORCH = Engine()
 def find_engine(name: str) -> Engine:
     """Return an engine by name; torch's own backends are the default `Engine`."""
     if name in ENGINES:
-        engine: Engine = import_module(ENGINES[name].module).ENGINE
+        engine: Engine = import_module(ENGINES[name].engine).ENGINE
         return engine
     found = load_entry_point(ENTRY_POINTS, name) if name and name not in BACKENDS else None
     if found is not None and not isinstance(found, Engine):
@@ -139,14 +132,14 @@ def find_engine(name: str) -> Engine:
     return _TORCH if found is None else found
 
 
-def engine_name(config: DistributedConfig) -> str:
+def engine_name(config: Settings) -> str:
     """Return the name of the engine that a config selects, by its backend or its strategy; "" for torch's own."""
     if config.backend in ENGINES or config.backend not in BACKENDS:
         return config.backend
     return config.resolved_strategy if config.resolved_strategy in ENGINES else ""
 
 
-def engine_of(config: DistributedConfig) -> Engine:
+def engine_of(config: Settings) -> Engine:
     """Return the engine that a config selects."""
     return find_engine(engine_name(config))
 
@@ -155,8 +148,8 @@ def engines_here() -> list[Engine]:
     """Return the engines that this rank runs under, or whose package the script imported."""
     names = [
         name
-        for name, home in ENGINES.items()
-        if (home.variable and os.environ.get(home.variable)) or (home.package and home.package in sys.modules)
+        for name, row in ENGINES.items()
+        if (row.variable and os.environ.get(row.variable)) or (row.script_imports and row.script_imports in sys.modules)
     ]
     chosen = os.environ.get(VARIABLE)
     return [find_engine(name) for name in dict.fromkeys([*names, *filter(None, [chosen])])]

@@ -21,7 +21,7 @@ from outer_rounds import train_by_formation, written_out
 from torch.utils.data import DataLoader
 
 from phalanx.comm.collectives import ALGORITHMS, P2PChannel
-from phalanx.config.fields import COMPRESSORS
+from phalanx.config.strategies import COMPRESSORS
 from phalanx.observe.history import History
 from phalanx.trainers.weights import whole_weights
 

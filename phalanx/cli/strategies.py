@@ -11,8 +11,9 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import FIELDS
 from phalanx.config.meanings import unknown_value
+from phalanx.config.strategies import TABLE, StrategyRow
 from phalanx.errors import UsageError
-from phalanx.strategies.registry import TABLE, Row, installed_strategies
+from phalanx.strategies.registry import installed_strategies
 
 _HELP = "How ranks can share the work, and when to use each way."
 
@@ -51,13 +52,15 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _rows() -> dict[str, Row]:
+def _rows() -> dict[str, StrategyRow]:
     """Return the strategies by name, with those of installed packages."""
-    others = [Row(entry.name, f"--strategy {entry.name}", entry.value, "", "") for entry in installed_strategies()]
+    others = [
+        StrategyRow(entry.name, f"--strategy {entry.name}", entry.value, "", "") for entry in installed_strategies()
+    ]
     return {row.name: row for row in (*TABLE, *others)}
 
 
-def settings_of(row: Row) -> list[str]:
+def settings_of(row: StrategyRow) -> list[str]:
     """Return the settings that concern a strategy: those in its flags, and those whose help begins with its name."""
     flags = {flag[2:].replace("-", "_") for flag in re.findall(r"--[a-z-]+", row.flag)}
     named = {name for name, field in FIELDS.items() if row.name in _subjects(field.metadata["help"])}
@@ -70,7 +73,7 @@ def _subjects(text: str) -> list[str]:
     return [word.strip() for word in before.split(",")] if colon else []
 
 
-def _print_settings(row: Row) -> None:
+def _print_settings(row: StrategyRow) -> None:
     print("  settings")
     for name in settings_of(row):
         field = FIELDS[name]

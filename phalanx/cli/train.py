@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
 from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
-from phalanx.engines.tensorflow.tf_config import check_against, read_task
+from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import ModuleTarget, ScriptTarget
@@ -75,8 +75,9 @@ def start_run(
         _check_starter(Path(target.path), resolved.config, started)
     if as_json and started is not None and not _is_node_of(started, resolved.config):
         raise UsageError("--json is for ranks that Phalanx starts", hint=f"Leave it out under {started.started_by}.")
-    if started is None and _is_task_of_cluster(resolved):
-        return _run_as_task(resolved, target)
+    join = None if started is not None else engine_of(resolved.config).run_as_task(resolved.config, resolved.given)
+    if join is not None:
+        return _run_as_task(join, resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
         return _run_as_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started this rank
     if started is not None:
@@ -268,22 +269,13 @@ def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
     return Resolved(config.with_trusted(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
 
 
-def _is_task_of_cluster(resolved: Resolved) -> bool:
-    """Whether this process was started with TF_CONFIG (for example by Kubeflow), as a task of a cluster."""
-    task = read_task() if resolved.config.backend == "tensorflow" else None
-    if task is not None:
-        check_against(task, resolved.config, resolved.given)
-    return task is not None
-
-
-def _run_as_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
-    from phalanx.engines.tensorflow.cluster import enter_alone
+def _run_as_task(join: Callable[[], None], resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
     from phalanx.launch.target import run_target
 
     assert target is not None, "recipes are torch models, and were refused"
     check_packages(resolved.config)
     os.environ.update(_rank_environment(resolved, resolved.config))
-    enter_alone(resolved.config.start_timeout)
+    join()
     run_target(target, sys.path)
     return 0
 

@@ -1,11 +1,12 @@
 """The configuration of a run: a field is a Python argument, a flag, an environment variable and a TOML key.
 
-fields (all settings) -> settings (`Settings`: values and what follows from them) -> rules, engine_rules, deepspeed
-(each rule yields a field and a message) -> distributed (`DistributedConfig`: checked settings) -> sources.
+fields (all settings) -> settings (`Settings`: values and what follows from them) -> rules, run_rules, backend_rules
+(each rule yields a field and a message; engines bring theirs) -> distributed (`DistributedConfig`: checked settings)
+-> sources.
 """
 
+from phalanx.config.backends import BACKENDS
 from phalanx.config.distributed import DistributedConfig
-from phalanx.config.fields import BACKENDS
 from phalanx.config.option import parse_text
 from phalanx.config.settings import FIELDS, GROUPS
 from phalanx.config.sources import Resolved, read_settings, resolve, write_toml

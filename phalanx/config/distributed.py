@@ -8,24 +8,25 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx.config import deepspeed, rules
-from phalanx.config.engine_rules import ENGINE_RULES, unused_note, unused_settings
+from phalanx.config import rules
+from phalanx.config.backend_rules import BACKEND_RULES, engine_rules, unused_note, unused_settings
+from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.meanings import like
 from phalanx.config.option import problem
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
+from phalanx.config.strategies import facts_of
 from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
 
 _RULES = (
-    deepspeed.engine_conflicts,
     rules.sharding,
     rules.zero_stage,
     *rules.COMMON_RULES,
-    *ENGINE_RULES,
+    *BACKEND_RULES,
     rules.lora_dropout,
     rules.adapters,
     rules.split_adapters,
@@ -33,9 +34,9 @@ _RULES = (
     rules.staleness,
     rules.rank_counts,
     *RUN_RULES,
-    deepspeed.other_strategy,
 )
-"""In this order: a rule does not run where an earlier one found a field wrong that it needs."""
+"""In this order, after those of the engines: a rule does not run where an earlier one found a field wrong that it
+needs."""
 
 
 class DistributedConfig(Settings):
@@ -72,9 +73,9 @@ class DistributedConfig(Settings):
 
     def refuse_keras(self, user: str) -> None:
         """Raise where the backend trains Keras models; `user` is what trains those of torch."""
-        if self.backend == "tensorflow":
+        if self.framework != "torch":
             raise UsageError(
-                f"backend = 'tensorflow' trains Keras models, and {user} torch's",
+                f"backend = {self.backend!r} trains Keras models, and {user} torch's",
                 hint="Use TensorFlowDistributedTrainer(model_fn=...), or another backend.",
             )
 
@@ -96,13 +97,15 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
         mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
         values[name] = most
     complete = {name: _plain(values.get(name, field.default)) for name, field in FIELDS.items()}
-    if complete["deepspeed_config"] is not None:
-        changes, contradictions = deepspeed.reconcile(complete)
-        complete |= changes
-        mistakes += contradictions
+    engines = engine_rules(complete)
+    for engine in engines:
+        if hasattr(engine, "reconcile"):
+            changes, contradictions = engine.reconcile(complete)
+            complete |= changes
+            mistakes += contradictions
     wrong = [(name, text) for name, field in FIELDS.items() if (text := problem(field, complete[name]))]
     settings = Settings(**complete)
-    for rule in _RULES:
+    for rule in (*(rule for engine in engines for rule in engine.RULES), *_RULES):
         known = {name for name, _ in wrong}
         if not rule.needs & known:
             wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
@@ -122,8 +125,9 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
         values["profile"] = " ".join(words)
     given = values.get("sharding")
     name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
-    if name == "NO_SHARD" and values.get("strategy", "auto") in ("auto", "fsdp", "ddp"):
-        return {**values, "strategy": "ddp", "sharding": "auto"}
+    strategy = values.get("strategy", "auto")
+    if name == "NO_SHARD" and (strategy == "auto" or facts_of(str(strategy)).axes):
+        return {**values, "strategy": DEFAULT_STRATEGY, "sharding": "auto"}
     return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
 
 

@@ -33,13 +33,25 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     entry_points: str | None = None,
+    scope: str = "",
+    backends: tuple[str, ...] = (),
+    strategies: tuple[str, ...] = (),
+    implies: str = "",
+    keras: str = "",
+    engine: str = "",
 ) -> Any:
-    """Declare a configuration field: its default, its one help text and what it allows.
+    """Declare a configuration field: its default, its one help text, what it allows and where it is used.
 
-    `entry_points`: a group of installed packages' entry points whose names are choices too.
+    `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
+    (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
+    machines of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
+    `implies`: the strategy that it chooses where none is named. `keras`: "used" by Keras models, "ignored" (allowed
+    in a file for several backends), or refused. `engine`: the engine whose rules are asked where it is given.
     """
     allowed = {"choices": choices, "minimum": minimum, "above": above, "entry_points": entry_points}
-    return dataclasses.field(default=default, metadata={"help": help, **allowed})
+    users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "implies": implies, "keras": keras}
+    users["engine"] = engine
+    return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
 
 
 def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:

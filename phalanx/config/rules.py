@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from phalanx.config.fields import HYBRID, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
-from phalanx.config.settings import Settings
+from phalanx.config.settings import FIELDS, Settings
+from phalanx.config.strategies import AXES, ROWS
 from phalanx.errors import nearest
 
 Mistakes = Iterator[tuple[str, str]]
 
-AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 STRATEGY = ("strategy", "backend", "zero_stage")
 """What `Settings.resolved_strategy` depends on."""
 RANKS = ("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "hosts")
@@ -26,12 +26,7 @@ RANKS = ("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "hosts")
 _FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir", "data_dir", "nvme_path")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """The compressors that use a setting; empty: all but 'none'."""
-_OF_STRATEGIES = {
-    "fixed_order": ("ring",),
-    "sync_every": ("local-sgd", "diloco"),
-    "outer_learning_rate": ("diloco",),
-    "outer_momentum": ("diloco",),
-}
+_OF_STRATEGIES = {name: field.metadata["strategies"] for name, field in FIELDS.items() if field.metadata["strategies"]}
 """The strategies that use a setting."""
 
 
@@ -50,11 +45,11 @@ def rule(*needs: str) -> Callable[[Callable[[Settings], Mistakes]], Rule]:
 @rule("zero_stage", "strategy", "backend", "sharding", *AXES, "pipeline_schedule")
 def sharding(settings: Settings) -> Mistakes:
     """Report settings of sharding where nothing is sharded."""
-    if settings.resolved_strategy == "deepspeed":
+    if settings.facts.shards_by_engine:
         return
     # Plain ddp replicates; with another axis it shards the data axis, unless the schedule keeps stages whole.
     unused = None
-    if settings.resolved_strategy != "fsdp":
+    if not settings.facts.shards:
         if settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble":
             unused = "pipeline_schedule = 'zero-bubble' keeps whole stages: leave one of them out."
         elif all(getattr(settings, axis) == 1 for axis in AXES):
@@ -81,13 +76,14 @@ def sharding(settings: Settings) -> Mistakes:
 def zero_stage(settings: Settings) -> Mistakes:
     """Check zero_stage against the settings with the same meaning."""
     stage = settings.zero_stage
-    if stage is None or settings.resolved_strategy == "deepspeed":
+    if stage is None or settings.facts.shards_by_engine:
         return
-    meant = ZERO_SHARDING[stage]
-    if settings.strategy == "ddp":
+    meant, strategy = ZERO_SHARDING[stage], settings.strategy
+    if settings.facts.replicates and settings.facts.axes:  # one without axes is refused together with them
         yield (
             "zero_stage",
-            f"zero_stage = {stage} shards, but strategy = 'ddp' replicates: leave strategy out, or write 'fsdp'.",
+            f"zero_stage = {stage} shards, but strategy = {strategy!r} replicates: leave strategy out, or write "
+            "'fsdp'.",
         )
     elif settings.sharding in TORCH_SHARDING.values() and settings.sharding not in (meant, HYBRID[meant]):
         yield (
@@ -157,10 +153,11 @@ def compression(settings: Settings) -> Mistakes:
             f"{axis} = {getattr(settings, axis)}: the data axis is sharded there, and whole gradients are never "
             "exchanged. Leave one of them out; strategy = 'ddp' and 'ring' take compression."
         )
-    elif strategy == "horovod" and chosen != "fp16":
-        why = "backend = 'horovod', which has 'fp16' only."
-    elif strategy not in ("ddp", "ring", "horovod"):
+    elif not settings.facts.compressors:
         why = f"strategy = {strategy!r}: only strategy = 'ddp' and 'ring' average gradients through it."
+    elif chosen not in settings.facts.compressors:
+        names = ", ".join(repr(name) for name in settings.facts.compressors if name != "none")
+        why = f"strategy = {strategy!r}, which has {names} only."
     else:
         return
     yield "compression", f"compression = {chosen!r} with {why}"
@@ -178,9 +175,10 @@ def strategy_settings(settings: Settings) -> Mistakes:
                 f" with strategy = {strategy!r}, which does not follow it: write strategy = {names}, or leave {name} "
                 "out.",
             )
-    if strategy not in ("ring", "local-sgd", "diloco", "horovod"):
+    facts = settings.facts
+    if facts.axes or facts.shards_by_engine or facts.has_servers or strategy not in ROWS:  # the last: when it is built
         return
-    way = "write backend = 'pytorch-ddp'" if strategy == "horovod" else "leave strategy out, or write 'fsdp'"
+    way = "write backend = 'pytorch-ddp'" if ROWS[strategy].backend else "leave strategy out, or write 'fsdp'"
     for name in settings.changed(*AXES, "zero_stage"):
         yield settings.mistake(
             name, f" does not go with strategy = {strategy!r}, whose ranks hold the whole model: {way}."
@@ -197,7 +195,7 @@ def outer_momentum(settings: Settings) -> Mistakes:
 @rule("strategy", "backend", "fixed_order", *RANKS)
 def fixed_order(settings: Settings) -> Mistakes:
     """Check what an order of additions that all numbers of ranks share excludes."""
-    if not settings.fixed_order or settings.resolved_strategy != "ring":
+    if not settings.fixed_order or settings.resolved_strategy not in _OF_STRATEGIES["fixed_order"]:
         return
     if settings.compression != "none":
         yield settings.mistake(
@@ -224,7 +222,7 @@ def momentum(settings: Settings) -> Mistakes:
 @rule("strategy", "backend", "server_mode")
 def parameter_servers(settings: Settings) -> Mistakes:
     """Report settings of parameter servers without them, and what cannot be combined with them."""
-    if settings.resolved_strategy != "parameter-server":
+    if not settings.facts.has_servers:
         for name in settings.changed("num_servers", "server_mode", "staleness"):
             yield settings.mistake(
                 name, f" without parameter servers: write strategy = 'parameter-server', or leave {name} out."
@@ -253,7 +251,7 @@ def parameter_servers(settings: Settings) -> Mistakes:
 @rule("strategy", "backend", "server_mode", "staleness")
 def staleness(settings: Settings) -> Mistakes:
     """Check how many steps workers may be ahead of each other."""
-    if settings.resolved_strategy != "parameter-server":
+    if not settings.facts.has_servers:
         return
     mode = settings.server_mode
     if mode in ("sync", "async") and settings.staleness is not None:
@@ -317,7 +315,7 @@ def split_adapters(settings: Settings) -> Mistakes:
 @rule("backend")
 def folders(settings: Settings) -> Mistakes:
     """Report URLs where a path is expected; checkpoints may be at URLs, except those of Keras."""
-    for name in _FOLDERS if settings.backend == "tensorflow" else _FOLDERS[2:]:
+    for name in _FOLDERS[2:] if settings.framework == "torch" else _FOLDERS:
         wrong = url_problem(name, getattr(settings, name))
         if wrong is not None:
             yield name, wrong
@@ -364,10 +362,11 @@ def shared_gpus(settings: Settings) -> Mistakes:
             f"share_gpus = True with communication_backend = {settings.communication_backend!r}: it is for nccl; gloo "
             "needs nothing for several ranks on one GPU. Leave one of them out.",
         )
-    elif settings.resolved_strategy == "deepspeed":
+    elif settings.facts.shards_by_engine:
+        strategy = settings.resolved_strategy
         yield (
             "share_gpus",
-            "share_gpus = True with strategy = 'deepspeed': not tried. The same stages on shared GPUs: leave it out "
+            f"share_gpus = True with strategy = {strategy!r}: not tried. The same stages on shared GPUs: leave it out "
             "and set zero_stage.",
         )
 

@@ -15,10 +15,13 @@ class Checkpointing:
         None,
         "where checkpoints go: a folder or a URL, s3://bucket/kept (default: <run_dir>/checkpoints when "
         "checkpoint_frequency or max_restarts is set)",
+        scope="machine place",
+        keras="used",
     )
     checkpoint_frequency: int | str | None = option(
         None,
         "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails",
+        keras="used",
     )
     mtbf: int | float | str | None = option(
         None,
@@ -36,15 +39,18 @@ class Checkpointing:
         "write while training goes on; skip: leave a checkpoint out while the one before is being written",
         choices=(False, True, "skip"),
     )
-    keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
+    keep_last: int | None = option(
+        3, "how many checkpoints of this run to keep (none: all)", minimum=1, keras="ignored"
+    )
     keep_every: int | None = option(None, "keep every checkpoint whose step is a multiple of this, for ever", minimum=1)
     keep_best: bool | str | None = option(
         True,
         "keep the checkpoint with the best value of a metric, too: val/loss (true), train/loss, val/accuracy, "
         "min:val/<name> or max:val/<name>; false: only the last ones",
+        keras="ignored",
     )
     resume_from_checkpoint: bool | str = option(
-        False, "true: the newest complete one of checkpoint_dir, if any; or a path"
+        False, "true: the newest complete one of checkpoint_dir, if any; or a path", scope="machine place", keras="used"
     )
 
 
@@ -52,22 +58,33 @@ class Checkpointing:
 class Monitoring:
     """What is logged and shown."""
 
-    run_dir: str | None = option(None, "folder of this run: config, logs, events (default: runs/<name>-<time>)")
-    name: str | None = option(None, "name of the run (default: the recipe, script or model)")
-    tensorboard: bool = option(False, "write TensorBoard files")
+    run_dir: str | None = option(
+        None, "folder of this run: config, logs, events (default: runs/<name>-<time>)", scope="place", keras="used"
+    )
+    name: str | None = option(
+        None, "name of the run (default: the recipe, script or model)", scope="place", keras="used"
+    )
+    tensorboard: bool = option(False, "write TensorBoard files", keras="used")
     tensorboard_dir: str | None = option(
-        None, "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on"
+        None,
+        "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on",
+        scope="place",
+        keras="used",
     )
     tensorboard_histograms: int = option(
         0,
         "write histograms of weights, gradients, norms, update ratios to TensorBoard every so many epochs (0: never)",
         minimum=0,
     )
-    mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
-    mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on")
-    wandb: bool | str = option(False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])")
+    mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])", keras="used")
+    mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on", keras="used")
+    wandb: bool | str = option(
+        False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])", keras="used"
+    )
     sinks: str | None = option(
-        None, "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas"
+        None,
+        "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas",
+        keras="used",
     )
     metrics_port: int | None = option(
         None, "serve metrics for Prometheus on this port, 0: a free one (extra: phalanx[monitor])", minimum=0
@@ -76,7 +93,10 @@ class Monitoring:
         "127.0.0.1", "metrics_port: the address to listen at; 0.0.0.0 lets other machines read the metrics"
     )
     reference_throughput: float | None = option(
-        None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
+        None,
+        "samples per second of one rank, as measured: the speedup of the run against it is reported",
+        above=0,
+        keras="ignored",
     )
     debug: str | None = option(
         None,
@@ -87,15 +107,17 @@ class Monitoring:
         False,
         "record a trace of some steps for `phalanx trace`: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of all "
         "ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
+        keras="ignored",
     )
-    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
-    progress: bool = option(True, "show the progress bar or lines")
+    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1, keras="used")
+    progress: bool = option(True, "show the progress bar or lines", keras="used")
     verbosity: str = option(
         "normal",
         "what the console shows; quiet (-q): errors, what ranks print and the result; verbose (-v): every event",
         choices=("quiet", "normal", "verbose"),
+        keras="used",
     )
-    console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"))
+    console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"), keras="used")
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -107,6 +129,7 @@ class Elasticity:
         "survive so many failures: replace a lost rank while the others wait (ddp, ring, local-sgd, diloco), else "
         "restart all ranks from the newest checkpoint",
         minimum=0,
+        keras="used",
     )
     spares: int = option(0, "ranks that are started in advance and wait to replace a lost one", minimum=0)
     memory_frequency: int = option(
@@ -117,9 +140,13 @@ class Elasticity:
     heartbeat_timeout: float = option(
         10.0, "seconds after which a rank that is stopped, or a machine that is silent, counts as lost", above=0
     )
-    stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
+    stop_grace: float = option(
+        4.5, "seconds between asking ranks to stop and killing them", above=0, scope="machine", keras="used"
+    )
     preemption_file: str | None = option(
-        None, "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)"
+        None,
+        "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)",
+        scope="machine",
     )
     preemption_margin: float = option(
         60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
@@ -128,6 +155,7 @@ class Elasticity:
         None,
         "ddp, ring, horovod: compare a hash of the ranks' weights every n steps and before saves",
         minimum=1,
+        scope="layout",
     )
     on_corruption: str = option(
         "stop",
@@ -135,7 +163,10 @@ class Elasticity:
         choices=("stop", "replace", "warn"),
     )
     straggler_factor: float | None = option(
-        None, "ddp, ring, horovod: report a rank that is this many times slower than the others (2)", above=1
+        None,
+        "ddp, ring, horovod: report a rank that is this many times slower than the others (2)",
+        above=1,
+        scope="layout",
     )
     straggler_steps: int = option(50, "straggler_factor: compare the ranks' own times over so many steps", minimum=1)
     on_straggler: str = option(
@@ -148,4 +179,60 @@ class Elasticity:
         None,
         "with max_restarts: replace a rank that computes or sleeps for so many seconds while others wait for it",
         above=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class Engines:
+    """Settings of Horovod and Ray."""
+
+    address: str | None = option(
+        None,
+        "ray: the cluster to run on: ray://head:10001, head:6379 or auto (default: a local one, for this run)",
+        backends=("ray",),
+        scope="machine",
+    )
+    min_workers: int | None = option(
+        None,
+        "elastic: continue with as few ranks as this when others are lost (num_workers = 2:8)",
+        minimum=1,
+        scope="layout",
+    )
+    cpus_per_worker: float = option(
+        1.0, "ray: CPU cores that each rank reserves", above=0, backends=("ray",), scope="machine"
+    )
+    resources_per_worker: str | None = option(
+        None,
+        "ray: other resources of each rank, such as 'GPU=0.5,big_memory=1' (default: a GPU where ranks use them)",
+        backends=("ray",),
+        scope="machine",
+    )
+    placement: str = option(
+        "pack",
+        "ray: ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
+        choices=("pack", "spread", "strict-pack", "strict-spread"),
+        backends=("ray",),
+        scope="machine",
+    )
+    hosts: str | None = option(
+        None,
+        "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
+        "over ssh; horovod: for horovodrun (default: this machine)",
+        backends=("horovod", "pytorch-ddp", "pytorch-fsdp", "deepspeed"),
+        scope="machine",
+    )
+    host_discovery_script: str | None = option(
+        None,
+        "horovod: elastic: an executable that prints the available machines, one host:slots per line",
+        backends=("horovod",),
+        scope="machine",
+    )
+    adasum: bool = option(
+        False, "horovod: combine gradients by Adasum instead of averaging them", backends=("horovod",)
+    )
+    horovod_timeline: str | None = option(
+        None,
+        "horovod: write a timeline of the communication to this file, for chrome://tracing or Perfetto",
+        backends=("horovod",),
+        scope="machine",
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.config.rules import AXES, RANKS, STRATEGY, Mistakes, rule
+from phalanx.config.rules import RANKS, STRATEGY, Mistakes, rule
 from phalanx.config.settings import Settings
-
-_AVERAGES = ("ddp", "ring", "fsdp", "horovod")
-"""Strategies whose ranks hold the weights after every step, as whole copies or as shards."""
+from phalanx.config.strategies import AXES, ROWS, strategies_that
 
 
 @rule("keep_best", "early_stopping", "eval_every")
@@ -97,9 +95,10 @@ def rank_checks(settings: Settings) -> Mistakes:
     for name in settings.changed("check_replicas_every", "straggler_factor"):
         if axis is not None:
             yield settings.mistake(name, f" with {axis} = {getattr(settings, axis)}: ranks hold different parts.")
-        elif strategy not in ("ddp", "ring", "horovod"):
+        elif not settings.facts.replicates:
+            equal = ", ".join(strategies_that("replicates"))
             yield settings.mistake(
-                name, f" compares ranks that take each step with equal weights (ddp, ring, horovod), not {strategy!r}."
+                name, f" compares ranks that take each step with equal weights ({equal}), not {strategy!r}."
             )
     if settings.changed("on_corruption") and settings.check_replicas_every is None:
         yield settings.mistake("on_corruption", " without check_replicas_every: set it, such as 100.")
@@ -131,7 +130,7 @@ def spares(settings: Settings) -> Mistakes:
 def ema_decay(settings: Settings) -> Mistakes:
     """Check the upper limit, and that this rank's weights are those of the run after every step."""
     strategy, name = settings.resolved_strategy, "ema_decay"
-    if settings.ema_decay is None or settings.backend == "tensorflow":
+    if settings.ema_decay is None or settings.framework != "torch":
         return
     if settings.ema_decay >= 1:
         yield settings.mistake(name, ": must be below 1, such as 0.999.")
@@ -139,10 +138,8 @@ def ema_decay(settings: Settings) -> Mistakes:
         yield settings.mistake(
             name, f" with pipeline_parallel = {settings.pipeline_parallel}: stages are not averaged. Leave one out."
         )
-    elif strategy == "horovod" and settings.min_workers is not None:
-        yield settings.mistake(name, " with min_workers: elastic Horovod does not keep the average. Leave one out.")
-    elif strategy not in _AVERAGES:
-        names = ", ".join(repr(one) for one in _AVERAGES[:-1])
+    elif not settings.facts.averages_gradients:
+        names = ", ".join(repr(one) for one in strategies_that("averages_gradients") if not ROWS[one].backend)
         yield settings.mistake(
             name,
             f" with strategy = {strategy!r}, which does not hold the run's weights on the ranks after every step: "

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
-    BACKENDS,
     ZERO_SHARDING,
     Adapters,
     Communication,
-    Engines,
     Optimization,
     Parallelism,
     Resources,
@@ -26,7 +25,8 @@ from phalanx.config.fields import (
 )
 from phalanx.config.option import load_entry_point
 from phalanx.config.profile import Profiling, parse_profile
-from phalanx.config.run_fields import Checkpointing, Elasticity, Monitoring
+from phalanx.config.run_fields import Checkpointing, Elasticity, Engines, Monitoring
+from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -58,11 +58,6 @@ class Host(NamedTuple):
 
     name: str
     slots: int
-
-
-RECOVERY = dict.fromkeys(("ddp", "ring", "local-sgd", "diloco", "parameter-server"), "resize") | {"fsdp": "replace"}
-"""What strategies do in place after a lost rank: replace it, or go on with another number of ranks too ("resize")."""
-_NATIVE = ("pytorch-ddp", "pytorch-fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,25 +117,31 @@ class Settings(
         """The strategy, with "auto" resolved."""
         if self.strategy != "auto":
             return self.strategy
-        if self.backend == "tensorflow":
-            return "mirrored" if (self.total_ranks or 1) == 1 else "multiworker"
         if self.backend in BACKENDS:
-            default = BACKENDS[self.backend][1]
+            row = BACKENDS[self.backend]
+            default = (row.strategy_of_many if (self.total_ranks or 1) > 1 else "") or row.strategy
         else:
-            default = str(getattr(load_entry_point("phalanx.engines", self.backend), "strategy", "ddp"))
-        if default == "ddp" and self.deepspeed_config is not None:
-            return "deepspeed"
-        return "fsdp" if default == "ddp" and self.zero_stage is not None else default
+            default = str(getattr(load_entry_point("phalanx.engines", self.backend), "strategy", DEFAULT_STRATEGY))
+        implied = [strategy for name, strategy in IMPLIED.items() if getattr(self, name) is not None]
+        return implied[-1] if implied and default == DEFAULT_STRATEGY else default
+
+    @property
+    def framework(self) -> str:
+        """What the models are written in: torch, or keras."""
+        return BACKENDS[self.backend].framework if self.backend in BACKENDS else "torch"
+
+    @property
+    def facts(self) -> StrategyFacts:
+        """What the strategy does with weights and gradients."""
+        return facts_of(self.resolved_strategy)
 
     @property
     def recovery(self) -> str:
-        """How a run goes on after a lost rank (`RECOVERY`); "restart": all ranks start again from a checkpoint."""
+        """How a run goes on after a lost rank (`StrategyFacts.recovery`); "restart": all ranks start again."""
         axes = (self.pipeline_parallel, self.context_parallel, self.tensor_parallel, self.expert_parallel)
-        if self.backend not in _NATIVE:
+        if self.backend not in BACKENDS or not BACKENDS[self.backend].replaces_ranks:
             return "restart"
-        if max(axes) > 1:
-            return "replace"
-        return RECOVERY.get(self.resolved_strategy, "restart")
+        return "replace" if max(axes) > 1 else self.facts.recovery
 
     @property
     def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:
@@ -221,6 +222,14 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     name: field for group in GROUPS for name, field in group.__dataclass_fields__.items()
 }
 """Every field by name, in the order of the groups."""
+
+IMPLIED = {name: str(field.metadata["implies"]) for name, field in FIELDS.items() if field.metadata["implies"]}
+"""The strategy that a setting chooses where none is named; of several the last."""
+
+
+def settings_with(scope: str) -> list[str]:
+    """Return the settings with a scope (see `option`)."""
+    return [name for name, field in FIELDS.items() if scope in field.metadata["scope"]]
 
 
 def parse_metric(text: str) -> Watched:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import deepspeed
+from phalanx.config.backend_rules import engine_rules, missing_engine
 from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
@@ -87,10 +87,11 @@ def resolve(
                 continue
             values[name] = value
             origins[name] = f"environment {variables[name]}" if origin == "environment" else origin
-    for name in deepspeed.settled(values.get("deepspeed_config"), values.get("mixed_precision", False)):
-        if origins[name].startswith("recipe "):  # the user gave the JSON, so it wins over the recipe
-            del values[name]
-            origins[name] = "default"
+    for engine in engine_rules(values):
+        for name in engine.settled(values) if hasattr(engine, "settled") else ():
+            if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
+                del values[name]
+                origins[name] = "default"
     values = translate(values)
     complete, wrong = check(values)
     config = DistributedConfig.trusted(complete)
@@ -98,8 +99,8 @@ def resolve(
         wrong = [(name, text) for name, text in config.unused.items() if origins[name] == given_as]
     mistakes += [text if origins[name] == "default" else f"{text} ({origins[name]})" for name, text in wrong]
     if mistakes:
-        missing = [f"{deepspeed.MISSING}. {deepspeed.INSTALL}"] if deepspeed.is_missing(values) else []
-        raise ConfigError(missing + mistakes)
+        missing = missing_engine(values)
+        raise ConfigError([*([". ".join(missing)] if missing else []), *mistakes])
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
     return Resolved(config, origins)

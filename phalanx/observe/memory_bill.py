@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.config.strategies import facts_of
 from phalanx.host.files import replace_file
 from phalanx.observe.format import size, table
 
@@ -101,12 +102,12 @@ class MemoryBill:
         if self.blocks > 1 and not self.recomputes:
             saved = self.activations * (1 - _BLOCK_INPUT - 1 / self.blocks)
             found.append(MemoryChange("activation_checkpointing=True", saved, "about a third more computation"))
-        if self.ranks > 1 and self.strategy in ("ddp", "ring", "horovod"):
+        if self.ranks > 1 and facts_of(self.strategy).replicates:
             saved = states * (1 - 1 / self.ranks)
             found.append(MemoryChange("strategy='fsdp'", saved, "half as much communication again"))
         if self.device == "cpu" and self.local_ranks > 1:
             found.append(MemoryChange(f"num_workers={self.local_ranks - 1}", states + self.other, "fewer ranks"))
-        elif self.strategy == "fsdp":
+        elif facts_of(self.strategy).shards:
             found.append(MemoryChange("offload='cpu'", states, "states travel to the device in every step"))
         enough = [change for change in found if change.saves >= needed > 0]
         shown = found[:_CHANGES]

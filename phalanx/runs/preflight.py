@@ -6,8 +6,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-from phalanx.config import DistributedConfig, deepspeed
-from phalanx.config.engine_rules import missing_package
+from phalanx.config import DistributedConfig
+from phalanx.config.backend_rules import missing_engine
 from phalanx.engine import ENGINES, engine_of, find_engine
 from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError, UsageError
 from phalanx.host.remote import RemotePath, as_path
@@ -58,13 +58,8 @@ def check_packages(config: DistributedConfig) -> None:
     if config.metrics_port is not None:
         import_client()
     check_sinks(config)
-    missing = missing_package(config)
-    if missing is not None:
-        raise UsageError(
-            f"backend = {config.backend!r} needs {missing.title}, which is not installed", hint=missing.install
-        )
-    if deepspeed.is_missing(config.to_dict()):
-        raise UsageError(deepspeed.MISSING, hint=deepspeed.INSTALL)
+    if (missing := missing_engine(config.to_dict())) is not None:
+        raise UsageError(missing[0], hint=missing[1])
 
 
 def _check_resume(config: DistributedConfig) -> None:

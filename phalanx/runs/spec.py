@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved
-from phalanx.config.fields import Resources
 from phalanx.config.run_fields import Monitoring
-from phalanx.config.settings import GROUPS
+from phalanx.config.settings import settings_with
 from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import VARIABLE, engine_name, engine_of
 from phalanx.host.gpus import driver_version
@@ -81,18 +80,10 @@ def launch_spec(
     )
 
 
-_OF_A_MACHINE = {
-    *("data_dir", "nvme_path", "deepspeed_config", "nccl_env", "timeout", "start_timeout", "address", "hosts"),
-    *("host_discovery_script", "horovod_timeline", "cpus_per_worker", "resources_per_worker", "placement"),
-    *("checkpoint_dir", "resume_from_checkpoint", "preemption_file", "stop_grace", "stall_notice"),
-}
-"""Settings, besides those of resources and monitoring, that may differ between the machines of a run."""
-
-
 def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     """Return what all machines of a run must have in common: versions, the script, and settings that decide numbers."""
-    groups = [group.__dataclass_fields__ for group in GROUPS if group not in (Resources, Monitoring)]
-    names = [name for fields in groups for name in fields if name not in _OF_A_MACHINE]
+    free = {*settings_with("machine"), *Monitoring.__dataclass_fields__}
+    names = [name for name in FIELDS if name not in free]
     found = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}
     if config.share_gpus:
         found["NVIDIA driver"] = driver_version()

@@ -12,17 +12,13 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
-from phalanx.config.rules import AXES
+from phalanx.config.backends import DEFAULT_STRATEGY
+from phalanx.config.settings import settings_with
 from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
 from phalanx.tool import tool
 from phalanx.world.env import read_rank_env
 
-_CHOICES = (
-    *(*AXES, "sharding", "shard_size", "zero_stage", "offload", "lora_rank", "deepspeed_config", "min_workers"),
-    *("compression", "fixed_order", "check_replicas_every", "straggler_factor", "communication_backend"),
-)
-"""Settings that choose a layout, or are for whole copies."""
 _STATE_BYTES = 16
 """Of one parameter with AdamW: weights, gradients and optimizer states, in fp32 or in mixed precision."""
 
@@ -47,8 +43,9 @@ def settle_strategy(
     config: DistributedConfig, model: nn.Module, train: Any, device: str, ranks: int, ranks_here: int
 ) -> Settled:
     """Choose fsdp for a model whose copies would not fit on the ranks; all else stays as it is."""
-    undecided = config.strategy == "auto" and config.resolved_strategy == "ddp" and not config.changed(*_CHOICES)
-    if ranks == 1 or not undecided or config.backend != "pytorch-ddp":
+    undecided = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
+    chosen = config.changed("backend", *settings_with("layout"))
+    if ranks == 1 or not undecided or chosen:
         return Settled(config)
     memory = rank_bytes(device, ranks_here)
     if not memory or not is_large(model, memory):

@@ -83,7 +83,7 @@ class SavedRun(StoredRun):
 
     def trainer(self, **settings: Any) -> PyTorchDDPTrainer:
         """Return a trainer of the model, with the run's settings and these."""
-        base = self.config if self.config.backend == "pytorch-ddp" else _without_engine(self.config)
+        base = _without_engine(self.config) if self.config.changed("backend") else self.config
         loss = recipe_loss(self.recipe, self.model) if self.recipe is not None else None
         metrics = recipe_metrics(self.recipe) if self.recipe is not None else None
         config = base.replace(**settings) if settings else base

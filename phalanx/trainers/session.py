@@ -106,13 +106,12 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
 
 
 _COMPARED = ("batch_size", "learning_rate", "optimizer", "weight_decay", "strategy", "mixed_precision", "seed")
-_PLACES = ("run_dir", "name", "checkpoint_dir", "tensorboard_dir", "data_dir", "resume_from_checkpoint")
 
 
 def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
     """Return the settings by which runs are compared: the usual ones, and those that differ from their defaults."""
     changed = (name for name, field in FIELDS.items() if getattr(config, name) != field.default)
-    names = dict.fromkeys([*_COMPARED, *(name for name in changed if name not in _PLACES)])
+    names = dict.fromkeys([*_COMPARED, *(name for name in changed if "place" not in FIELDS[name].metadata["scope"])])
     found = {name: getattr(config, name) for name in names}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)

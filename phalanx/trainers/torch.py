@@ -14,6 +14,7 @@ from torch import nn
 
 from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
+from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import local_path
 from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import engine_of
@@ -121,7 +122,7 @@ class TorchTrainer:
     def _report_other_backend(self, chosen: DistributedConfig) -> None:
         """Say so where `--backend` names another strategy than the script's own config or kind of trainer."""
         named, env = os.environ.get(f"{ENV_PREFIX}BACKEND", chosen.backend), read_rank_env()
-        is_other = named != chosen.backend and BACKENDS.get(named, ("", "ddp"))[1] != "ddp"
+        is_other = named != chosen.backend and named in BACKENDS and BACKENDS[named].strategy != DEFAULT_STRATEGY
         if is_other and (env is None or env.rank == 0):
             say_to_user(
                 f"backend = {named!r} is not used by {type(self).__name__}, whose own settings in the script have "
@@ -229,7 +230,7 @@ class TorchTrainer:
             layout = plan_layout(config, count_gpus()) if note else layout
         check_before_start(config)
         config_here = config.with_trusted(device=layout.device)
-        if layout.world_size > 1 and config.resolved_strategy == "fsdp":
+        if layout.world_size > 1 and config.facts.shards:
             check_shardable(self.model, config.wrap_class)
         if layout.world_size == 1:
             return run_job(Job(action, task, config_here, checked=True), in_place=True)

@@ -111,7 +111,7 @@ def check_device(config: Settings, device: str) -> None:
             "mixed_precision = 'fp16' needs a GPU: CPUs have no fast fp16 arithmetic",
             hint="Write mixed_precision = 'bf16' (or true, which picks by device).",
         )
-    if config.communication_backend == "nccl" and config.backend != "tensorflow":
+    if config.communication_backend == "nccl" and config.framework == "torch":
         raise UsageError(
             "communication_backend = 'nccl' moves GPU memory, but the ranks compute on the CPU",
             hint="Write communication_backend = 'gloo', or leave it out: it is chosen by the device.",

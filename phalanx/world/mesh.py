@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.config.deepspeed import batch_size_for
 from phalanx.config.settings import Settings
+from phalanx.engine import engine_of
 from phalanx.errors import UsageError
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
@@ -123,14 +123,13 @@ def plan_mesh(config: Settings, world_size: int, ranks_per_node: int) -> Mesh:
     if pp > 1 and config.batch_size is not None:
         choose_microbatches(config.microbatches, config.batch_size, pp, SCHEDULES[config.pipeline_schedule])
     data = world_size // copy
-    if pp > 1 and config.pipeline_schedule == "zero-bubble" and config.resolved_strategy == "fsdp" and data * cp > 1:
+    if pp > 1 and config.pipeline_schedule == "zero-bubble" and config.facts.shards and data * cp > 1:
         raise UsageError(
             "pipeline_schedule = 'zero-bubble' cannot run with strategy = 'fsdp': it computes gradients of weights "
             "apart from those of inputs, which fully_shard does not support",
             hint="Write strategy = 'ddp' (whole stages on every data rank), or pipeline_schedule = 'interleaved'.",
         )
-    if config.resolved_strategy == "deepspeed":
-        batch_size_for(config, data)  # refuses what does not divide
+    engine_of(config).check_batch(config, data)
     if data * cp == 1 < copy and config.offload == "cpu":
         raise UsageError(
             f"offload = 'cpu' needs ranks to shard over, but one copy of the model takes all {world_size}",
@@ -138,7 +137,7 @@ def plan_mesh(config: Settings, world_size: int, ranks_per_node: int) -> Mesh:
         )
     if config.expert_parallel > 1:
         return _expert_mesh(config, data, pp, cp, tp)
-    if config.resolved_strategy != "fsdp" and copy == 1:
+    if not config.facts.shards and copy == 1:
         return Mesh(dp_replicate=data)
     if pp > 1 and config.pipeline_schedule == "zero-bubble":  # whole stages on every data rank
         return Mesh(pp=pp, dp_replicate=data, cp=cp, tp=tp)
@@ -181,9 +180,9 @@ _WORDS = {"pp": "pipeline", "dp_replicate": "replicate", "dp_shard": "fsdp", "cp
 
 def layout_words(strategy: str, config: Settings, sizes: Mapping[str, int]) -> str:
     """Return how the ranks share the model: the strategy's name, or of several axes `fsdp 2 x tensor 2`."""
-    if strategy == "deepspeed" and config.zero_stage is not None:
-        return f"deepspeed (ZeRO stage {config.zero_stage})"
-    if strategy not in ("composed", "fsdp"):
+    if config.facts.shards_by_engine and config.zero_stage is not None:
+        return f"{strategy} (ZeRO stage {config.zero_stage})"
+    if all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and config.expert_parallel == 1:
         return strategy
     parts = [f"{word} {sizes[axis]}" for axis, word in _WORDS.items() if sizes.get(axis, 1) > 1]
     if config.expert_parallel > 1:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
+from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.engine import engines_here
 from phalanx.errors import UsageError
 from phalanx.host.gpus import ranks_per_gpu, shared_memory, sharing_environment
@@ -203,7 +204,7 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
 
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
     """By default nccl for GPUs, gloo for CPUs; with strategy = 'auto', shared memory for CPUs of one machine."""
-    automatic = config.strategy == "auto" and config.resolved_strategy == "ddp"
+    automatic = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
     on_cpu = "phalanx" if automatic and env.on_one_machine else "gloo"
     wanted = config.communication_backend or ("nccl" if device.type == "cuda" else on_cpu)
     if wanted == "mpi" and not dist.is_mpi_available():

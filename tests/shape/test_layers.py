@@ -7,15 +7,20 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from importlib import import_module
 
 import pytest
 from package_tree import PACKAGE, circles, imports, modules, parsed, room
 
-LAYERS = {
+from phalanx.tool import TOOLS
+
+CORE = {
     "version": 0,
+    "lazy": 0,
     "errors": 0,
     "config": 0,
     "engine": 1,
+    "tool": 1,
     "torch_compat": 1,
     "torch_fakes": 1,
     "torch_flash": 1,
@@ -26,11 +31,7 @@ LAYERS = {
     "reliability": 1,
     "launch": 1,
     "world": 2,
-    "plan": 3,
     "comm": 3,
-    "submit": 4,
-    "doctor": 4,
-    "trace": 4,
     "runs": 4,
     "strategies": 4,
     "checkpoint": 4,
@@ -38,29 +39,25 @@ LAYERS = {
     "models": 4,
     "loop": 5,
     "trainers": 6,
-    "tune": 7,
-    "verification": 7,
-    "bench": 7,
-    "ui": 7,
-    "engines": 7,
-    "worker": 8,
-    "cli": 8,
-    "__main__": 8,
 }
+"""What trains a model. It names tools and engines in tables only (`tool.py`, `config/backends.py`)."""
+LAYERS = {**CORE, "tools": 7, "engines": 8, "worker": 9, "cli": 9, "__main__": 9}
 SIDEWAYS = {
     ("config", "errors"),
     ("errors", "version"),
     ("observe", "host"),
     ("launch", "host"),
+    ("launch", "lazy"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
     ("launch", "torch_records"),
     ("engine", "launch"),
-    ("engines", "tune"),
     ("strategies", "models"),
     ("__main__", "cli"),
 }
 """Packages of one layer of which one may import the other, in this direction only."""
+BETWEEN_TOOLS = {("bench", "plan")}
+"""Tools stand alone, but for the measurements that a plan is calibrated with."""
 
 RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "models", "loop"}
 """Packages that run in a rank and must not import `launch`, which runs in the parent."""
@@ -91,6 +88,18 @@ def test_imports_point_down(name):
         allowed = LAYERS[other] < LAYERS[mine] or (mine, other) in SIDEWAYS
         assert allowed, f"{named(name)} (layer {LAYERS[mine]}) imports {other} (layer {LAYERS[other]})"
         assert not (mine in RANK_SIDE and other == "launch"), f"{named(name)} runs in ranks, launch/ in the parent"
+
+
+def test_tools_stand_alone():
+    tools = [(name.split(".")[2], other) for name in modules() if room(name) == "tools" for other in imports(name)]
+    others = {(mine, name.split(".")[2]) for mine, name in tools if name.startswith("phalanx.tools.")}
+    assert {(mine, other) for mine, other in others if mine != other} == BETWEEN_TOOLS
+
+
+def test_the_table_of_tools_is_true():
+    for place in TOOLS.values():
+        module, _, function = place.partition(":")
+        assert hasattr(import_module(module), function), place
 
 
 def test_no_two_packages_import_each_other():

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.comm.compress import build_compressor, merged_states
 from phalanx.comm.compress.powersgd import largest_rank
 from phalanx.config import DistributedConfig
-from phalanx.config.fields import COMPRESSORS
+from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import ModelError
 
 SHAPES = {"embed": (60, 24), "bias": (24,), "norm": (7,), "kernel": (16, 3, 5)}

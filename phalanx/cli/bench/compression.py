@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
-from phalanx.config.fields import COMPRESSORS
+from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.tools.bench.compression.plan import HERE, LINKS, RECIPES, read_compressors, read_link, read_names

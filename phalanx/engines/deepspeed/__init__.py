@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.config import DistributedConfig
+from phalanx.config.settings import Settings
 from phalanx.engine import Engine
 
 
@@ -16,6 +17,12 @@ class DeepSpeed(Engine):
         from phalanx.engines.deepspeed.nvme import check_nvme
 
         check_nvme(config)
+
+    def check_batch(self, config: Settings, data_ranks: int) -> None:
+        """Check the JSON's train_batch_size against the ranks."""
+        from phalanx.engines.deepspeed.rules import batch_size_for
+
+        batch_size_for(config, data_ranks)
 
     def notice(self, config: DistributedConfig) -> str | None:
         """Announce a compilation that takes minutes."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
-from phalanx.config.deepspeed import AUTO, engine_settings, optimizer_name
 from phalanx.config.settings import precision_name
+from phalanx.engines.deepspeed.rules import AUTO, engine_settings, optimizer_name
 from phalanx.models.contract import HasHiddenSize, implements
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.config.deepspeed import batch_size_for
+from phalanx.engines.deepspeed.rules import batch_size_for
 from phalanx.engines.deepspeed.settings import build_settings
 from phalanx.engines.deepspeed.state import EngineState
 from phalanx.errors import UsageError, frozen_later

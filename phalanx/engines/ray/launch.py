@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config import DistributedConfig
-from phalanx.config.engine_rules import settings_of_start
+from phalanx.config import FIELDS, DistributedConfig
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.messages import RankOrder, RayRunSpec
@@ -139,7 +138,10 @@ class RayStarter:
 def _environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables that ranks get on every machine."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-    done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
+    done = {
+        f"PHALANX_{name.upper()}"
+        for name in (name for name, field in FIELDS.items() if "ray" in field.metadata["backends"])
+    }
     every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
     return {name: value for name, value in every.items() if name not in done}
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
-from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, role_names, roles_of
+from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, check_against, read_task, role_names, roles_of
 from phalanx.errors import UsageError
 from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh
@@ -24,6 +25,16 @@ class TensorFlow(Engine):
             f"the recipe '{name}' is a torch model, and backend = 'tensorflow' trains Keras models",
             hint="Give it a script: phalanx train --backend tensorflow --script train.py",
         )
+
+    def run_as_task(self, config: DistributedConfig, given: Collection[str]) -> Callable[[], None] | None:
+        """Join the cluster of TF_CONFIG, where a scheduler such as Kubeflow started this process as a task of it."""
+        task = read_task()
+        if task is None:
+            return None
+        check_against(task, config, given)
+        from phalanx.engines.tensorflow.cluster import enter_alone
+
+        return lambda: enter_alone(config.start_timeout)
 
     def layout(self, config: DistributedConfig, device: str) -> JobLayout:
         """Return the processes of a TensorFlow cluster; TensorFlow itself chooses the devices of each."""

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import torch_fakes
 from phalanx.config import DistributedConfig
+from phalanx.config.strategies import facts_of
 from phalanx.errors import ModelError, PhalanxError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.losses import LossFn
@@ -82,7 +83,7 @@ def _as_tried(config: DistributedConfig, mesh: Mesh) -> tuple[DistributedConfig,
     changes: dict[str, Any] = {"device": "cpu", "strategy": config.resolved_strategy, "communication_backend": None}
     if config.strategy == "auto" and config.zero_stage is not None:
         changes["strategy"] = "fsdp"
-    if changes["strategy"] not in ("ddp", "fsdp"):
+    if not facts_of(changes["strategy"]).axes:
         raise UsageError(
             f"a dry run of strategy = {changes['strategy']!r} is not possible",
             hint="It runs ddp and fsdp, with tensor_parallel, pipeline_parallel, context_parallel and expert_parallel.",

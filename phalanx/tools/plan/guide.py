@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config import DistributedConfig
-from phalanx.config.fields import BACKENDS
+from phalanx.config.backends import BACKENDS
+from phalanx.config.strategies import facts_of
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.tools.plan import presets
@@ -162,7 +163,7 @@ def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
     settings.pop("num_gpus", None)
     if backend in _INSTEAD:  # its own way to keep ranks in step, not one of ours under its launcher
         settings["strategy"] = BACKENDS[backend][1]
-        if backend == "deepspeed" and (stage := plan.best.layout.stage):
+        if facts_of(settings["strategy"]).shards_by_engine and (stage := plan.best.layout.stage):
             settings = {name: value for name, value in settings.items() if name not in ("sharding", "shard_size")}
             settings["zero_stage"] = stage
     try:

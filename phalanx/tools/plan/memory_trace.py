@@ -22,6 +22,8 @@ from phalanx import torch_compat, torch_fakes
 from phalanx.strategies.base import local
 from phalanx.torch_compat import pytree
 
+_FSDP = "fsdp"
+"""The name space of fully_shard's operations in torch.ops."""
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication", "workspace")
 """Activations: made by a forward pass; workspace: by backward and by the optimizer, and not one of the others."""
 
@@ -117,7 +119,7 @@ class Recorder(torch_fakes.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._collective(name, args, result)
         elif name == "_to_copy" and self._is_gradient(args[0]):  # fsdp adds them up in fp32
             self._count_as(result, "gradients")
-        elif space == "fsdp":  # gathered parameters, and gradients before they are reduced
+        elif space == _FSDP:  # gathered parameters, and gradients before they are reduced
             self._count_as((args, kwargs, result), "communication")
         return result
 

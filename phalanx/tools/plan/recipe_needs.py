@@ -109,12 +109,12 @@ def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh) -> 
 
 def _shards(config: DistributedConfig, mesh: Mesh) -> tuple[int, int, int]:
     """Return over how many ranks weights, gradients and optimizer states are sharded."""
-    strategy, ranks = config.resolved_strategy, mesh.dp_size
-    if strategy == "deepspeed":
+    facts, ranks = config.facts, mesh.dp_size
+    if facts.shards_by_engine:
         stage = config.zero_stage or 0
         return ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1
     composed = max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1
-    if strategy != "fsdp" and not composed:
+    if not facts.shards and not composed:
         return 1, 1, 1
     if mesh.pp > 1 and config.pipeline_schedule == "zero-bubble":  # whole stages on every data rank
         return 1, 1, 1
@@ -123,6 +123,6 @@ def _shards(config: DistributedConfig, mesh: Mesh) -> tuple[int, int, int]:
 
 
 def _states(config: DistributedConfig) -> int:
-    if config.resolved_strategy == "parameter-server":
+    if config.facts.has_servers:
         return 0  # the servers hold them
     return optimizer_states(config.optimizer, config.momentum)

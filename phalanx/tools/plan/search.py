@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from phalanx.errors import UsageError, unknown_name
@@ -235,15 +235,19 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, schedule=schedule.name, virtual_stages=schedule.stages_per_rank)
 
 
+_KINDS: dict[str, Callable[[Layout], bool]] = {
+    "ddp": lambda layout: layout.stage == 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
+    "fsdp": lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
+    "tensor": lambda layout: layout.tp > 1,
+    "pipeline": lambda layout: layout.pp > 1,
+    "context": lambda layout: layout.cp > 1,
+    "expert": lambda layout: layout.ep > 1,
+    "3d": lambda layout: layout.tp > 1 and layout.pp > 1 and layout.dp > 1,
+}
+
+
 def _wanted(layout: Layout, limits: Constraints) -> bool:
     """Whether a layout is of the strategy that was asked for."""
-    axes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp, "expert": layout.ep}
     if limits.zero_stage is not None and layout.stage != limits.zero_stage:
         return False
-    if limits.strategy == "ddp":
-        return layout.stage == 0 and max(axes.values()) == 1
-    if limits.strategy == "fsdp":
-        return layout.stage > 0 and max(axes.values()) == 1
-    if limits.strategy == "3d":
-        return layout.tp > 1 and layout.pp > 1 and layout.dp > 1
-    return limits.strategy is None or axes[limits.strategy] > 1
+    return limits.strategy is None or _KINDS[limits.strategy](layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx.config.strategies import facts_of
 from phalanx.tools.profile.merge import merge
 from phalanx.tools.profile.split import Analysis, analyse
 
@@ -119,11 +120,11 @@ def _network_bound(found: Analysis, share: str) -> str:
     path, strategy = found.path_seconds, str(_meta(found)["strategy"])
     moved = path["exposed"] + path["hidden"]
     hidden = path["hidden"] / moved if moved else 0.0
-    if not _setting(found, "gradient_accumulation_steps") and strategy in ("ddp", "ring", "fsdp"):
+    if not _setting(found, "gradient_accumulation_steps") and facts_of(strategy).averages_gradients:
         advice = "gradient_accumulation_steps=4 communicates every fourth micro-batch only"
     else:
         advice = "a larger batch_size communicates less often per sample"
-    if strategy in ("ddp", "ring") and not _setting(found, "compression"):
+    if facts_of(strategy).compressors and not _setting(found, "compression"):
         advice += "; compression='powersgd' or 'bf16' sends less"
     on_host = str(_meta(found)["comm_backend"]) == "gloo" and _meta(found)["local_ranks"] == _meta(found)["world_size"]
     if on_host:

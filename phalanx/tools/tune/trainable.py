@@ -82,7 +82,7 @@ def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) ->
         "progress": False,
         "name": f"{resolved.config.name or 'trial'}-{trial.number}",
     }
-    if resolved.origins["keep_last"] == "default" and resolved.config.backend != "tensorflow":  # Keras keeps one
+    if resolved.origins["keep_last"] == "default" and resolved.config.framework == "torch":  # Keras keeps one
         own["keep_last"] = 1
     settings = {name: value for name, value in params.items() if name in FIELDS}
     return resolved.config.replace(**settings, **own)

@@ -35,7 +35,7 @@ def loops_for(config: DistributedConfig) -> list[str]:
             "--own-loop calls the model, and a pipeline cannot be called in training",
             hint="Verify the other axes, or the pipeline without --own-loop.",
         )
-    return ["passes"] if config.resolved_strategy == "parameter-server" else list(LOOPS)
+    return ["passes"] if config.facts.has_servers else list(LOOPS)
 
 
 def run_own_loop(

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from phalanx.config import DistributedConfig, resolve
+from phalanx.config import FIELDS, DistributedConfig, resolve
 from phalanx.config.fields import STRATEGIES
+from phalanx.config.settings import settings_with
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import CallTarget
@@ -34,25 +35,7 @@ from phalanx.world.layout import JobLayout, plan_layout
 DEFAULTS = {"num_workers": 2, "max_steps": 5}
 """Settings where neither a flag nor a file gives them."""
 
-_ONE_PROCESS: dict[str, Any] = {
-    "num_workers": 1,
-    "num_gpus": None,
-    "gpus_per_node": None,
-    "gradient_accumulation_steps": 1,
-    "zero_stage": None,
-    "sharding": "auto",
-    "shard_size": None,
-    "wrap_class": None,
-    "offload": "none",
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "pipeline_schedule": "1f1b",
-    "pipeline_cuts": None,
-    "pipeline_balance": "parameters",
-    "microbatches": None,
-    "context_parallel": 1,
-    "expert_parallel": 1,
-}
+_ONE_PROCESS: dict[str, Any] = {"num_workers": 1, **{name: FIELDS[name].default for name in settings_with("split")}}
 """One process takes a global batch in one piece."""
 
 _AXIS_FIELDS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "ep": "expert_parallel"}
@@ -353,12 +336,12 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
             f"mixed_precision = {config.mixed_precision!r}: verify compares in float64 and float32",
             hint="Leave mixed_precision out: its rounding would hide the errors of a layout.",
         )
-    if config.resolved_strategy == "deepspeed":
+    if config.facts.shards_by_engine:
         raise UsageError(
-            "verify compares in float64, and DeepSpeed keeps weights in float32",
-            hint="The same stages without DeepSpeed can be verified: leave it out and set zero_stage.",
+            f"verify compares in float64, and {config.resolved_strategy} keeps weights in float32",
+            hint="The same stages by fsdp can be verified: leave the engine out and set zero_stage.",
         )
-    if config.resolved_strategy in ("local-sgd", "diloco") or config.compression != "none":
+    if config.facts.drifts or config.compression != "none":
         means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
         raise UsageError(
             f"{means} does not give what one process gives, and is not meant to",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.config.fields import COMPRESSORS
+from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import UsageError, unknown_name
 
 RECIPES = ("text", "digits")

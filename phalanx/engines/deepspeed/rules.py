@@ -63,12 +63,12 @@ MISSING = "strategy = 'deepspeed' needs DeepSpeed, which is not installed"
 INSTALL = "Run: pip install 'phalanx[deepspeed]' (with DS_BUILD_OPS=0, and DS_ACCELERATOR=cpu without a GPU)."
 
 
-def is_missing(values: Mapping[str, Any]) -> bool:
-    """Whether these settings, checked or not, ask for a DeepSpeed that is not installed."""
+def missing(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what is missing, and how to install it, where these settings ask for a DeepSpeed that is not there."""
     strategy = values.get("strategy", AUTO)
     by_others = values.get("backend") == "deepspeed" or values.get("deepspeed_config") is not None
     wanted = strategy == "deepspeed" or (strategy == AUTO and by_others)
-    return wanted and importlib.util.find_spec("deepspeed") is None
+    return (MISSING, INSTALL) if wanted and importlib.util.find_spec("deepspeed") is None else None
 
 
 def source_of(given: Any) -> str:
@@ -126,6 +126,8 @@ def look_up(settings: Mapping[str, Any], path: str) -> Any:
 
 def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return what DeepSpeed's JSON changes in the settings, and (field, message) for each contradiction."""
+    if values["deepspeed_config"] is None:
+        return {}, []
     source = source_of(values["deepspeed_config"])
     try:
         text = as_text(values["deepspeed_config"])
@@ -154,11 +156,11 @@ def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
     return changes, mistakes
 
 
-def settled(given: Any, mixed_precision: Any) -> set[str]:
+def settled(values: Mapping[str, Any]) -> set[str]:
     """Return the settings that the JSON decides; none where it cannot be read, which `reconcile` reports."""
     try:
-        settings = json.loads(as_text(given) or "{}")
-        names = {name for _, name, _ in _values_of(settings, mixed_precision)}
+        settings = json.loads(as_text(values.get("deepspeed_config")) or "{}")
+        names = {name for _, name, _ in _values_of(settings, values.get("mixed_precision", False))}
     except ValueError:
         return set()
     return names | ({"batch_size"} if look_up(settings, "train_batch_size") is not None else set())
@@ -299,3 +301,6 @@ def batch_size_for(settings: Settings, dp_size: int) -> int | None:
             hint=f"The nearest are {max(1, total // parts) * parts} and {(total // parts + 1) * parts}.",
         )
     return int(total) // parts
+
+
+RULES = (engine_conflicts, other_strategy)

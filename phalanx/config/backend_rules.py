@@ -1,0 +1,162 @@
+"""Rules of backends: which settings and strategies go with each, and the rules that engines bring.
+
+The rules of an engine are in its package, `rules.py`: `RULES`, and optionally `unused` and `reconcile`. They are loaded
+where its backend, its strategy or a setting of it is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from phalanx.config.backends import BACKENDS, Backend
+from phalanx.config.rules import RANKS, Mistakes, rule
+from phalanx.config.settings import FIELDS, Host, Settings, parse_hosts
+from phalanx.config.strategies import ROWS, strategies_that
+
+_LIMITED = {name: field.metadata["backends"] for name, field in FIELDS.items() if field.metadata["backends"]}
+"""The backends that use a setting."""
+_OF_ENGINES = {name: field.metadata["engine"] for name, field in FIELDS.items() if field.metadata["engine"]}
+
+
+def engine_rules(values: Mapping[str, Any]) -> list[ModuleType]:
+    """Return the modules with the rules of the engines that settings, checked or not, choose."""
+    chosen = [values.get("backend"), values.get("strategy")]
+    chosen += [engine for name, engine in _OF_ENGINES.items() if values.get(name) not in (None, FIELDS[name].default)]
+    engines = [BACKENDS[name].engine for name in dict.fromkeys(chosen) if isinstance(name, str) and name in BACKENDS]
+    found = [f"{engine}.rules" for engine in engines if engine]
+    return [importlib.import_module(name) for name in found if importlib.util.find_spec(name) is not None]
+
+
+def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return which package of an engine is not installed, and how to install it, by settings, checked or not."""
+    row = BACKENDS.get(str(values.get("backend")))
+    if row is not None and row.package is not None and importlib.util.find_spec(row.package.module) is None:
+        named = f"backend = {values['backend']!r} needs {row.package.title}"
+        return f"{named}, which is not installed", row.package.install
+    found = [engine.missing(values) for engine in engine_rules(values) if hasattr(engine, "missing")]
+    return next(filter(None, found), None)
+
+
+@rule("backend", "strategy")
+def backend_settings(settings: Settings) -> Mistakes:
+    """Report settings that the backend does not use."""
+    for name in settings.changed(*_LIMITED):
+        users = _LIMITED[name]
+        if settings.backend not in users:
+            names = " or ".join(repr(user) for user in users)
+            yield settings.mistake(
+                name,
+                f" with backend = {settings.backend!r}, which does not follow it: write backend = {names}, or leave "
+                f"{name} out.",
+            )
+
+
+@rule("backend", "strategy", "node_rank", *RANKS)
+def host_slots(settings: Settings) -> Mistakes:
+    """Check the list of machines, and that it has room for the ranks."""
+    if settings.hosts is None or settings.backend not in _LIMITED["hosts"]:
+        return
+    try:
+        hosts = parse_hosts(settings.hosts)
+    except ValueError as error:
+        yield settings.mistake("hosts", f": {error}")
+        return
+    slots, ranks = sum(host.slots for host in hosts), settings.total_ranks
+    if ranks is not None and ranks > slots:
+        yield settings.mistake("hosts", f" has {slots} slots, but {ranks} ranks were asked for.")
+    if not BACKENDS[settings.backend].resizes:  # else the engine starts the ranks of all machines
+        yield from _ssh_hosts(settings, hosts)
+
+
+def _ssh_hosts(settings: Settings, hosts: tuple[Host, ...]) -> Mistakes:
+    """Check what one launcher per machine requires: ranks for each, and a list that alone numbers the machines."""
+    total, are_equal = settings.total_ranks, len({host.slots for host in hosts}) == 1
+    if are_equal and (total or len(hosts)) % len(hosts):
+        yield settings.mistake("hosts", f": {total} ranks cannot be spread evenly over {len(hosts)} machines.")
+    if not are_equal and total != sum(host.slots for host in hosts):
+        text = f": {total} ranks do not fill machines with different slots: change the slots, or leave the number out."
+        yield settings.mistake("hosts", text)
+    if not are_equal and settings.resolved_sharding.startswith("hybrid") and settings.shard_size is None:
+        yield settings.mistake("hosts", " has machines with different slots, so hybrid sharding needs shard_size.")
+    # A launcher that was started for one of the machines knows its number and where the others are.
+    own = () if settings.rdzv_endpoint else (("node_rank", None),)
+    for name, says in (("num_nodes", 1), ("gpus_per_node", None), *own):
+        if getattr(settings, name) not in (says, len(hosts) if name == "num_nodes" else says):
+            yield settings.mistake(name, f" with hosts = {settings.hosts!r}, which says it: leave {name} out.")
+
+
+@rule("backend", "strategy", "min_workers", *RANKS)
+def min_workers(settings: Settings) -> Mistakes:
+    """Check the smallest number of ranks against the largest."""
+    least, most = settings.min_workers, settings.total_ranks
+    if least is None:
+        return
+    if most is None:
+        yield "min_workers", f"min_workers = {least} without num_workers: set the largest number of ranks, too."
+    elif least > most:
+        yield "min_workers", f"min_workers = {least} is more than num_workers = {most}."
+    elif not _row(settings).resizes and least < most and settings.recovery != "resize":
+        yield settings.mistake(
+            "min_workers",
+            f" with strategy = {settings.resolved_strategy!r}: it cannot go on with fewer ranks. Strategies that can: "
+            f"{', '.join(strategies_that('recovery', 'resize'))}. With max_restarts a lost rank "
+            "is replaced, or all ranks start again from the last checkpoint.",
+        )
+
+
+@rule("backend", "strategy")
+def strategy_of_backend(settings: Settings) -> Mistakes:
+    """Check that backend and strategy go together."""
+    if settings.strategy == "auto":
+        return
+    allowed = _row(settings).strategies
+    if allowed and settings.strategy not in allowed:
+        names = ", ".join(repr(name) for name in allowed)
+        yield settings.mistake(
+            "strategy",
+            f" does not go with backend = {settings.backend!r}, which has {names}: leave strategy out, or write "
+            "backend = 'pytorch-ddp'.",
+        )
+    needed = _needed_backend(settings.strategy)
+    if needed and settings.backend != needed:
+        yield settings.mistake("strategy", f" with backend = {settings.backend!r}: write backend = {needed!r}.")
+
+
+def _row(settings: Settings) -> Backend:
+    """Return the facts of a backend; one of another package has no others than its name."""
+    return BACKENDS.get(settings.backend) or Backend(settings.backend, settings.resolved_strategy)
+
+
+def _needed_backend(strategy: str) -> str:
+    """Return the backend that a strategy needs; empty where torch has it."""
+    if strategy in ROWS:
+        return ROWS[strategy].backend
+    return next((name for name, backend in BACKENDS.items() if strategy in backend.strategies), "")
+
+
+BACKEND_RULES = (backend_settings, host_slots, min_workers, strategy_of_backend)
+"""The last one comes last: with a wrong strategy the others could not judge."""
+
+
+def unused_settings(settings: Settings) -> Mistakes:
+    """Yield (setting, what to write instead) for settings that the backend ignores.
+
+    A config that several backends share may hold them: the run warns at its start. As an argument or a flag to this
+    backend they are refused.
+    """
+    for rules in engine_rules({"backend": settings.backend}):
+        if hasattr(rules, "unused"):
+            yield from rules.unused(settings)
+
+
+def unused_note(settings: Settings) -> str:
+    """Return the warning about settings that the backend ignores; empty where it uses all."""
+    unused = dict(unused_settings(settings))
+    given = ", ".join(f"{name} = {getattr(settings, name)!r}" for name in unused)
+    own_lines = {text.rpartition("Keras: ")[2] for text in unused.values() if "Keras: " in text}
+    instead = f" Write in model_fn, by your model's Keras: {'; '.join(sorted(own_lines))}" if own_lines else ""
+    return f"not used by backend = {settings.backend!r}: {given}.{instead}" if unused else ""

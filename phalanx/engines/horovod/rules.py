@@ -1,0 +1,86 @@
+"""Rules of Horovod: its machines, Adasum, and settings that horovodrun replaces."""
+
+from __future__ import annotations
+
+from phalanx.config.rules import RANKS, Mistakes, rule
+from phalanx.config.settings import Settings, parse_hosts
+
+
+@rule("backend", "strategy")
+def horovod_hosts(settings: Settings) -> Mistakes:
+    """Check that the machines are named once, and that an elastic run knows several."""
+    if settings.hosts is not None and settings.host_discovery_script is not None:
+        yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
+    if settings.min_workers is not None and settings.hosts is None and settings.host_discovery_script is None:
+        yield settings.mistake(
+            "min_workers",
+            ": an elastic run needs several machines: write host_discovery_script = './hosts.sh', or hosts = "
+            "'node1:8,node2:8'.",
+        )
+
+
+@rule("backend", "strategy", "node_rank", *RANKS)
+def several_hosts(settings: Settings) -> Mistakes:
+    """Check that an elastic run names two machines."""
+    if settings.hosts is None or settings.min_workers is None:
+        return
+    try:
+        hosts = parse_hosts(settings.hosts)
+    except ValueError:  # another rule reports it
+        return
+    if len(hosts) < 2:
+        yield settings.mistake(
+            "min_workers",
+            " with one machine: Horovod gives up a machine that lost a rank, so there must be two. On one machine, "
+            "give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
+        )
+
+
+@rule("backend", "strategy", "adasum", *RANKS)
+def adasum(settings: Settings) -> Mistakes:
+    """Check what Adasum requires of the ranks."""
+    if not settings.adasum:
+        return
+    ranks = settings.total_ranks
+    if settings.min_workers is not None or settings.host_discovery_script is not None:
+        yield "adasum", "adasum = True: Adasum needs MPI, which cannot lose or add ranks: leave adasum out."
+    elif ranks is not None and ranks.bit_count() != 1:
+        yield (
+            "adasum",
+            f"adasum = True with {ranks} ranks: Adasum combines pairs, then pairs of pairs, and so on: give it 2, 4, "
+            "8, 16, ... ranks, or leave adasum out.",
+        )
+
+
+@rule("ema_decay", "min_workers")
+def average_of_weights(settings: Settings) -> Mistakes:
+    """Report averaged weights in an elastic run."""
+    if settings.ema_decay is not None and settings.min_workers is not None:
+        text = " with min_workers: elastic Horovod does not keep the average. Leave one out."
+        yield settings.mistake("ema_decay", text)
+
+
+@rule("compression")
+def compression(settings: Settings) -> Mistakes:
+    """Report compressors that Horovod does not have."""
+    if settings.compression not in ("none", "fp16"):
+        yield settings.mistake("compression", " with backend = 'horovod', which has 'fp16' only.")
+
+
+RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression)
+
+
+def unused(settings: Settings) -> Mistakes:
+    """Yield (setting, what to write instead) for settings that horovodrun does not follow."""
+    if settings.num_nodes > 1 and settings.hosts is None and settings.host_discovery_script is None:
+        yield settings.mistake(
+            "num_nodes",
+            " with backend = 'horovod': horovodrun starts the ranks of all machines from one of them. Name the "
+            "machines instead: hosts = 'node1:8,node2:8'.",
+        )
+    if settings.changed("bucket_cap_mb"):
+        yield settings.mistake(
+            "bucket_cap_mb",
+            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD (bytes) in the "
+            "environment instead.",
+        )
