@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import select
 import sys
@@ -15,38 +16,52 @@ from phalanx.host.processes import process_began
 from phalanx.observe.guard import discard_output, say_to_user
 from phalanx.version import __version__
 
-VERBS = {
-    "train": "train a recipe, a script or a module on N ranks",
-    "resume": "continue a run from its last checkpoint",
-    "scale": "change the number of ranks of a run in progress",
-    "runs": "list, show, compare, tag and remove past runs",
-    "top": "show the ranks of a run while it trains: speed, waiting, memory, the slowest",
-    "ui": "show all runs as a web page: curves compared, ranks, time, events, settings",
-    "report": "show where the time of a run went: productive, waiting, stalled, lost",
-    "trace": "show where the time of profiled steps went, on each rank, and what limits the speed",
-    "stacks": "print where every rank of a run is, ranks with equal stacks together",
-    "evaluate": "measure a trained model on data",
-    "predict": "write a trained model's outputs for data, or continue a text",
-    "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
-    "submit": "hand a run to Slurm, Kubernetes, Kubeflow, Ray, docker-compose or hosts by ssh",
-    "jobs": "list submitted jobs",
-    "status": "show what the scheduler says of a job, and what its run has reached",
-    "logs": "show the output of a job",
-    "cancel": "end a job",
-    "ckpt": "list, inspect, verify, compare, reshard, prune and copy checkpoints, in folders and at URLs",
-    "init": "write a small project (model, data, recipe, test) that trains at once",
-    "tune": "search for the best hyperparameters, many trials at once",
-    "config": "show every setting, its value and where it comes from",
-    "verify": "prove that a layout gives the same result as one process",
-    "chaos": "train while ranks are killed, stopped and cut off, and report each recovery",
-    "doctor": "check GPUs, network, memory, limits and versions, of one machine or several, and say what mends them",
-    "bench": "measure collectives, links, and training under gradient compression",
-    "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
-    "simulate": "predict the effective training time of a cluster from its failure rate",
-    "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",
-    "strategies": "list how ranks can share the work, and when to use each way",
-    "completion": "print the script that completes commands in bash, zsh or fish",
+GROUPS = {
+    "train": {
+        "train": "train a recipe, a script or a module on N ranks",
+        "resume": "continue a run from its last checkpoint",
+        "tune": "search for the best hyperparameters, many trials at once",
+        "init": "write a small project (model, data, recipe, test) that trains at once",
+        "config": "show every setting, its value and where it comes from",
+    },
+    "watch": {
+        "top": "show the ranks of a run while it trains: speed, waiting, memory, the slowest",
+        "ui": "show runs as a web page or one file: curves compared, ranks, time, events, settings",
+        "report": "show where the time of a run went, or of its profiled steps",
+        "stacks": "print where every rank of a run is, ranks with equal stacks together",
+    },
+    "use what was trained": {
+        "runs": "list, show, compare, tag, scale and remove runs",
+        "evaluate": "measure a trained model on data",
+        "predict": "write a trained model's outputs for data, or continue a text",
+        "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
+        "ckpt": "list, inspect, check, compare, reshard, prune and copy checkpoints, in folders and at URLs",
+    },
+    "clusters": {
+        "submit": "hand a run to Slurm, Kubernetes, Kubeflow, Ray, docker-compose or hosts by ssh",
+        "jobs": "list, show, follow and end submitted jobs",
+    },
+    "choose and prove": {
+        "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
+        "strategies": "list how ranks can share the work, and when to use each way",
+        "verify": "prove that a layout gives the result of one process, or that a run survives faults",
+        "doctor": "check GPUs, network, memory, limits and versions of machines, and print a fix for each finding",
+        "bench": "measure collectives, links, this machine, and training under gradient compression",
+    },
 }
+VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}
+OLD_VERBS = {
+    "cancel": "jobs cancel JOB",
+    "chaos": "verify RECIPE --faults N",
+    "completion": "",
+    "logs": "jobs logs JOB",
+    "nccl-env": "doctor --nccl-env KIND",
+    "scale": "runs scale RUN N",
+    "simulate": "plan --failures RATE --gpus N",
+    "status": "jobs show JOB",
+    "trace": "report RUN --profile",
+}
+"""What to write instead of verbs that were renamed."""
 
 _RUN_USERS_CODE = ("evaluate", "predict", "export")
 """Verbs that run the model and data of the user in this process: what these raise is shown without our frames."""
@@ -65,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     global _began
     _began = process_began() if arguments is None else None
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what the line may become
+        from phalanx.cli.completion import complete
+
+        complete()
     if words and re.fullmatch(r"--local[-_]rank=\d+", words[0]):  # DeepSpeed's launcher puts it first
         words = words[1:]
     try:
@@ -115,7 +134,9 @@ def _dispatch(words: list[str]) -> int:
         print(f"phalanx {__version__}")
         return 0
     if words[0] not in VERBS:
-        say_to_user(unknown_name("command", words[0], VERBS))
+        new = OLD_VERBS.get(words[0])
+        instead = 'eval "$(register-python-argcomplete phalanx)"' if new == "" else f"phalanx {new}"
+        say_to_user(unknown_name("command", words[0], VERBS) if new is None else f"{words[0]!r} is now: {instead}")
         return EXIT_USAGE
     if {"-h", "--help", "--help-all"} & set(words[1 : words.index("--") if "--" in words else None]):
         print_help(words[0], words[1:])
@@ -133,11 +154,14 @@ def print_help(verb: str, words: list[str]) -> None:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {name:<11} {text}" for name, text in VERBS.items())
+    verbs = "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:<11} {text}" for name, text in group.items())
+        for title, group in GROUPS.items()
+    )
     return (
         "Phalanx: one trainer, every parallelism, from a laptop to a cluster.\n\n"
         "usage: phalanx <command> [options]\n\n"
-        f"commands:\n{verbs}\n\n"
+        f"{verbs}\n\n"
         "start here:\n"
         "  phalanx train digits                              a real model on two ranks, in seconds\n"
         "  phalanx train --script train.py --num-workers 2   any script that runs under torchrun\n"

@@ -1,4 +1,4 @@
-"""`phalanx ckpt`: list, inspect, verify, compare, reshard, export, prune and copy checkpoints."""
+"""`phalanx ckpt`: list, inspect, check, compare, reshard, prune and copy checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.cli.flags import FlagParser
@@ -48,10 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     if action not in CKPT_ACTIONS:
         given = unknown_name("action of phalanx ckpt", action, CKPT_ACTIONS) if action else "ckpt needs an action"
         raise UsageError(given, hint=f"Write: phalanx ckpt ACTION PATH, with one of {', '.join(CKPT_ACTIONS)}")
-    if action == "export":
-        return int(import_module("phalanx.cli.export").run(words))
     namespace = ckpt_parser(action).parse_all(words)
-    actions = {"ls": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}
+    actions = {"ls": _list, "inspect": _inspect, "check": _check, "diff": _diff}
     answer = {**actions, "reshard": _reshard, "prune": _prune, "cp": _copy}[action](namespace)
     print_json(answer.data) if namespace.json else print(_printable(answer.text))
     return answer.code
@@ -147,7 +144,7 @@ def _entry_rows(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _verify(namespace: argparse.Namespace) -> _Answer:
+def _check(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint import verify
     from phalanx.cli.ckpt_target import named_checkpoints
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.config.meanings import unknown_value
 from phalanx.errors import UsageError
+from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
 from phalanx.tools.doctor.gpus import check_gpus
 from phalanx.tools.doctor.host import check_host
 from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
@@ -50,6 +52,14 @@ def parser() -> FlagParser:
         "--record", metavar="FILE", help="write what the checks read, for another person ('-': print it)"
     )
     parser.add_argument("--replay", metavar="FILE", help="check a machine that was recorded")
+    kinds = "|".join(CLUSTERS)
+    parser.add_argument(
+        "--nccl-env",
+        metavar=kinds,
+        help="print the NCCL variables for a kind of cluster, with reasons, and check nothing; use them with "
+        'eval "$(phalanx doctor --nccl-env ethernet)", or let the launcher set them: train --nccl-env ethernet',
+    )
+    parser.add_argument("--interface", metavar="NAME", help="--nccl-env: network card [that of the default route]")
     add_json_flag(parser, "the findings")
     return parser
 
@@ -57,6 +67,8 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
+    if namespace.nccl_env is not None:
+        return _print_variables(namespace.nccl_env, namespace.interface, as_json=namespace.json)
     if namespace.record is not None:
         return _record(namespace.record)
     found = _examine(namespace)
@@ -150,6 +162,29 @@ def _measure() -> Iterator[CheckResult]:
         slow = share < _SLOW_SHARE and row.algo != "gloo"  # which goes through the kernel's sockets
         fix = "phalanx bench comm --link-report; other jobs on this machine; NCCL_DEBUG=INFO" if slow else ""
         yield CheckResult("warning" if slow else "ok", "bandwidth", text, fix)
+
+
+def _print_variables(kind: str, interface: str | None, *, as_json: bool) -> int:
+    if kind not in CLUSTERS:
+        hint = f"Write: phalanx doctor --nccl-env {' | '.join(CLUSTERS)}"
+        raise UsageError(unknown_value("nccl_env", "kind of cluster", kind, CLUSTERS), hint=hint)
+    variables = nccl_variables(kind, interface)
+    if as_json:
+        print_json([{**each._asdict(), "set": os.environ.get(each.name)} for each in variables])
+    else:
+        print(_as_shell(variables))
+    return 0
+
+
+def _as_shell(variables: Sequence[Variable]) -> str:
+    quoted = [f"'{v.value}'" if set(v.value) & set(" ^,") else v.value for v in variables]
+    exports = [f"{'# ' * v.advice}export {v.name}={value}" for v, value in zip(variables, quoted, strict=True)]
+    lines = []
+    for variable, export in zip(variables, exports, strict=True):
+        now = os.environ.get(variable.name)
+        differs = f" (now: {now})" if now not in (None, variable.value) else ""
+        lines.append(f"{export:<{max(map(len, exports))}}  # {variable.reason}{differs}")
+    return "\n".join(lines)
 
 
 def _record(path: str) -> int:

@@ -1,38 +1,116 @@
-"""`phalanx jobs`: the jobs that were submitted from here, with what their schedulers say of them."""
+"""`phalanx jobs`: the jobs that were submitted from here: what their schedulers say, their output, and their end."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.cli.submit import target_of
-from phalanx.errors import PhalanxError
-from phalanx.observe.format import table
-from phalanx.tools.submit.job import ENDED, JobRecord, records, write_record
+from phalanx.errors import PhalanxError, UsageError, unknown_name
+from phalanx.observe.format import of_total, table
+from phalanx.runs.stored import StoredRun, is_run
+from phalanx.tools.submit.job import ENDED, JobRecord, find_record, records, write_record
 from phalanx.tools.submit.target import Status
+
+ACTIONS = {
+    "list": "list submitted jobs",
+    "show": "show one job: its scheduler's state and its training progress",
+    "logs": "show the output of a job",
+    "cancel": "end a job",
+}
+
+
+def parser(action: str = "list") -> FlagParser:
+    """Return the parser of one action."""
+    actions = "\n".join(f"  {name:<7} {text}" for name, text in ACTIONS.items())
+    job = "" if action == "list" else " JOB"
+    parser = FlagParser(
+        prog=f"phalanx jobs {action}",
+        usage=f"phalanx jobs {action}{job} [options]",
+        description=ACTIONS[action] + ".",
+        epilog=f"actions:\n{actions}\n\nJOB is a name, the beginning of one, the scheduler's id, or last.",
+    )
+    if job:
+        parser.add_argument("job", metavar="JOB")
+    if action == "logs":
+        parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+        parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
+    if action in ("list", "show"):
+        add_json_flag(parser, "it")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    parser = FlagParser(prog="phalanx jobs", usage="phalanx jobs [--json]", description="List submitted jobs.")
-    add_json_flag(parser, "them")
-    namespace = parser.parse_all(arguments)
+    words = list(arguments)
+    if words and words[0] in ("-h", "--help"):
+        parser().print_help()
+        return 0
+    action = words.pop(0) if words and not words[0].startswith("-") else "list"
+    if action not in ACTIONS:
+        hint = f"To see one job: phalanx jobs show {action}"
+        raise UsageError(unknown_name("action of phalanx jobs", action, ACTIONS), hint=hint)
+    namespace = parser(action).parse_all(words)
+    {"list": _list, "show": _show, "logs": _logs, "cancel": _cancel}[action](namespace)
+    return 0
+
+
+def _list(namespace: argparse.Namespace) -> None:
     found = [(record, refresh(record)) for record in records()]
     if namespace.json:
         print_json([{**dataclasses.asdict(record), **dataclasses.asdict(status)} for record, status in found])
-        return 0
+        return
     if not found:
         print("no jobs were submitted from here yet; submit one with: phalanx submit slurm digits")
-        return 0
+        return
     rows = [("name", "target", "id", "submitted", "state", "")]
     for record, status in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.submitted))
         rows.append((record.name, record.target, record.id, when, status.state, status.detail))
     print(table(rows))
-    return 0
+
+
+def _show(namespace: argparse.Namespace) -> None:
+    record = find_record(namespace.job)
+    status = refresh(record)
+    folder = Path(record.directory) / record.run_dir
+    stored = StoredRun(folder) if is_run(folder) else None
+    if namespace.json:
+        print_json({**dataclasses.asdict(record), **dataclasses.asdict(status)})
+        return
+    progress = f"{stored.status}, step {of_total(*stored.steps)}" if stored else ""
+    rows = [
+        ("job", f"{record.name} ({record.target} job {record.id})"),
+        ("state", f"{status.state}{f' ({status.detail})' if status.detail else ''}"),
+        ("nodes", ", ".join(status.nodes)),
+        ("submitted", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.submitted))),
+        ("command", record.command),
+        ("run", f"{folder}: {progress}" if progress else f"{folder} (not begun here)"),
+        ("files", record.folder),
+    ]
+    print(table([row for row in rows if row[1]]))
+
+
+def _logs(namespace: argparse.Namespace) -> None:
+    record = find_record(namespace.job)
+    for line in target_of(record).logs(record, follow=namespace.follow, rank=namespace.rank):
+        print(line, flush=namespace.follow)
+
+
+def _cancel(namespace: argparse.Namespace) -> None:
+    record = find_record(namespace.job)
+    status = refresh(record)
+    if status.state in ENDED:
+        print(f"{record.name} has ended already: {status.state}")
+        return
+    target_of(record).cancel(record)
+    write_record(dataclasses.replace(record, state="cancelled"))
+    print(f"cancelled {record.name} ({record.target} job {record.id})")
 
 
 def refresh(record: JobRecord) -> Status:

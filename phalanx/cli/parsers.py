@@ -24,7 +24,10 @@ _VERIFY = """Prove that a layout gives the same result as one process.
 
 Runs the same global batches on one process and on the layout, in float64 and in float32, with dropout off, and
 compares losses, gradient norms, and each module's outputs, gradients and weights. Exit code 1 when they differ
-beyond rounding; the first module that differs is named."""
+beyond rounding; the first module that differs is named.
+
+With faults that are named, or a number of them, a recipe or a training script is run for real while they happen, and
+each recovery is reported: phalanx verify --fault kill:rank=1,step=5 --help"""
 
 
 def train_parser(*, with_recipes: bool = False) -> FlagParser:
@@ -95,7 +98,11 @@ def verify_parser() -> FlagParser:
     parser.add_argument("--script", metavar="FILE", help="a script that defines build() -> (model, data set, loss_fn)")
     parser.add_argument("--resume", action="store_true", help="stop half-way, resume, and compare bits")
     parser.add_argument("--reshard", metavar="LAYOUT", help="save here, load on another layout: ddp:1, fsdp:4")
-    parser.add_argument("--faults", action="store_true", help="kill, remove and add ranks, and compare the weights")
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="kill, remove and add ranks, and compare the weights; --faults 10: this many at random, in a real run",
+    )
     parser.add_argument("--own-loop", action="store_true", help="train by loops of a Formation, as users write them")
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured (- for standard output)")
     add_config_flags(parser)
@@ -105,10 +112,9 @@ def verify_parser() -> FlagParser:
 CKPT_ACTIONS = {
     "ls": "list the checkpoints of a run or a directory, the newest first",
     "inspect": "show one checkpoint: step, settings, layout, versions, tensors, files and hashes",
-    "verify": "read every file and compare its hash; exit code 1 where one is damaged",
+    "check": "read every file and compare its hash; exit code 1 where one is damaged",
     "diff": "show which tensors and settings of two checkpoints differ, and by how much",
     "reshard": "write a checkpoint again with its tensors in N parts, which N ranks read at once",
-    "export": "write the weights for other programs, as phalanx export does",
     "prune": "remove old checkpoints; the newest complete ones and the best stay",
     "cp": "copy a checkpoint to another directory or URL; run again, it continues",
 }

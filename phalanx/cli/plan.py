@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.cli.failures import add_flags, report_failures
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config.settings import parse_duration
@@ -34,7 +33,7 @@ _EPILOG = """Examples:
   phalanx plan llama-70b --gpus 64 --gpu h100 --tokens 1T
   phalanx plan gpt2-1.5b --instance p4d.24xlarge --nodes 2 --what-if fewest-gpus --what-if gpu=h100
   phalanx plan ./my-model/config.json --gpus 8 --gpu a100-40 --lora-rank 16 --html plan.html
-  phalanx plan --guide"""
+  phalanx plan --failures rsc-1 --gpus 1024,4096,16384"""
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DEFAULT_TOKENS = 20
 """Tokens per parameter of a training that gives none (Hoffmann et al., Training Compute-Optimal LLMs)."""
@@ -72,8 +71,8 @@ def parser() -> FlagParser:
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--gpus", type=int, metavar="N", help="GPUs of the job")
-    add("--gpu", metavar="NAME", help="h100, a100-40, h200, ..., or measured (see --calibrate)")
+    add("--gpus", metavar="N", help="GPUs of the job")
+    add("--gpu", metavar="NAME", help="h100, a100-40, h200, ..., or measured (by phalanx bench machine)")
     add("--instance", metavar="NAME", help="machines of a provider: p5.48xlarge, a3-megagpu-8g, ...")
     add("--nodes", type=int, metavar="N", help="machines [1 with --instance]")
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of one machine [8, or those of the instance type]")
@@ -126,11 +125,9 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         help="what each engine can do for this job: DeepSpeed, Horovod, Ray, TensorFlow",
     )
     add("--designs", action="store_true", help="compare GPUs per machine, adapters per GPU, and rail or tree networks")
-    add("--dry-run", action="store_true", help="run the real code of one rank of each kind, on fake tensors")
-    add("--guide", action="store_true", help="which strategy to choose, in one screen")
-    add("--calibrate", action="store_true", help="measure this machine, for --gpu measured")
+    add("--fake-run", action="store_true", help="run the real code of one rank of each kind, on fake tensors")
+    add_flags(group)
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
-    add("--output", metavar="FILE", help="--calibrate: where to write [the user's folder]")
     add("--html", metavar="FILE", help="write a page with the same as pictures")
     add_json_flag(group, "the plan")  # type: ignore[arg-type]
 
@@ -138,13 +135,9 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    if namespace.guide:
-        from phalanx.tools.plan.guide import guide
-
-        print(guide())
-        return 0
-    if namespace.calibrate:
-        return _calibrate(namespace)
+    if namespace.failures is not None:
+        return report_failures(namespace)
+    namespace.gpus = _number_of_gpus(namespace.gpus)
     if namespace.calibrate_from is not None:
         return _calibrate_from(namespace.calibrate_from)
     case, notes = read_case(namespace)
@@ -154,18 +147,13 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if plan.fits else EXIT_USAGE
 
 
-def _calibrate(namespace: argparse.Namespace) -> int:
-    from phalanx.launch import prestart
-
-    prestart()
-    from phalanx.tools.bench.calibrate import calibrate  # imports torch
-
-    out = sys.stderr if namespace.json else sys.stdout
-    path = calibrate(namespace.output, lambda text: print(text, file=out, flush=True))
-    print(f"kept in {path}; a plan for this machine: phalanx plan MODEL --gpus 1 --gpu measured", file=out)
-    if namespace.json:
-        print_json(json.loads(path.read_text(encoding="utf-8")))
-    return 0
+def _number_of_gpus(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--gpus {text}: expected a whole number; several are for --failures.") from None
 
 
 def _calibrate_from(name: str) -> int:
@@ -197,7 +185,7 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     answers = [answer(question, case, plan) for question in namespace.what_if]
     answers += [designs(case, plan)] if namespace.designs else []
     rows = engines(case, plan) if namespace.engines else None
-    tried = _dry_run(subject, plan) if namespace.dry_run and plan.best is not None else None
+    tried = _dry_run(subject, plan) if namespace.fake_run and plan.best is not None else None
     if namespace.html is not None:
         from phalanx.tools.plan.page import page
 

@@ -1,4 +1,4 @@
-"""`phalanx report RUN`: where the wall time of a run went, by category, over all its attempts."""
+"""`phalanx report RUN`: where the wall time of a run went, or (--profile) the time of its recorded steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
-from phalanx.host.files import replace_file
 from phalanx.observe.format import duration, rate, speed_note, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
 from phalanx.runs.stored import RUNS, StoredRun, find_run
@@ -17,17 +16,22 @@ from phalanx.runs.stored import RUNS, StoredRun, find_run
 if TYPE_CHECKING:
     from phalanx.tools.plan.learning import RunComparison
 
-_HELP = "Show where the wall time of a run went: one that runs, has ended, failed, or was restarted."
+_HELP = """Show where the wall time of a run went: one that runs, has ended, failed, or was restarted.
+
+With --profile: where the time of the steps went that `train --profile` has recorded, on each rank, and what limits the
+speed."""
 _BAR = 40
 
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    usage = "phalanx report RUN [--json] | RUN ... --html FILE"
+    usage = "phalanx report RUN [--profile [--rank N] [--svg FILE]] [--json]"
     parser = FlagParser(prog="phalanx report", usage=usage, description=_HELP)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a name, the beginning of one, a tag, a folder, or last")
+    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    parser.add_argument("--profile", action="store_true", help="show the recorded steps instead of the whole run")
+    parser.add_argument("--rank", type=int, metavar="N", help="--profile: show the steps of this rank one by one")
+    parser.add_argument("--svg", metavar="FILE", help="--profile: draw the first steps of all ranks into this file")
     add_json_flag(parser, "the report")
-    parser.add_argument("--html", metavar="FILE", help="write the page of `phalanx ui` for these runs as one file")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser
 
@@ -35,13 +39,12 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    named = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
-    runs = list({run.path: run for run in named}.values())
-    if namespace.html is not None:
-        return _write_page(runs, Path(namespace.html))
-    if len(runs) > 1:
-        raise UsageError(f"{len(runs)} runs were named, and the table is of one", hint="To compare runs: --html FILE")
-    stored = runs[0]
+    stored = find_run(namespace.run, Path(namespace.runs_dir))
+    if namespace.profile or namespace.svg is not None or namespace.rank is not None:
+        from phalanx.cli.profile_report import report_profile
+
+        report_profile(stored, namespace.rank, namespace.svg, as_json=namespace.json)
+        return 0
     found = account((*stored.events(), *stored.last_beat()))
     comparison, problem = _comparison(stored, found)
     if found is None:
@@ -58,18 +61,6 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write_page(runs: list[StoredRun], path: Path) -> int:
-    from phalanx.tools.ui.page import page_of
-
-    if path.is_dir():
-        raise UsageError(f"--html {path} is a folder", hint=f"Write --html {path / 'report.html'}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--html {path}: the folder {path.parent} does not exist")
-    replace_file(path, page_of(runs))
-    print(path)
-    return 0
-
-
 def _comparison(stored: StoredRun, found: Account | None) -> tuple[RunComparison | None, list[str]]:
     """Return the comparison, or why there is none: a report is shown all the same."""
     try:
@@ -77,7 +68,7 @@ def _comparison(stored: StoredRun, found: Account | None) -> tuple[RunComparison
     except UsageError as error:
         return None, ["", f"not predicted: {error}"]
     if comparison is not None and not comparison.is_measured:
-        return None, ["", "not predicted: CPUs differ, and this one was not measured. Run: phalanx plan --calibrate"]
+        return None, ["", "not predicted: CPUs differ, and this one was not measured. Run: phalanx bench machine"]
     return comparison, []
 
 

@@ -54,7 +54,7 @@ def resume_job(record: JobRecord, words: Sequence[str]) -> int:
         )
     status = refresh(record)
     if status.state in ("queued", "running"):
-        raise UsageError(f"{record.name} is {status.state}", hint=f"End it first: phalanx cancel {record.name}")
+        raise UsageError(f"{record.name} is {status.state}", hint=f"End it first: phalanx jobs cancel {record.name}")
     if not Path(record.directory).is_dir():
         raise UsageError(f"the folder {record.directory}, where {record.name} was submitted, is missing")
     os.chdir(record.directory)

@@ -1,4 +1,4 @@
-"""`phalanx runs`: list, show, compare, tag and remove past runs."""
+"""`phalanx runs`: list, show, compare, tag, scale and remove runs."""
 
 from __future__ import annotations
 
@@ -15,50 +15,63 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
+from phalanx.launch.resize import request_ranks
 from phalanx.observe.format import duration, of_total, size, table
 from phalanx.runs.facts import differences, facts
 from phalanx.runs.resume import refuse_whole_project
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
 
-_ACTIONS = {
+ACTIONS = {
     "list": "list the runs, the newest first",
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
     "tag": "give a run a name of your own, which every command takes",
+    "scale": "change the number of ranks of a run in progress, at the next step's boundary",
     "rm": "remove runs with their files",
 }
+
+
+_SCALING = """
+
+The run must have been started elastic, such as with --num-workers 2:8, which sets the numbers that are possible. The
+global batch and the order of the samples stay the same: each rank accumulates more or fewer micro-batches."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words = list(arguments)
     if words and words[0] in ("-h", "--help"):
-        _parser("list").print_help()
+        parser("list").print_help()
         return 0
     action = words.pop(0) if words and not words[0].startswith("-") else "list"
-    if action not in _ACTIONS:
+    if action not in ACTIONS:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
-        raise UsageError(unknown_name("action of phalanx runs", action, _ACTIONS), hint=hint)
-    namespace = _parser(action).parse_all(words)
-    return int({"list": _list, "show": _show, "diff": _diff, "tag": _tag, "rm": _remove}[action](namespace) or 0)
+        raise UsageError(unknown_name("action of phalanx runs", action, ACTIONS), hint=hint)
+    namespace = parser(action).parse_all(words)
+    act = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "scale": _scale, "rm": _remove}[action]
+    act(namespace)
+    return 0
 
 
-def _parser(action: str) -> FlagParser:
-    actions = "\n".join(f"  {name:<6} {text}" for name, text in _ACTIONS.items())
-    usage = {"show": " RUN", "diff": " RUN RUN", "tag": " RUN TAG", "rm": " RUN ..."}.get(action, "")
+def parser(action: str) -> FlagParser:
+    """Return the parser of one action."""
+    actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
+    usage = {"show": " RUN", "diff": " RUN RUN", "tag": " RUN TAG", "scale": " RUN N", "rm": " RUN ..."}.get(action, "")
     parser = FlagParser(
         prog=f"phalanx runs {action}",
         usage=f"phalanx runs {action}{usage} [options]",
-        description=_ACTIONS[action] + ".",
+        description=ACTIONS[action] + "." + (_SCALING if action == "scale" else ""),
         epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
     )
-    if action in ("show", "tag"):
+    if action in ("show", "tag", "scale"):
         parser.add_argument("run", metavar="RUN")
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
     if action == "tag":
         parser.add_argument("tag", metavar="TAG")
         parser.add_argument("--remove", action="store_true", help="take the tag away")
+    if action == "scale":
+        parser.add_argument("ranks", metavar="N", type=int, help="how many ranks the run shall have")
     if action == "rm":
         parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     if action in ("list", "show", "diff"):
@@ -171,6 +184,14 @@ def _tag(namespace: argparse.Namespace) -> None:
             raise UsageError(f"'{tag}' cannot be a tag: {why}")
         tags = [*tags, tag]
     dataclasses.replace(run.record, tags=tags).write(run.path)
+
+
+def _scale(namespace: argparse.Namespace) -> None:
+    stored = find_run(namespace.run, Path(namespace.runs_dir))
+    if stored.status != "running":
+        raise UsageError(f"{stored.path} is not in progress: its status is {stored.status}.")
+    request_ranks(stored.path / "logs", namespace.ranks)
+    print(f"{stored.name} goes on with {namespace.ranks} ranks at the next step")
 
 
 def _remove(namespace: argparse.Namespace) -> None:

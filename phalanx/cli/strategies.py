@@ -20,11 +20,14 @@ _HELP = "How ranks can share the work, and when to use each way."
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx strategies", usage="phalanx strategies [NAME] [--json]", description=_HELP)
+    parser = FlagParser(
+        prog="phalanx strategies", usage="phalanx strategies [NAME] [--guide] [--json]", description=_HELP
+    )
     names = ",".join(row.name for row in TABLE)
     parser.add_argument(
         "strategy", nargs="?", metavar=f"{{{names}}}", help="show this one in detail, with its settings"
     )
+    parser.add_argument("--guide", action="store_true", help="which strategy to choose, in one screen")
     add_json_flag(parser, "the table")
     return parser
 
@@ -32,6 +35,11 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
+    if namespace.guide:
+        from phalanx.tools.plan.guide import guide
+
+        print(guide())
+        return 0
     rows = _rows()
     if namespace.strategy is not None:
         if namespace.strategy not in rows:

@@ -269,7 +269,7 @@ def hand_over(
         print_json(dataclasses.asdict(record))
     else:
         print(f"submitted {job.name} as {name} job {record.id}")
-        print(f"  phalanx status {job.name}    phalanx logs {job.name} -f    phalanx cancel {job.name}")
+        print(f"  phalanx jobs show {job.name}    phalanx jobs logs {job.name} -f    phalanx jobs cancel {job.name}")
         print(f"  shipped: {_shipped(target, job)}")
     if namespace.follow:
         for line in target.logs(record, follow=True, rank=None):
@@ -327,7 +327,7 @@ def _refuse_twice(name: str) -> None:
         if record.name == name and record.state not in ENDED and target_of(record).status(record).state not in ENDED:
             raise UsageError(
                 f"a job with the name {name} is not finished ({record.target} job {record.id})",
-                hint=f"Give another --job-name, or end it: phalanx cancel {name}",
+                hint=f"Give another --job-name, or end it: phalanx jobs cancel {name}",
             )
 
 

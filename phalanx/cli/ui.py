@@ -13,7 +13,8 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
-from phalanx.runs.stored import RUNS
+from phalanx.host.files import replace_file
+from phalanx.runs.stored import RUNS, find_run
 
 _HELP = """Show all runs of a folder as a web page: curves compared, system metrics, ranks, time, events, settings.
 
@@ -25,8 +26,11 @@ _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx ui", usage="phalanx ui [--runs-dir DIR] [options]", description=_HELP)
+    usage = "phalanx ui [--runs-dir DIR] [options] | RUN ... --save FILE"
+    parser = FlagParser(prog="phalanx ui", usage=usage, description=_HELP)
     add = parser.add_argument
+    add("runs", metavar="RUN", nargs="*", help="--save: a name, the beginning of one, a tag, a folder, or last")
+    add("--save", metavar="FILE", help="write the page of these runs as one file, and start no server")
     add("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     add(
         "--host", default="127.0.0.1", metavar="HOST", help="the name or address to listen on; 0.0.0.0: all [127.0.0.1]"
@@ -47,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"--runs-dir {folder}: there is no such folder")
     if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
         raise UsageError(f"--runs-dir {folder} cannot be read: permission denied")
+    if namespace.save is not None or namespace.runs:
+        return _save(namespace.runs, folder, namespace.save)
     if not 0 <= namespace.port <= 65535:
         raise UsageError(f"--port {namespace.port} is not between 0 and 65535")
     try:
@@ -72,6 +78,22 @@ def run(arguments: Sequence[str]) -> int:
         serve(app, listener)
     except KeyboardInterrupt:
         print()
+    return 0
+
+
+def _save(names: Sequence[str], folder: Path, given: str | None) -> int:
+    from phalanx.tools.ui.page import page_of
+
+    if given is None or not names:
+        raise UsageError("--save FILE and the runs go together", hint="Write: phalanx ui last --save report.html")
+    path = Path(given)
+    if path.is_dir():
+        raise UsageError(f"--save {path} is a folder", hint=f"Write --save {path / 'report.html'}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--save {path}: the folder {path.parent} does not exist")
+    runs = {run.path: run for run in (find_run(name, folder) for name in names)}
+    replace_file(path, page_of(list(runs.values())))
+    print(path)
     return 0
 
 

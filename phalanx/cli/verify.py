@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.cli.faults import is_about_faults
+from phalanx.cli.faults import run as run_under_faults
 from phalanx.cli.flags import resolve_flags
 from phalanx.cli.json_output import check_json_path, write_json
 from phalanx.cli.parsers import verify_parser
@@ -16,6 +18,8 @@ _STEPS, _FAULT_STEPS = 5, 12
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
+    if is_about_faults(arguments):
+        return run_under_faults(arguments)
     namespace = verify_parser().parse_all(arguments)
     check_json_path(namespace.json)
     subject = find_subject(namespace.subject, namespace.script, namespace.preset)

@@ -333,7 +333,7 @@ class Communication:
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0, keras="ignored")
     nccl_env: str | None = option(
         None,
-        "set the NCCL variables for this kind of cluster (`phalanx nccl-env` shows them); variables that are set stay",
+        "set the NCCL variables for this kind of cluster (see phalanx doctor --nccl-env); those that are set stay",
         choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
         scope="machine",
         keras="ignored",

@@ -105,8 +105,8 @@ class Monitoring:
     )
     profile: bool | str = option(
         False,
-        "record a trace of some steps for `phalanx trace`: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of all "
-        "ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
+        "record a trace of some steps for phalanx report --profile: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of "
+        "all ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
         keras="ignored",
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1, keras="used")

@@ -1,6 +1,6 @@
 """Requests to change the number of ranks of a run that is in progress, as small files in its log folder.
 
-`request_ranks` is for another process (`phalanx scale`); the launcher has `Requests`.
+`request_ranks` is for another process (`phalanx runs scale`); the launcher has `Requests`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _flip_bits(checkpoint: str | None) -> None:
 def _scale(trainer: Any, ranks: int) -> None:
     """Ask the launcher for another number of ranks, and wait until the ranks have to regroup for it."""
     log_dir = Path(os.environ.get("PHALANX_LOG_DIR", ""))
-    answer = log_dir / "ranks.answer"  # as `phalanx scale` does, whose code belongs to the launcher's side
+    answer = log_dir / "ranks.answer"  # as `phalanx runs scale` does, whose code belongs to the launcher's side
     answer.unlink(missing_ok=True)
     replace_file(log_dir / "ranks.request", json.dumps({"ranks": ranks}))
     deadline = time.monotonic() + _SCALE_SECONDS
@@ -209,7 +209,7 @@ def _change_link(fault: Fault) -> None:
     if not link:
         raise UsageError(
             f"the fault {fault.kind} needs hosts that are network namespaces",
-            hint=f"Write: phalanx chaos RECIPE --num-nodes 2 --fault {fault.kind}:step=50",
+            hint=f"Write: phalanx verify RECIPE --num-nodes 2 --fault {fault.kind}:step=50",
         )
     tree = ["tc", "qdisc", "replace", "dev", link, "root", "tbf", "rate", fault.rate, "burst", "32k", "latency", "1s"]
     make, undo = {

@@ -314,7 +314,7 @@ class StepProfile(Callback):
         except (PhalanxError, OSError) as error:  # the training itself has succeeded
             self._loop.report.say(f"the profile was not analysed: {error}", "warning")
         else:
-            self._loop.report.next_commands.append(f"phalanx trace {shlex.quote(name)}")
+            self._loop.report.next_commands.append(f"phalanx report {shlex.quote(name)} --profile")
 
     def _collect(self) -> None:
         """Send the main rank the traces that it does not find in the run's folder: machines may not share it."""

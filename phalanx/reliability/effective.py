@@ -1,4 +1,4 @@
-"""Effective training time: in closed form by Young and Daly, and by a seeded simulation of the same process.
+"""Effective training time in closed form, by Young and Daly.
 
 Failures come at random with a mean time between them. A job that restarts loses its work since the last checkpoint and
 the time of the restart; a job that recovers in place loses the time of the recovery and at most one step.
@@ -7,8 +7,6 @@ the time of the restart; a job that recovers in place loses the time of the reco
 from __future__ import annotations
 
 import math
-import random
-import statistics
 from dataclasses import dataclass
 
 PARTS = ("productive", "checkpoint", "lost", "recovery")
@@ -54,41 +52,3 @@ class Process:
             lost = failures * self.lost
         parts = (self.interval, self.checkpoint_cost, lost, failures * per_failure)
         return {name: part / sum(parts) for name, part in zip(PARTS, parts, strict=True)}
-
-    def simulate(self, duration: float, trials: int, seed: int) -> dict[str, float]:
-        """Simulate runs of this wall time; return the mean share of productive work, and those of 5% and 95%."""
-        shares = sorted(self._trial(duration, random.Random(f"{seed}/{trial}")) for trial in range(trials))
-        return {
-            "mean": statistics.fmean(shares),
-            "p5": shares[int(0.05 * (trials - 1))],
-            "p95": shares[math.ceil(0.95 * (trials - 1))],
-            "trials": trials,
-            "seed": seed,
-        }
-
-    def _trial(self, duration: float, random_source: random.Random) -> float:
-        cycle = self.interval + self.checkpoint_cost
-        left, useful, position = duration, 0.0, 0.0
-        while left > 0:
-            until_failure = random_source.expovariate(1 / self.mtbf)
-            ran = min(until_failure, left)
-            left -= ran
-            position += ran
-            if until_failure <= ran:  # it failed within the duration
-                if self.lost is None:
-                    position -= position % cycle
-                else:
-                    position -= min(self.lost, ran)
-                left -= self._recover(left, random_source)
-        cycles, rest = divmod(position, cycle)
-        useful = cycles * self.interval + min(rest, self.interval)
-        return useful / duration
-
-    def _recover(self, left: float, random_source: random.Random) -> float:
-        spent = 0.0
-        while spent < left:
-            until_failure = random_source.expovariate(1 / self.mtbf)
-            if until_failure >= self.recovery:
-                return spent + self.recovery
-            spent += until_failure
-        return spent

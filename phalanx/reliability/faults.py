@@ -21,7 +21,7 @@ KINDS = {
     "corrupt": "bits of the newest checkpoint are flipped; a later restart must not use it",
     "launcher": "the launcher gets SIGKILL; phalanx resume continues the run",
     "store": "the process with the ranks' store gets SIGKILL",
-    "scale": "the number of ranks is changed to ranks=N, as by phalanx scale",
+    "scale": "the number of ranks is changed to ranks=N, as by phalanx runs scale",
     "cut": "the network link of the rank's host is cut, for seconds=X or for good",
     "slow": "the network link of the rank's host is limited to rate=10mbit, for seconds=X or for good",
 }

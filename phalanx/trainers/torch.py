@@ -237,7 +237,8 @@ class TorchTrainer:
         if torch_compat.is_profiling():
             warnings.warn(
                 f"a torch.profiler is active in this process, but the {layout.world_size} ranks that train are other "
-                "processes, which it does not see. Write fit(..., profile='steps=10:15'), and then: phalanx trace last",
+                "processes, which it does not see. Write fit(..., profile='steps=10:15'), and then: phalanx report "
+                "last --profile",
                 stacklevel=5,
             )
         run_dir = make_run_dir(config, task.name) if action == "fit" else None

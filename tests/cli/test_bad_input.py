@@ -161,11 +161,10 @@ def test_a_stage_of_zero_that_does_not_exist_is_answered_with_those_that_do():
 
 
 def test_an_unknown_cluster_is_answered_with_those_that_are_known():
-    message = refused("nccl-env", "mars")
+    message = refused("doctor", "--nccl-env", "mars")
     assert "unknown kind of cluster 'mars'" in message
-    assert "phalanx nccl-env ethernet | gcp" in message
-    assert "Did you mean 'infiniband'?" in refused("nccl-env", "ib")
-    assert phalanx("nccl-env", "ethernet").out == phalanx("nccl-env", "--cluster", "ethernet").out
+    assert "phalanx doctor --nccl-env ethernet | gcp" in message
+    assert "Did you mean 'infiniband'?" in refused("doctor", "--nccl-env", "ib")
 
 
 def test_a_metric_that_a_recipe_does_not_report_is_refused_before_the_search(tmp_path):

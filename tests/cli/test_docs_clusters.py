@@ -61,6 +61,6 @@ def test_cloud_pages_say_that_nothing_was_run():
         text = (ROOT / "docs/clusters" / name).read_text()
         assert "None of the commands on this page has been run" in text
         used = set(re.findall(r"--?nccl-env[ =]?`?([a-z-]+)", text)) | set(
-            re.findall(r"phalanx nccl-env ([a-z-]+)", text)
+            re.findall(r"phalanx doctor --nccl-env ([a-z-]+)", text)
         )
         assert used <= {"ethernet", "gcp", "aws-efa", "infiniband"}

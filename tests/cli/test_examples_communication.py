@@ -207,7 +207,7 @@ def test_the_guide_names_the_clusters_and_variables_of_nccl_env():
     from phalanx.launch.nccl import CLUSTERS
 
     guide = (FOLDER / "nccl_debugging.md").read_text()
-    named = set(re.findall(r"phalanx nccl-env --cluster ([\w-]+)", guide))
+    named = set(re.findall(r"phalanx doctor --nccl-env --cluster ([\w-]+)", guide))
     assert named
     assert named <= set(CLUSTERS)
     for variable in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"):

@@ -8,14 +8,13 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command import clean_environment, phalanx
 
-from phalanx.cli.completion import SHELLS, completions
 from phalanx.cli.help import COMMON
 from phalanx.config import FIELDS, GROUPS
-from phalanx.recipes import recipe_names
 
 NO_TORCH = (
     "import sys; from phalanx.cli import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
@@ -69,7 +68,7 @@ def test_a_flag_given_twice_with_different_values_is_refused():
     assert phalanx("config", "show", "--epochs", 3, "--epochs", 3).code == 0
 
 
-@pytest.mark.parametrize("words", [("train", "--help"), ("completion", "bash", "--", "train", "--dev")])
+@pytest.mark.parametrize("words", [("train", "--help"), ("config", "show", "--help")])
 def test_help_and_completion_are_quick_and_import_no_torch(words):
     command = [sys.executable, "-c", NO_TORCH, *words]
     seconds = []
@@ -81,80 +80,62 @@ def test_help_and_completion_are_quick_and_import_no_torch(words):
     assert min(seconds) < 0.2  # 0.09 s on an idle machine
 
 
-def test_completions_know_verbs_flags_values_recipes_presets_and_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "digits-1").mkdir(parents=True)
-
-    def values(*words: str) -> list[str]:
-        return [value for value, _ in completions(words)]
-
-    assert values("trai") == ["train"]
-    assert values("train", "--learning") == ["--learning-rate"]
-    assert values("train", "--no-comp") == ["--no-compile"]
-    assert values("train", "--device", "") == ["auto", "cuda", "cpu"]
-    assert values("train", "--device", "=", "cu") == ["cuda"]
-    assert values("train", "--device", "=") == ["auto", "cuda", "cpu"]
-    assert values("train", "--zero-stage", "") == ["1", "2", "3"]
-    assert values("train", "--mixed-precision", "b") == ["bf16"]
-    assert values("train", "dig") == ["digits"]
-    assert values("tune", "digits", "--scheduler", "a") == ["asha"]
-    assert "gpt2-xl" in values("train", "gpt", "--preset", "gpt2")
-    assert values("strategies", "fs") == ["fsdp"]
-    assert values("config", "") == ["show"]
-    assert values("config", "show", "dig") == ["digits"]
-    assert values("completion", "f") == ["fish"]
-    assert values("train", "--script", "") == []
-    assert values("train", "--script", "x.py", "--", "--dev") == []
-    assert values("nothing", "") == []
+def completed(folder: Path, line: str) -> list[str]:
+    """Return what a shell that has registered argcomplete is offered for a line."""
+    folder.mkdir(exist_ok=True)
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    environment = {**clean_environment(), **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(folder / "found")}
+    command = [sys.executable, "-m", "phalanx.cli"]
+    subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, timeout=60)
+    return [word.rstrip() for word in (folder / "found").read_text().split("\n") if word.strip()]
 
 
-def test_run_names_complete_arguments_of_that_name(tmp_path, monkeypatch):
-    from phalanx.cli.completion import run_names
-
-    monkeypatch.chdir(tmp_path)
-    assert run_names([]) == []
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("trai", ["train"]),
+        ("train --learning", ["--learning-rate"]),
+        ("train --no-comp", ["--no-compile"]),
+        ("train --device ", ["auto", "cuda", "cpu"]),
+        ("train --zero-stage ", ["1", "2", "3"]),
+        ("train --mixed-precision b", ["bf16"]),
+        ("train dig", ["digits"]),
+        ("tune digits --scheduler a", ["asha"]),
+        ("train gpt --preset gpt2-x", ["gpt2-xl"]),
+        ("strategies fs", ["fsdp"]),
+        ("config ", ["show"]),
+        ("config show dig", ["digits"]),
+        ("runs s", ["show", "scale"]),
+        ("runs show ", ["new", "old"]),
+        ("resume o", ["old"]),
+        ("ckpt pru", ["prune"]),
+        ("bench ", ["comm", "machine", "compression"]),
+        ("bench comm --al", ["--algo"]),
+        ("submit slurm --num-w", ["--num-workers"]),
+        ("plan llama-70", ["llama-70b"]),
+    ],
+)
+def test_a_shell_completes(tmp_path, line, expected):
     for number, name in enumerate(("old", "new")):
         (tmp_path / "runs" / name).mkdir(parents=True)
         os.utime(tmp_path / "runs" / name, (number, number))
-    assert run_names([]) == ["new", "old"]
-    monkeypatch.setattr("phalanx.cli.completion.VERBS", dict.fromkeys(("runs", "resume"), ""))
-    monkeypatch.setattr("phalanx.cli.completion.parser_of", lambda verb: None)
-    assert [value for value, _ in completions(["resume", "o"])] == ["old"]
-    assert [value for value, _ in completions(["runs", "show", ""])] == ["new", "old"]
-    assert [value for value, _ in completions(["runs", "s"])] == ["show"]
+    assert sorted(completed(tmp_path, f"phalanx {line}")) == sorted(expected)
 
 
-def test_an_unknown_shell_is_refused():
-    answer = phalanx("completion", "bsh")
-    assert answer.code == 2
-    assert "unknown shell 'bsh'. Did you mean 'bash'?" in answer.err
-
-
-ASK = {
-    "bash": 'eval "$(phalanx completion bash)"\nCOMP_WORDS=(phalanx train "$1"); COMP_CWORD=2; _phalanx\n'
-    'printf "%s\\n" "${COMPREPLY[@]}"',
-    # Outside a completion zsh has no _describe; what it would be given is printed.
-    "zsh": "compdef() { : }; _describe() { print -rl -- $found }; _files() { : }\n"
-    'eval "$(phalanx completion zsh)"; words=(phalanx train "$1"); CURRENT=3; _phalanx',
-    "fish": 'phalanx completion fish | source; complete -C "phalanx train $argv[1]"',
-}
-
-
-@pytest.mark.parametrize("shell", list(SHELLS))
-@pytest.mark.parametrize(("typed", "expected"), [("--learning", "--learning-rate"), ("digi", "digits"), ("", "text")])
-def test_a_real_shell_completes(tmp_path, shell, typed, expected):
-    program = shutil.which(shell)
+def test_a_real_bash_completes(tmp_path):
+    program, register = shutil.which("bash"), Path(sys.executable).with_name("register-python-argcomplete")
     if program is None:
-        pytest.skip(f"{shell} is not installed")
+        pytest.skip("bash is not installed")
     command = tmp_path / "bin" / "phalanx"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m phalanx.cli "$@"\n')
     command.chmod(0o755)
-    path = f"{command.parent}:{os.environ['PATH']}"
-    words = [program, "-c", ASK[shell], "--" if shell == "fish" else "shell", typed]
-    environment = {**clean_environment(PATH=path), "HOME": str(tmp_path)}
-    answer = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    found = {re.split(r"[:\t]", line)[0] for line in answer.stdout.splitlines()}
-    assert expected in found, answer
-    if typed == "":
-        assert set(recipe_names()) <= found
+    script = (
+        f'eval "$({register} phalanx)"; COMP_LINE="phalanx train dig"; COMP_POINT=17; COMP_TYPE=9; COMP_KEY=9\n'
+        'COMP_WORDS=(phalanx train dig); COMP_CWORD=2; _python_argcomplete phalanx; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    environment = {**clean_environment(PATH=f"{command.parent}:{os.environ['PATH']}"), "HOME": str(tmp_path)}
+    answer = subprocess.run(
+        [program, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert answer.stdout.split() == ["digits"], answer

@@ -152,7 +152,7 @@ def test_logs_are_those_of_the_job_and_not_of_the_one_it_continues(tmp_path):
     for number, text in (("11", b"before\n"), ("12", b"ours \xff\r\nagain\n"), ("121", b"other\n")):
         (tmp_path / f"runs/job/slurm-{number}.out").write_bytes(text)
     a_record(tmp_path)
-    assert phalanx("logs", "job").out.splitlines() == ["ours \ufffd", "again"]
+    assert phalanx("jobs", "logs", "job").out.splitlines() == ["ours \ufffd", "again"]
 
 
 def test_a_controller_that_does_not_answer_does_not_lose_the_job(tmp_path, monkeypatch):

@@ -89,11 +89,11 @@ def test_a_job_from_submission_to_its_end(phalanx, docker, tmp_path):
     assert f"--project-directory {tmp_path} --project-name demo --profile monitoring" in asked
     assert "secret 64" in asked
     (docker / "ps").write_text("demo_node0_1  /bin/sh -c  Up\ndemo_node1_1  /bin/sh -c  Exit 1\n")
-    assert "running (node0 Up, node1 Exit 1)" in phalanx("status", "demo")
-    assert "node1 | a line" in phalanx("logs", "demo", "--rank", "2")
-    assert "no rank 7" in phalanx("logs", "demo", "--rank", "7", code=2)
+    assert "running (node0 Up, node1 Exit 1)" in phalanx("jobs", "show", "demo")
+    assert "node1 | a line" in phalanx("jobs", "logs", "demo", "--rank", "2")
+    assert "no rank 7" in phalanx("jobs", "logs", "demo", "--rank", "7", code=2)
     (docker / "ps").write_text("demo-node0-1  x  Exited (0) 2 minutes ago\ndemo-node1-1  x  Exited (0) 2 minutes ago\n")
-    assert "finished" in phalanx("status", "demo")
+    assert "finished" in phalanx("jobs", "show", "demo")
 
 
 def test_what_was_started_is_removed_when_a_service_fails(phalanx, docker):
@@ -107,7 +107,7 @@ def test_what_was_started_is_removed_when_a_service_fails(phalanx, docker):
 def test_cancel_stops_all_services(phalanx, docker):
     phalanx("submit", "compose", *TRAIN)
     (docker / "ps").write_text("demo_node0_1  x  Up\ndemo_node1_1  x  Up\n")
-    assert "cancelled demo" in phalanx("cancel", "demo")
+    assert "cancelled demo" in phalanx("jobs", "cancel", "demo")
     assert (docker / "asked").read_text().splitlines()[-1].endswith("down")
 
 

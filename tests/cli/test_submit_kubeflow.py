@@ -85,16 +85,16 @@ def test_a_trainjob_from_submission_to_its_end(capsys, tmp_path, monkeypatch):
         server.pods[0]["metadata"]["labels"]["jobset.sigs.k8s.io/jobset-name"] = "demo"
         server.logs[name] = ["trained"]
         capsys.readouterr()
-        assert main(["logs", "demo", "--rank", "9"]) == 0
+        assert main(["jobs", "logs", "demo", "--rank", "9"]) == 0
         assert capsys.readouterr().out == "trained\n"
         server.end("TrainJob", "Failed", "DeadlineExceeded")
-        assert main(["status", "demo"]) == 0
+        assert main(["jobs", "show", "demo"]) == 0
         assert "failed (DeadlineExceeded)" in capsys.readouterr().out
         _deleted(server, capsys)
 
 
 def _deleted(server: KubeServer, capsys) -> None:
-    assert main(["cancel", "demo"]) == 0
+    assert main(["jobs", "cancel", "demo"]) == 0
     assert "has ended already" in capsys.readouterr().out
 
 

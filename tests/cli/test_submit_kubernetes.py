@@ -184,23 +184,29 @@ def test_a_job_from_submission_to_its_end(phalanx, server: KubeServer):
     secret = server.objects["ml", "secrets", "one"]
     assert len(secret["stringData"]["secret"]) == 64
     assert secret["metadata"]["ownerReferences"][0]["kind"] == "Job", "it is removed together with the job"
-    assert "no pods yet" in phalanx("status", "one")
+    assert "no pods yet" in phalanx("jobs", "show", "one")
     server.add_pod("one", 0, "Pending", conditions=[
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
     ])  # fmt: skip
-    assert "Unschedulable: 0/3 nodes are available" in phalanx("status", "one")
+    assert "Unschedulable: 0/3 nodes are available" in phalanx("jobs", "show", "one")
     server.pods.clear()
     names = [server.add_pod("one", 0), server.add_pod("one", 1)]
     server.logs = {names[0]: ["from zero"], names[1]: ["from one", "and more"]}
-    found = json.loads(phalanx("status", "one", "--json"))
+    found = json.loads(phalanx("jobs", "show", "one", "--json"))
     assert (found["state"], found["nodes"]) == ("running", ["n0", "n1"])
-    assert phalanx("logs", "one").splitlines() == ["[0] from zero", "[1] from one", "[1] and more"]
-    assert phalanx("logs", "one", "--rank", "3").splitlines() == ["from one", "and more"], "ranks 2 and 3 are in pod 1"
-    assert "no pod has rank 4" in phalanx("logs", "one", "--rank", "4", code=2)
+    assert phalanx("jobs", "logs", "one").splitlines() == ["[0] from zero", "[1] from one", "[1] and more"]
+    assert phalanx("jobs", "logs", "one", "--rank", "3").splitlines() == ["from one", "and more"], (
+        "ranks 2 and 3 are in pod 1"
+    )
+    assert "no pod has rank 4" in phalanx("jobs", "logs", "one", "--rank", "4", code=2)
     assert "is not finished" in phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
     server.end("Job", "Complete")
-    assert sorted(phalanx("logs", "one", "-f").splitlines()) == ["[0] from zero", "[1] and more", "[1] from one"]
-    assert "finished" in phalanx("status", "one")
+    assert sorted(phalanx("jobs", "logs", "one", "-f").splitlines()) == [
+        "[0] from zero",
+        "[1] and more",
+        "[1] from one",
+    ]
+    assert "finished" in phalanx("jobs", "show", "one")
 
 
 def test_an_image_that_does_not_exist_is_said(phalanx, server: KubeServer):
@@ -215,9 +221,9 @@ def test_an_image_that_does_not_exist_is_said(phalanx, server: KubeServer):
         "state": {"waiting": waiting},
     }
     server.add_pod("bad", 0, "Pending", containerStatuses=[status])
-    assert "ErrImagePull: registry/phalanx:1: not found" in phalanx("status", "bad")
+    assert "ErrImagePull: registry/phalanx:1: not found" in phalanx("jobs", "show", "bad")
     server.end("JobSet", "Failed", "FailedJobs")
-    assert "failed (FailedJobs)" in phalanx("status", "bad")
+    assert "failed (FailedJobs)" in phalanx("jobs", "show", "bad")
 
 
 def test_cancel_removes_everything(phalanx, server: KubeServer, tmp_path):
@@ -225,7 +231,7 @@ def test_cancel_removes_everything(phalanx, server: KubeServer, tmp_path):
     words = ["--script", "train.py", "--num-nodes", "2", "--num-workers", "2", "--image", "x:1", "--ship", "archive"]
     phalanx("submit", "kubernetes", *words, "--job-name", "one")
     assert server.kinds() == {"Service", "Secret", "Job", "ConfigMap"}
-    assert "cancelled one" in phalanx("cancel", "one")
+    assert "cancelled one" in phalanx("jobs", "cancel", "one")
     assert not server.objects
     assert "cancelled" in phalanx("jobs")
 
@@ -233,7 +239,7 @@ def test_cancel_removes_everything(phalanx, server: KubeServer, tmp_path):
 def test_a_job_that_was_deleted_elsewhere_is_lost(phalanx, server: KubeServer):
     phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one")
     server.objects.clear()
-    assert "lost (not in namespace ml" in phalanx("status", "one")
+    assert "lost (not in namespace ml" in phalanx("jobs", "show", "one")
 
 
 @pytest.mark.parametrize("kind", ["Job", "Service"])

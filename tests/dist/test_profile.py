@@ -1,4 +1,4 @@
-"""`--profile` on two ranks: delays that are put in are found again, by `phalanx trace`, where they were put in."""
+"""`--profile` on two ranks: delays that are put in are found again, by `phalanx report --profile`, where they were."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def _in_own_folder(tmp_path, monkeypatch, fork_server):
 
 
 def record(*words: object, slow: float = 0.0, loader: float = 0.0, saving: float = 0.0, more: str = "") -> tuple:
-    """Train with delays in seconds per step; return what `phalanx trace --json` says, and what the run printed."""
+    """Train with delays in seconds per step; return what the report of the profile says, and what the run printed."""
     script = write_script(Path("train.py"), SCRIPT.format(slow=slow, loader=loader, saving=saving, more=more))
     answer = phalanx("train", "--script", script, "--num-workers", 2, "--run-dir", "run", *words)
     assert answer.code == 0, answer.text
-    shown = phalanx("trace", "run", "--json")
+    shown = phalanx("report", "run", "--profile", "--json")
     assert shown.code == 0, shown.text
     return json.loads(shown.out), answer.text
 
@@ -123,15 +123,15 @@ def test_a_slow_rank_a_slow_loader_and_a_slow_disk_are_told_apart():
     assert found["verdict"].startswith("straggler-bound"), found["verdict"]
     assert "wait for rank 1 on" in found["verdict"]
     assert found["verdict"] in printed  # at the end of the run, with the command that shows more
-    assert "phalanx trace run" in printed
+    assert "phalanx report run --profile" in printed
     assert {"inner", "outer", "Model"} >= {each["name"] for each in found["modules"]["0"]} >= {"inner", "outer"}
     check_merged(Path("run/profile/trace.json.gz"))
-    shown = phalanx("trace", "run", "--rank", 1, "--svg", "steps.svg")
+    shown = phalanx("report", "run", "--profile", "--rank", 1, "--svg", "steps.svg")
     drawn = "".join(ElementTree.parse("steps.svg").getroot().itertext())
     assert all(text in drawn for text in ("rank 0", "rank 1", "step 3, ", "backward"))
     assert "step 8" in shown.out
     assert "critical path" in shown.out
-    assert phalanx("trace", "run", "--rank", 7).err.strip().endswith("Recorded ranks: 0, 1")
+    assert phalanx("report", "run", "--profile", "--rank", 7).err.strip().endswith("Recorded ranks: 0, 1")
 
 
 def check_merged(path: Path) -> None:
@@ -170,7 +170,7 @@ def test_one_rank_and_the_memory_of_its_steps():
     owners = {name for name, _, _ in found["memory"]["1"]["owners"]}
     assert found["memory"]["1"]["peak"] > 0
     assert owners & {"inner", "outer", "Model"}, owners
-    shown = phalanx("trace", "run").out
+    shown = phalanx("report", "run", "--profile").out
     assert "memory of rank 1 at its peak" in shown
     assert "memray run --follow-fork" in shown
 
@@ -223,6 +223,6 @@ def test_a_run_that_fails_while_it_records_leaves_no_profiler_behind():
         alone(callbacks=[fail]).fit(data, profile="steps=2:4")
     assert not torch_compat.is_profiling()
     assert not nn.modules.module._global_forward_hooks
-    assert "ended before it was complete, at step" in phalanx("trace", "run").err
+    assert "ended before it was complete, at step" in phalanx("report", "run", "--profile").err
     alone().fit(data, profile="steps=2:3", run_dir="again")
-    assert phalanx("trace", "again").code == 0
+    assert phalanx("report", "again", "--profile").code == 0

@@ -32,7 +32,7 @@ def make_parts() -> tuple[torch.nn.Module, TensorDataset]:
 
 
 def analysis() -> dict:
-    answer = phalanx("trace", "run", "--json")
+    answer = phalanx("report", "run", "--profile", "--json")
     assert answer.code == 0, answer.text
     found = json.loads(answer.out)
     for split in found["splits"]:
@@ -60,7 +60,7 @@ def test_a_gpt_with_ranges_for_nsys_and_owners_of_memory(monkeypatch):
     assert found["memory"]["0"]["peak"] > 0
     assert any(".py:" in owner for owner, _, _ in found["memory"]["0"]["owners"]), found["memory"]
     assert Path("run/profile/rank-0.memory.pickle").stat().st_size > 0
-    shown = phalanx("trace", "run").out
+    shown = phalanx("report", "run", "--profile").out
     assert "https://pytorch.org/memory_viz" in shown
     assert "memory of rank 0 at its peak" in shown
 

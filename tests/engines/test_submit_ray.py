@@ -49,7 +49,7 @@ def phalanx(machines, tmp_path):
 
 
 def state_of(phalanx, job: str) -> str:
-    return str(json.loads(phalanx("status", job, "--json"))["state"])
+    return str(json.loads(phalanx("jobs", "show", job, "--json"))["state"])
 
 
 @long_proof
@@ -57,10 +57,10 @@ def test_a_job_runs_on_the_cluster(phalanx, machines):
     address = ("--address", machines.dashboard)
     words = ("submit", "ray", *TRAIN, *address, "--max-steps", "10", "--job-name", "two")
     assert "submitted two as ray job two" in phalanx(*words)
-    output = phalanx("logs", "two", "-f")
+    output = phalanx("jobs", "logs", "two", "-f")
     assert "10/10" in output, output
     assert state_of(phalanx, "two") == "finished"
-    assert "step 10/10" in phalanx("status", "two")
+    assert "step 10/10" in phalanx("jobs", "show", "two")
 
 
 @long_proof
@@ -71,14 +71,14 @@ def test_shipped_code_runs_and_a_job_is_cancelled(phalanx, machines, tmp_path):
     words = ("--script", "mine.py", "--num-workers", "2", "--device", "cpu", "--ship", "archive")
     phalanx("submit", "ray", *words, "--address", machines.dashboard, "--job-name", "long")
     end = time.monotonic() + 120
-    while "in /" not in (said := phalanx("logs", "long")):
+    while "in /" not in (said := phalanx("jobs", "logs", "long")):
         assert time.monotonic() < end, said
         time.sleep(1)
     assert str(tmp_path) not in said.partition("in /")[2].splitlines()[0], "the code was copied"
     assert "is not finished" in phalanx(
         "submit", "ray", *words, "--address", machines.dashboard, "--job-name", "long", code=2
     )
-    phalanx("cancel", "long")
+    phalanx("jobs", "cancel", "long")
     assert state_of(phalanx, "long") == "cancelled"
 
 

@@ -85,7 +85,7 @@ def test_two_hundred_random_faults_leave_the_weights_as_they_are(tmp_path, seed,
 def test_the_command_survives_a_killed_launcher_and_a_damaged_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     faults = ["--fault", "corrupt:step=24", "--fault", "launcher:step=25", "--fault", "kill:rank=1,step=30"]
-    words = ["chaos", "digits", "--num-workers", "2", "--max-steps", "40", *FIXED, *faults, "--compare", "--json"]
+    words = ["verify", "digits", "--num-workers", "2", "--max-steps", "40", *FIXED, *faults, "--json"]
     answer = command(*words, "--no-async-checkpoint", "--out", "out")  # the save of step 23 is complete before step 24
     report = json.loads(answer.out)
     assert answer.code == 0, report
@@ -103,8 +103,8 @@ def test_the_command_survives_a_full_disk_a_killed_store_and_other_sizes(tmp_pat
         '[[fault]]\nkind = "disk"\nrank = 1\nstep = 15\n[[fault]]\nkind = "store"\nstep = 30\n'
         '[[fault]]\nkind = "scale"\nranks = 2\nstep = 50\n[[fault]]\nkind = "scale"\nranks = 4\nstep = 60\n'
     )
-    words = ["chaos", "digits", "--num-workers", "1:4", "--max-steps", "90", *FIXED, "--plan", "faults.toml"]
-    answer = command(*words, "--compare", "--json")
+    words = ["verify", "digits", "--num-workers", "1:4", "--max-steps", "90", *FIXED, "--fault-plan", "faults.toml"]
+    answer = command(*words, "--json")
     report = json.loads(answer.out)
     assert (answer.code, report["difference"], report["problems"]) == (0, 0.0, []), report
     hows = [fault["how"] for fault in report["faults"]]
@@ -117,8 +117,8 @@ def test_the_command_cuts_and_slows_links_between_hosts(tmp_path, monkeypatch):
         pass
     monkeypatch.chdir(tmp_path)
     faults = ["--fault", "slow:rank=2,step=10,rate=20mbit,seconds=1", "--fault", "cut:rank=2,step=40"]
-    words = ["chaos", "digits", "--num-workers", "2:4", "--num-nodes", "2", "--max-steps", "100", *EXACT, *faults]
-    answer = command(*words, "--heartbeat-timeout", "2", "--compare", "--json")
+    words = ["verify", "digits", "--num-workers", "2:4", "--num-nodes", "2", "--max-steps", "100", *EXACT, *faults]
+    answer = command(*words, "--heartbeat-timeout", "2", "--json")
     report = json.loads(answer.out)
     assert (answer.code, report["difference"], report["problems"]) == (0, 0.0, []), report
     assert [fault["how"] for fault in report["faults"]] == ["the ranks went on", "in place, 2 ranks"]
@@ -128,7 +128,7 @@ def test_a_run_that_fails_and_what_it_leaves_are_reported(tmp_path, monkeypatch)
     """One rank, and no restart is left: the run cannot go on."""
     monkeypatch.chdir(tmp_path)
     faults = ["--fault", "exception:step=5", "--fault", "exception:step=6", "--max-restarts", "1"]
-    answer = command("chaos", "digits", "--num-workers", "1", "--max-steps", "20", "--device", "cpu", *faults)
+    answer = command("verify", "digits", "--num-workers", "1", "--max-steps", "20", "--device", "cpu", *faults)
     assert answer.code == 1
     assert "the run failed with exit code" in answer.out
     assert "InjectedFault" in answer.out
@@ -145,17 +145,16 @@ def test_a_run_that_fails_and_what_it_leaves_are_reported(tmp_path, monkeypatch)
         (["--fault", "cut:step=5"], "--num-nodes 2"),
         (["--fault", "scale:step=5"], "how many ranks"),
         (["--fault", "kill:step=x"], "step = 'x'"),
-        (["--plan", "none.toml"], "no file at none.toml"),
+        (["--fault-plan", "none.toml"], "no file at none.toml"),
         (["--faults", "0"], "draw 1 or more"),
         (["--kinds", "kill"], "--faults 20"),
         (["--faults", "3", "--kinds", "cut"], "not drawn at random"),
-        ([], "no fault was named"),
         (["--faults", "2", "--run-dir", "x"], "--out"),
     ],
 )
 def test_mistakes_are_reported(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    answer = command("chaos", "digits", "--num-workers", "2", "--max-steps", "30", *words)
+    answer = command("verify", "digits", "--num-workers", "2", "--max-steps", "30", *words)
     assert answer.code == 2
     assert said in answer.text
     assert not list(tmp_path.iterdir())
@@ -164,7 +163,7 @@ def test_mistakes_are_reported(words, said, tmp_path, monkeypatch):
 def test_objects_of_a_recipe_are_not_asked_for_with_a_script(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
-    answer = command("chaos", "--script", str(script), "--num-workers", "2", "--fault", "kill:step=5", "--own-objects")
+    answer = command("verify", "--script", str(script), "--num-workers", "2", "--fault", "kill:step=5", "--own-objects")
     assert answer.code == 2
     assert "--own-objects is for recipes" in answer.text
 

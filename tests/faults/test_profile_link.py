@@ -1,4 +1,4 @@
-"""A profile of two machines on a slow link: `phalanx trace` finds the time that the link takes."""
+"""A profile of two machines on a slow link: `phalanx report --profile` finds the time that the link takes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_link_of_100_mbit_is_found_in_exposed_communication(tmp_path, monkeypa
         running = [start(host, node, endpoint, tmp_path) for node, host in enumerate(hosts)]
         printed = [process.communicate(timeout=150)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], printed
-    answer = phalanx("trace", "run", "--json")
+    answer = phalanx("report", "run", "--profile", "--json")
     assert answer.code == 0, answer.text
     found = json.loads(answer.out)
     for rank in (0, 1):

@@ -48,14 +48,14 @@ def phalanx(cluster: SlurmCluster, tmp_path, monkeypatch):
 
 
 def state_of(phalanx, job: str) -> dict[str, str]:
-    found: dict[str, str] = json.loads(phalanx("status", job, "--json"))
+    found: dict[str, str] = json.loads(phalanx("jobs", "show", job, "--json"))
     return found
 
 
 def wait_for(phalanx, job: str, *states: str, seconds: float = 90.0) -> dict[str, str]:
     end = time.monotonic() + seconds
     while (found := state_of(phalanx, job))["state"] not in states:
-        assert time.monotonic() < end, (found, phalanx("logs", job))
+        assert time.monotonic() < end, (found, phalanx("jobs", "logs", job))
         time.sleep(0.5)
     return found
 
@@ -77,12 +77,12 @@ def starts(run_dir: Path) -> list[dict[str, str]]:
 def test_a_job_runs_on_two_nodes(phalanx, tmp_path):
     said = phalanx("submit", "slurm", *TRAIN, "--max-steps", "20", "--job-name", "two", "--partition", "main")
     assert re.search(r"submitted two as slurm job \d+", said)
-    output = phalanx("logs", "two", "-f")
+    output = phalanx("jobs", "logs", "two", "-f")
     assert "2 ranks" in output
     assert wait_for(phalanx, "two", "finished")["detail"].startswith("COMPLETED")
     assert "two" in phalanx("jobs")
-    assert "step 20/20" in phalanx("status", "two")
-    assert "has ended already" in phalanx("cancel", "two")
+    assert "step 20/20" in phalanx("jobs", "show", "two")
+    assert "has ended already" in phalanx("jobs", "cancel", "two")
     assert (tmp_path / "runs/two/run.json").exists()
 
 
@@ -96,7 +96,7 @@ def test_shipped_code_runs_in_the_environment_of_its_lock(phalanx, tmp_path, mon
     (tmp_path / "where.py").write_text("import os, sys\nprint('rank in', os.getcwd(), 'of', sys.prefix)\n")
     words = ("--script", "where.py", "--num-nodes", "2", "--num-workers", "4", "--device", "cpu", "--start", "srun")
     phalanx("submit", "slurm", *words, "--ship", "archive", "--uv", "--job-name", "lock")
-    output = phalanx("logs", "lock", "-f")
+    output = phalanx("jobs", "logs", "lock", "-f")
     assert wait_for(phalanx, "lock", *ENDED)["state"] == "finished", output
     (folder,) = set(re.findall(r"rank in (\S+) of \1/\.venv$", output, re.M))
     assert output.count("rank in ") == 4, output
@@ -123,7 +123,7 @@ def test_a_signal_before_the_limit_saves_requeues_and_continues(phalanx, cluster
     assert stopped is not None
     saved = f"step-{int(stopped[1]):08}"
     until(lambda: saved in str(starts(tmp_path / "runs/again")[-1]["resumed_from"]), "it did not continue from there")
-    phalanx("cancel", "again")
+    phalanx("jobs", "cancel", "again")
     assert state_of(phalanx, "again")["state"] == "cancelled"
 
 
@@ -137,7 +137,7 @@ def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path
     cluster.start_node("n2")
     until(lambda: len(starts(folder)) == 2, "it did not start again", seconds=90)
     assert starts(folder)[-1]["resumed_from"]
-    phalanx("cancel", "lost")
+    phalanx("jobs", "cancel", "lost")
 
 
 @long_proof
@@ -178,4 +178,4 @@ def test_bad_input(phalanx, words, said, tmp_path):
 def test_a_name_that_is_running_is_refused(phalanx):
     phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--job-name", "taken")
     assert "is not finished" in phalanx("submit", "slurm", *TRAIN, "--job-name", "taken", code=2)
-    phalanx("cancel", "taken")
+    phalanx("jobs", "cancel", "taken")

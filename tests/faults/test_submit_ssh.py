@@ -76,7 +76,7 @@ def two(hosts: SshHosts, slots: int = 1) -> list[str]:
 
 
 def state_of(phalanx, job: str) -> str:
-    return str(json.loads(phalanx("status", job, "--json"))["state"])
+    return str(json.loads(phalanx("jobs", "show", job, "--json"))["state"])
 
 
 def test_train_on_two_hosts_in_the_foreground(phalanx, hosts, tmp_path):
@@ -120,14 +120,14 @@ def test_processes_end_with_the_command(start, hosts, tmp_path, number):
 def test_a_job_survives_the_command_and_is_cancelled(phalanx, hosts, tmp_path):
     said = phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "long")
     assert re.search(r"submitted long as ssh job \d+", said)
-    until(lambda: list(tmp_path.glob("runs/long/checkpoints/step-*")), lambda: phalanx("logs", "long"))
+    until(lambda: list(tmp_path.glob("runs/long/checkpoints/step-*")), lambda: phalanx("jobs", "logs", "long"))
     assert state_of(phalanx, "long") == "running"
     shown = " ".join(hosts.processes())
     plan = json.loads((tmp_path / "state/phalanx/jobs/long/plan.json").read_text())
     assert plan["environment"]["PHALANX_JOB_SECRET"] not in shown, "ps must not show the secret"
     assert (tmp_path / "state/phalanx/jobs/long/plan.json").stat().st_mode & 0o077 == 0
     assert "is not finished" in phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "long", code=2)
-    phalanx("cancel", "long")
+    phalanx("jobs", "cancel", "long")
     assert state_of(phalanx, "long") == "cancelled"
     nothing_is_left(hosts)
 
@@ -136,7 +136,7 @@ def test_a_job_with_shipped_code_runs_to_its_end(phalanx, hosts, tmp_path):
     (tmp_path / "mine.py").write_text("import os\nprint('shipped to', os.getcwd())\n")
     words = ("--script", "mine.py", *two(hosts), "--device", "cpu", "--ship", "archive")
     phalanx("submit", "ssh", *words, "--job-name", "test-ship", "--run-dir", str(tmp_path / "run"))
-    output = phalanx("logs", "last", "-f")
+    output = phalanx("jobs", "logs", "last", "-f")
     (folder,) = set(re.findall(r"shipped to (\S+)", output))
     assert len(re.findall("shipped", output)) == 2, output
     assert state_of(phalanx, "last") == "finished"
@@ -195,13 +195,13 @@ def test_a_job_that_was_ended_after_it_had_saved_starts_again(phalanx, hosts, tm
         "time.sleep(100)\n"
     )
     phalanx("submit", "ssh", "--script", "saved.py", *two(hosts), "--device", "cpu", "--job-name", "saved")
-    until(lambda: phalanx("logs", "saved").count("waits") == 2, lambda: phalanx("logs", "saved"))
+    until(lambda: phalanx("jobs", "logs", "saved").count("waits") == 2, lambda: phalanx("jobs", "logs", "saved"))
     (tmp_path / "saved").touch()
     listed = subprocess.run(["ip", "netns", "pids", hosts.hosts[1].namespace], capture_output=True, text=True).stdout
     lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed.split()}
     (launcher,) = (pid for pid, line in lines.items() if b"--node-rank" in line and b"bash" not in line)
     os.kill(launcher, signal.SIGTERM)
-    said = phalanx("logs", "saved", "-f")
+    said = phalanx("jobs", "logs", "saved", "-f")
     assert "they start again (1 of at most 10 times)" in said, said
     assert said.count("went on") == 2
     assert state_of(phalanx, "saved") == "finished"
@@ -270,10 +270,10 @@ def test_bad_input(phalanx, words, said):
 
 def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
     phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "gone")
-    until(lambda: list(tmp_path.glob("runs/gone/checkpoints/step-*")), lambda: phalanx("logs", "gone"))
+    until(lambda: list(tmp_path.glob("runs/gone/checkpoints/step-*")), lambda: phalanx("jobs", "logs", "gone"))
     record = json.loads((tmp_path / "state/phalanx/jobs/gone.json").read_text())
     subprocess.run(["kill", "-KILL", record["id"]], check=True)
-    until(lambda: state_of(phalanx, "gone") == "lost", lambda: phalanx("status", "gone"))
+    until(lambda: state_of(phalanx, "gone") == "lost", lambda: phalanx("jobs", "show", "gone"))
     nothing_is_left(hosts)
 
 
@@ -285,7 +285,7 @@ def test_a_job_that_has_ended_is_submitted_again(phalanx, hosts, tmp_path):
     assert "submitted again as it was" in phalanx("resume", "again", "--max-steps", "60", code=2)
     assert "submitted again-2 as ssh job" in phalanx("resume", "again")
     assert "again-2" in phalanx("completion", "bash", "--", "status", "")
-    phalanx("logs", "again-2", "-f")
+    phalanx("jobs", "logs", "again-2", "-f")
     record = json.loads((tmp_path / "state/phalanx/jobs/again-2.json").read_text())
     assert record["resumes"] == "again"
     events = [json.loads(line) for line in (tmp_path / "runs/again/events.jsonl").read_text().splitlines()]

@@ -134,7 +134,7 @@ def test_a_wrong_file_is_refused_with_its_name(tmp_path, text, message):
 
 
 def test_a_measured_gpu_is_found_by_its_short_name(config_home):
-    with pytest.raises(UsageError, match="phalanx plan --calibrate"):
+    with pytest.raises(UsageError, match="phalanx bench machine"):
         presets.gpu("measured")
     own = {"memory_gib": 8, "tflops": {"fp32": 0.1}, "memory_gbps": 20, "matmul": 1.0, "bandwidth": 1.0}
     own |= {"attention": 0.3, "sms": 2}

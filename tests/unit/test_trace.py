@@ -298,12 +298,12 @@ def test_the_command_says_why_there_is_no_profile(tmp_path, monkeypatch):
     run.mkdir()
     record = {"command": ["phalanx"], "settings": {}, "started": 1.0, "host": "elsewhere", "pid": 1, "directory": "."}
     (run / "events.jsonl").write_text('{"event":"run_started","time":1.0,"rank":0,"first_step":0}\n')
-    answer = phalanx("trace", "run")
+    answer = phalanx("report", "run", "--profile")
     assert answer.code == 2
     assert "run was not profiled" in answer.err
     assert "phalanx train ... --profile steps=10:15" in answer.err
     (run / "run.json").write_text(json.dumps({**record, "settings": {"profile": "steps=90:95"}, "outcome": "finished"}))
-    answer = phalanx("trace", "run")
+    answer = phalanx("report", "run", "--profile")
     assert "was to record a profile (steps=90:95), but ended before it was complete" in answer.err, answer.err
 
 

@@ -9,6 +9,7 @@ from phalanx.errors import UsageError, unknown_name
 
 SUBJECTS = {
     "comm": "collectives by algorithm and size, links between ranks",
+    "machine": "this machine's kernels, memory and links, for phalanx plan --gpu measured",
     "compression": "training under each compressor over slow links; which one is worth it on yours",
 }
 

@@ -29,7 +29,7 @@ Started by torchrun, srun or mpirun it measures the ranks of that job, on severa
 
 def run(arguments: Sequence[str]) -> int:
     """Run the subject."""
-    asked = _parser().parse_all(arguments)
+    asked = parser().parse_all(arguments)
     plan = _plan(asked)
     if asked.plot:
         from phalanx.tools.bench.comm.report import check_plotting
@@ -57,7 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if any(row["wrong"] for row in found.get("rows", ())) else 0
 
 
-def _parser() -> FlagParser:
+def parser() -> FlagParser:
+    """Return the parser of the subject."""
     parser = FlagParser(
         prog="phalanx bench comm",
         usage="phalanx bench comm [--op NAME] [--algo A,B] [--sizes 1K:64M] [--p2p] [--link-report] [options]",

@@ -26,7 +26,7 @@ is trained: a step and the compressors are timed, and each compressor's step is 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the bench."""
-    namespace = _parser().parse_all(arguments)
+    namespace = parser().parse_all(arguments)
     recipes = read_names(namespace.recipes, "recipe", RECIPES)
     compressors = read_compressors(namespace.compressors)
     links = [link.strip() for link in namespace.links.split(",")]
@@ -38,7 +38,8 @@ def run(arguments: Sequence[str]) -> int:
     return (_advise if namespace.advise else _bench)(recipes, compressors, links, namespace, settings)
 
 
-def _parser() -> FlagParser:
+def parser() -> FlagParser:
+    """Return the parser of the subject."""
     parser = FlagParser(prog="phalanx bench compression", description=_HELP)
     add = parser.add_argument
     add("--recipes", default=",".join(RECIPES), metavar="NAMES", help=f"separated by commas [{','.join(RECIPES)}]")

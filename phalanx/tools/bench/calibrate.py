@@ -1,4 +1,4 @@
-"""`phalanx plan --calibrate`: products, copies, attention and collectives of this machine, as the planner reads them.
+"""`phalanx bench machine`: products, copies, attention and collectives of this machine, as the planner reads them.
 
 Products and copies are measured over sizes, one device in this process; collectives by `bench comm`, a rank per GPU, or
 two ranks on the CPU.

@@ -177,12 +177,12 @@ def _cloud(machine: HostReader) -> Iterator[CheckResult]:
                 "note",
                 "AWS",
                 "variables for EFA are not set",
-                "phalanx train --nccl-env aws-efa, or: phalanx nccl-env aws-efa",
+                "phalanx train --nccl-env aws-efa, or: phalanx doctor --nccl-env aws-efa",
             )
     tuned = "NCCL_NSOCKS_PERTHREAD" in environment or "NCCL_NET" in environment
     if vendor == "Google" and machine.names("/proc/driver/nvidia/gpus") and not tuned:
         text = "gVNIC limits each TCP flow, and NCCL uses few of them"
-        yield CheckResult("note", "Google Cloud", text, "phalanx nccl-env gcp; GPUDirect-TCPX on a3 machines")
+        yield CheckResult("note", "Google Cloud", text, "phalanx doctor --nccl-env gcp; GPUDirect-TCPX on a3 machines")
 
 
 def _ports(machine: HostReader) -> Iterator[CheckResult]:

@@ -123,7 +123,7 @@ def _gpu(device: str, memory_gib: float) -> str:
         return "cpu"
     known = presets.gpu_of_device(device, memory_gib)
     if known is None:
-        raise UsageError(f"the planner does not know the GPU '{device}'", hint="Run there: phalanx plan --calibrate")
+        raise UsageError(f"the planner does not know the GPU '{device}'", hint="Run there: phalanx bench machine")
     return known.name
 
 

@@ -295,7 +295,7 @@ def _measured_name(kind: str, name: str) -> str:
     if known:
         here = [key for key in known if key.endswith(f"measured:{socket.gethostname()}")]
         return here[-1] if here else list(known)[-1]
-    raise UsageError(f"no {_WORDS[kind]} has been measured here", hint="Run: phalanx plan --calibrate")
+    raise UsageError(f"no {_WORDS[kind]} has been measured here", hint="Run: phalanx bench machine")
 
 
 def _reordered(found: tuple[str, str, dict[str, Any]]) -> tuple[str, dict[str, Any], str]:

@@ -45,7 +45,7 @@ class PathPart:
 
 @dataclass
 class Analysis:
-    """Everything that `phalanx trace` shows."""
+    """Everything that `phalanx report --profile` shows."""
 
     timelines: list[RankTimeline]
     splits: list[StepSplit]

@@ -12,7 +12,7 @@ from phalanx.tools.profile.split import Analysis, analyse
 _CLEAR = 0.1
 """A smaller share of the step is not worth a verdict of its own."""
 _AT_ONCE_BYTES = 8 << 20
-"""Larger traces are analysed by `phalanx trace` only, not by the run itself, whose ranks would wait."""
+"""Larger traces are analysed by `phalanx report --profile` only, not by the run itself, whose ranks would wait."""
 
 
 class WhatIf(NamedTuple):
@@ -87,7 +87,7 @@ def conclude(folder: Path) -> str:
     """Merge and analyse a profile that a run has just recorded, and return its verdict."""
     nbytes = sum(path.stat().st_size for path in folder.glob("rank-*.json.gz"))
     if nbytes > _AT_ONCE_BYTES:
-        return f"{nbytes >> 20} MB of traces were written; `phalanx trace` analyses them"
+        return f"{nbytes >> 20} MB of traces were written; `phalanx report --profile` analyses them"
     found = analyse(folder)
     merge(folder, found)
     return verdict(found)

@@ -145,7 +145,7 @@ class OnKubernetes(Target[PodOptions]):
             if wanted is None or number == wanted:
                 yield line if wanted is not None else f"[{number}] {line}"
         if wanted is not None and wanted not in map(self.machine, cluster.pods(selector)):
-            raise UsageError(f"no pod has rank {rank}: there are {ranks} per pod", hint="See: phalanx status JOB")
+            raise UsageError(f"no pod has rank {rank}: there are {ranks} per pod", hint="See: phalanx jobs show JOB")
 
     def machine(self, pod: Object) -> int:
         """Return which machine of the job a pod is."""

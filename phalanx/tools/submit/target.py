@@ -34,7 +34,7 @@ CANCEL = {
     "compose": "docker compose --project-name {name} down",
     "ssh": "kill {id}",
 }
-"""Name to the command that ends a job without `phalanx cancel`."""
+"""Name to the command that ends a job without `phalanx jobs cancel`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`phalanx chaos`: a real run under a list of faults, and what became of each of them. No torch until it compares."""
+"""`phalanx verify`: a real run under a list of faults, and what became of each of them. No torch until it compares."""
 
 from __future__ import annotations
 

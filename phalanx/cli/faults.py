@@ -1,8 +1,9 @@
-"""`phalanx chaos`: train a recipe or a script while faults happen, and report what became of each of them."""
+"""`phalanx verify ... --faults N`: train a recipe or a script while faults happen, and report each of them."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,19 +18,21 @@ from phalanx.runs.spec import elastic_sizes
 
 _HELP = """Train while faults happen, and report for each: detected after, recovered in, steps lost.
 
-Faults come from --fault, from a file (--plan), or are drawn from a seed (--faults N). Each happens once, after the
-step it names or a part of a step later. Everything else is as with phalanx train. Exit code 1 where the run failed,
-where processes or files are left behind, and with --compare where the weights differ from those of a quiet run:
-with --strategy ring --fixed-order in any bit, otherwise beyond rounding."""
+Faults come from --fault, from a file (--fault-plan), or are drawn from a seed (--faults N). Each happens once, after
+the step it names or a part of a step later. Everything else is as with phalanx train. Exit code 1 where the run failed,
+where processes or files are left behind, and where the weights differ from those of a quiet run (--no-compare: there
+is none): with --strategy ring --fixed-order in any bit, otherwise beyond rounding."""
 _EPILOG = "kinds of faults:\n" + "\n".join(f"  {name:<11} {text}" for name, text in KINDS.items())
-_HINT = "Write: phalanx chaos digits --num-workers 4 --max-steps 200 --faults 10"
+_HINT = "Write: phalanx verify digits --num-workers 4 --max-steps 200 --faults 10"
 _EVERY = "10 steps"
 
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    usage = "phalanx chaos <recipe> | --script FILE | -m MODULE --faults N | --fault F ... | --plan FILE [options]"
-    parser = FlagParser(prog="phalanx chaos", usage=usage, description=_HELP, epilog=_EPILOG)
+    usage = (
+        "phalanx verify <recipe> | --script FILE | -m MODULE --faults N | --fault F ... | --fault-plan FILE [options]"
+    )
+    parser = FlagParser(prog="phalanx verify", usage=usage, description=_HELP, epilog=_EPILOG)
     add_target_flags(parser)
     _add_own(parser)
     add_config_flags(parser)
@@ -38,15 +41,22 @@ def parser() -> FlagParser:
 
 def _add_own(parser: FlagParser) -> None:
     add = parser.add_argument
-    add("--faults", type=int, metavar="N", help="draw so many faults at random, by --seed")
+    add("--faults", type=int, metavar="N", help="draw this many faults at random, by --seed")
     add("--kinds", metavar="NAMES", help=f"kinds of the random faults, separated by commas [{','.join(AT_RANDOM)}]")
     add("--fault", action="append", default=[], metavar="FAULT", help="such as kill:rank=2,step=50; may be repeated")
-    add("--plan", metavar="FILE", help="a TOML file of faults, a table [[fault]] for each")
-    add("--compare", action="store_true", help="train a second time without faults, and compare the weights")
+    add("--fault-plan", metavar="FILE", help="a TOML file of faults, a table [[fault]] for each")
+    add("--no-compare", action="store_true", help="do not train a second time without faults to compare the weights")
     add("--own-objects", action="store_true", help="train with an optimizer and a scheduler object, as in Python")
     add("--no-checkpoints", action="store_true", help="add no checkpoints to a run that has none: only memory is left")
-    add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/chaos-<name>-<time>]")
+    add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/faults-<name>-<time>]")
     add_json_flag(parser, "the report")
+
+
+def is_about_faults(words: Sequence[str]) -> bool:
+    """Whether a command names faults, or a number of them; `--faults` alone is a proof of `phalanx verify`."""
+    named = any(word.split("=")[0] in ("--fault", "--fault-plan", "--kinds") for word in words)
+    numbers = (word == "--faults" and after.lstrip("-").isdecimal() for word, after in itertools.pairwise(words))
+    return named or any(numbers) or any(word.startswith("--faults=") for word in words)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -59,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     faults = _faults(namespace, config)
     _check(namespace, config, faults)
     name = recipe.name if recipe is not None else Path(namespace.script or namespace.module).stem
-    folder = Path(namespace.out or f"runs/chaos-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(namespace.out or f"runs/faults-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists():
         raise UsageError(f"--out {folder}: exists already", hint="Name a new folder, or remove it.")
     from phalanx.tools.verify.chaos import run_chaos
@@ -72,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
         folder,
         nodes=config.num_nodes,
         exact=config.fixed_order,
-        compare=namespace.compare,
+        compare=not namespace.no_compare,
         checkpoints=checkpoints,
         objects=namespace.own_objects,
     )
@@ -86,8 +96,8 @@ def run(arguments: Sequence[str]) -> int:
 def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fault]:
     """Return the faults of all three sources, in the order of their steps."""
     faults = [Fault.parse(text) for text in namespace.fault]
-    if namespace.plan is not None:
-        faults += read_faults(Path(namespace.plan))
+    if namespace.fault_plan is not None:
+        faults += read_faults(Path(namespace.fault_plan))
     if namespace.faults is not None:
         if namespace.faults < 1:
             raise UsageError(f"--faults {namespace.faults}: draw 1 or more.")
@@ -107,7 +117,7 @@ def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fa
 def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Sequence[Fault]) -> None:
     """Refuse faults that cannot happen."""
     if config.run_dir is not None or config.resume_from_checkpoint:
-        raise UsageError("phalanx chaos makes new runs in a folder of its own", hint="Use --out DIR.")
+        raise UsageError("verify makes new runs in a folder of its own", hint="Use --out DIR.")
     if namespace.own_objects and (namespace.script or namespace.module):
         raise UsageError(
             "--own-objects is for recipes: a script makes its optimizer itself", hint="Remove --own-objects."
@@ -128,7 +138,7 @@ def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Seq
 
 def _train_words(words: Sequence[str]) -> list[str]:
     """Return the words for `phalanx train`: all but the flags of this verb, and how many hosts there are."""
-    own = FlagParser(prog="phalanx chaos")
+    own = FlagParser(prog="phalanx verify")
     _add_own(own)
     own.add_argument("--num-nodes")
     return own.parse_known_args(list(words))[1]
