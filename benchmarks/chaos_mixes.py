@@ -19,7 +19,6 @@ COMMON = (
     "cpu",
     "--heartbeat-timeout",
     "1",
-    "--compare",
     "--json",
     "--no-checkpoints",
     "--seed",
@@ -42,7 +41,7 @@ MIXES = {
 def run_mix(words: list[str], faults: int, steps: int, folder: Path) -> dict[str, object]:
     """Run one mix and return its report."""
     kinds = [] if "--kinds" in words else ["--kinds", "kill,exception"]
-    command = [sys.executable, "-m", "phalanx", "chaos", *words, *kinds, *COMMON]
+    command = [sys.executable, "-m", "phalanx", "verify", *words, *kinds, *COMMON]
     command += ["--faults", str(faults), "--max-steps", str(steps), "--out", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):

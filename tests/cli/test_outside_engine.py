@@ -95,14 +95,27 @@ class Average(Strategy):
 """
 
 
+RING = """
+from phalanx.config.strategies import COMPRESSORS, StrategyFacts
+from phalanx.strategies.ring_ddp import RingDDP
+
+
+class ToyRing(RingDDP):
+    name = "toy-ring"
+    facts = StrategyFacts(replicates=True, averages_gradients=True, recovery="resize", compressors=COMPRESSORS)
+"""
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
     """Return the environment in which Python finds the package."""
     entry_points = (
         "[phalanx.engines]\ntoy = toy_engine:ENGINE\nbroken = toy_engine:MISSING\nwrong = toy_engine:RANK\n"
-        "[phalanx.strategies]\ntoy-average = toy_strategy:Average\n"
+        "[phalanx.strategies]\ntoy-average = toy_strategy:Average\ntoy-ring = toy_ring:ToyRing\n"
     )
-    return install_package(tmp_path / "site", {"toy_engine": ENGINE, "toy_strategy": STRATEGY}, entry_points)
+    return install_package(
+        tmp_path / "site", {"toy_engine": ENGINE, "toy_strategy": STRATEGY, "toy_ring": RING}, entry_points
+    )
 
 
 def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -143,3 +156,42 @@ def test_a_mistake_is_reported_before_ranks_start(tmp_path, installed, words, er
     assert error in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_strategy_of_another_package_gets_what_its_facts_allow(tmp_path, installed):
+    """Compression, averaged weights, checks of replicas, and recovery in place: by its facts, without another line."""
+    more = ["--compression", "fp16", "--ema-decay", "0.9", "--straggler-factor", "9", "--check-replicas-every", "5"]
+    words = ["digits", "--num-workers", "2", "--device", "cpu", "--max-steps", "30", "--strategy", "toy-ring", *more]
+    faults = ["--fault", "kill:rank=1,step=10", "--no-compare", "--out", "out", "--json"]
+    answer = subprocess.run(
+        [*COMMAND, "verify", *words, *faults], cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr
+    (fault,) = json.loads(answer.stdout)["faults"]
+    assert (fault["how"], fault["lost_steps"]) == ("in place, 2 ranks", 0)
+
+
+def test_the_planner_knows_a_strategy_of_another_package_by_its_facts(tmp_path, installed):
+    def memory(strategy: str) -> dict[str, int]:
+        words = ["gpt", "--num-workers", "2", "--device", "cpu", "--strategy", strategy, "--dry-run", "--json"]
+        done = subprocess.run(
+            [*COMMAND, "train", *words], cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=90
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["estimate"]["memory"]
+
+    assert memory("toy-ring") == memory("ring")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--compression", "fp16"), "only strategy = 'ddp' and 'ring' average gradients through it"),
+        (("--ema-decay", "0.9"), "does not hold the run's weights on the ranks after every step"),
+        (("--straggler-factor", "2"), "compares ranks that take each step with equal weights"),
+    ],
+)
+def test_a_strategy_without_facts_is_refused_what_it_does_not_declare(tmp_path, installed, words, message):
+    done = train(tmp_path, installed, "--strategy", "toy-average", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
