@@ -1,88 +1,61 @@
-"""Print the lines and files of the package per capability: `python tools/lines.py`. Lines are a cost."""
+"""Print the lines and files of the package per tier and room, beside the budgets: `python tools/lines.py`.
+
+Lines are a cost. `tests/shape/test_budgets.py` keeps the budgets; one is raised only in a commit that says why.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "phalanx"
-
-CAPABILITIES = {
-    "Training loop and trainers": ("loop", "trainers", "worker"),
-    "Launcher, failures, restarts": ("launch", "runs", "host"),
-    "Rank environment, layout, mesh": ("world",),
-    "Configuration": ("config", "engine_rules", "recipes"),
-    "Command line": ("cli",),
-    "Strategies: ddp, fsdp, ring, local-sgd, expert, compose": ("strategies",),
-    "Pipeline, tensor and context parallelism": ("strategies/pipeline", "strategies/tensor", "strategies/context"),
-    "Parameter servers": ("comm/ps", "strategies/parameter_server", "strategies/server_group"),
-    "Collectives, shared memory, reducer, backend": ("comm",),
-    "Gradient compression": ("comm/compress", "bench/compression", "cli/bench/compression"),
-    "Benchmark of collectives": ("bench", "cli/bench/comm"),
-    "Checkpoints": ("checkpoint",),
-    "Data": ("data",),
-    "Models, Hugging Face, LoRA": ("models",),
-    "Events, console, TensorBoard, MLflow": ("observe",),
-    "Profiles: record, merge, analyse": ("trace", "cli/trace", "loop/profiling", "config/profile", "world/clock"),
-    "Dashboard": ("ui", "cli/ui"),
-    "phalanx verify": ("verification", "cli/verify"),
-    "Tuning": ("tune", "engines/ray/tune", "cli/tune"),
-    "Planner, dry run, calibration": (
-        "plan",
-        "cli/plan",
-        "bench/calibrate",
-        "trainers/auto",
-        "trainers/fake_ranks",
-        "trainers/fake_report",
-        "trainers/memory_trace",
-        "trainers/shapes",
-        "torch_fakes",
-    ),
-    "Clusters: submit, jobs": ("submit", "cli/submit", "cli/jobs", "cli/status", "cli/logs", "cli/cancel"),
-    "Doctor": ("doctor", "cli/doctor"),
-    "Hangs: records, comparison, stacks": (
-        "launch/blame",
-        "launch/collectives",
-        "launch/inquiry",
-        "launch/stacks",
-        "observe/collectives",
-        "cli/stacks",
-    ),
-    "Failure models": ("reliability", "cli/simulate", "cli/chaos"),
-    "Horovod": ("engines/horovod",),
-    "Ray": ("engines/ray",),
-    "TensorFlow": ("engines/tensorflow",),
-    "DeepSpeed": ("engines/deepspeed", "config/deepspeed"),
-    "Public names, errors, engine protocol, private torch": ("",),
-}
-"""By path below the package, without the suffix; the longest match counts."""
+TRAINING_VERBS = ("train", "resume", "runs", "evaluate", "predict", "export", "ckpt", "config", "init", "top", "stacks")
+"""Verbs of the core, with what all verbs share; the others belong to tools."""
+_SHARED = ("__init__", "__main__", "flags", "help", "parsers", "json_output", "ckpt_target", "completion")
 
 
-def capability_of(path: Path) -> str:
-    """Return the capability that a module belongs to."""
-    name = path.relative_to(PACKAGE).with_suffix("").as_posix()
-    matches = [
-        (len(prefix), capability)
-        for capability, prefixes in CAPABILITIES.items()
-        for prefix in prefixes
-        if not prefix or name == prefix or name.startswith(f"{prefix}/")
-    ]
-    return max(matches)[1]
+def tier(path: Path) -> str:
+    """Return "core", "tools" or "engines"."""
+    room, *rest = path.relative_to(PACKAGE).with_suffix("").parts
+    if room in ("tools", "engines"):
+        return room
+    return "tools" if room == "cli" and rest[0] not in (*TRAINING_VERBS, *_SHARED) else "core"
 
 
-def counts() -> dict[str, tuple[int, int]]:
-    """Return (lines, files) per capability, the heaviest first."""
-    found: dict[str, tuple[int, int]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        lines, files = found.get(capability_of(path), (0, 0))
-        found[capability_of(path)] = (lines + len(path.read_text().splitlines()), files + 1)
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+def room_of(path: Path) -> str:
+    """Return the room that a module belongs to: a package of the core, or one below tools/ and engines/."""
+    parts = path.relative_to(PACKAGE).parts
+    if parts[0] in ("tools", "engines") and len(parts) > 2:
+        return f"{parts[0]}/{parts[1]}"
+    return parts[0] if len(parts) > 1 else "(top level)"
+
+
+def count() -> dict[tuple[str, str], tuple[int, int]]:
+    """Return (lines, files) per (tier, room)."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        key = tier(path), room_of(path)
+        lines, files = found.get(key, (0, 0))
+        found[key] = lines + len(path.read_text().splitlines()), files + 1
+    return found
+
+
+def totals() -> dict[str, tuple[int, int]]:
+    """Return (lines, files) per tier, and of the package."""
+    sums: dict[str, tuple[int, int]] = {}
+    for (name, _), (lines, files) in count().items():
+        for key in (name, "package"):
+            before = sums.get(key, (0, 0))
+            sums[key] = before[0] + lines, before[1] + files
+    return sums
 
 
 def table() -> str:
-    """Return the counts as a Markdown table."""
-    rows = [f"| {name} | {lines:,} | {files} |" for name, (lines, files) in counts().items()]
-    total = [sum(pair[place] for pair in counts().values()) for place in (0, 1)]
-    return "\n".join(["| capability | lines | files |", "|---|---|---|", *rows, f"| all | {total[0]:,} | {total[1]} |"])
+    """Return the counts as a Markdown table, the heaviest rooms of each tier first."""
+    rows = ["| tier | room | lines | files |", "|---|---|---|---|"]
+    for (name, room), (lines, files) in sorted(count().items(), key=lambda each: (each[0][0], -each[1][0])):
+        rows.append(f"| {name} | {room} | {lines:,} | {files} |")
+    rows += [f"| **{name}** | all | {lines:,} | {files} |" for name, (lines, files) in sorted(totals().items())]
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

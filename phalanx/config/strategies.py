@@ -179,7 +179,7 @@ TABLE = (
         "server processes hold the parameters and step; ranks push gradients and pull values",
         "ranks differ in speed (bounded, async), or a few rows of large embeddings change in each step",
         "accumulation, clipping, bf16, compile, lora; no other axis, no zero",
-        "phalanx.strategies.parameter_server:ParameterServer",
+        "phalanx.engines.parameter_server.strategy:ParameterServer",
         facts=StrategyFacts(recovery="resize", has_servers=True),
     ),
 )

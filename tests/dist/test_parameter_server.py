@@ -11,8 +11,8 @@ from layouts import assert_same, train
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx.comm.ps import ParameterClient, Rules, ShardProcess, ShardSpec, move, plan_placement
 from phalanx.config import DistributedConfig
+from phalanx.engines.parameter_server import ParameterClient, Rules, ShardProcess, ShardSpec, move, plan_placement
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.trainers.job import Job, run_job

@@ -16,10 +16,18 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.ps import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, plan_placement, protocol
-from phalanx.comm.ps.core import ShardCore
-from phalanx.comm.ps.protocol import FrameKind, introduce, receive, send
-from phalanx.comm.ps.shard import _MAX_UNPROVEN
+from phalanx.engines.parameter_server import (
+    ParameterClient,
+    Placement,
+    Rules,
+    ShardProcess,
+    ShardSpec,
+    plan_placement,
+    protocol,
+)
+from phalanx.engines.parameter_server.core import ShardCore
+from phalanx.engines.parameter_server.protocol import FrameKind, introduce, receive, send
+from phalanx.engines.parameter_server.shard import _MAX_UNPROVEN
 from phalanx.errors import ServerError
 from phalanx.loop.formation import Formation
 

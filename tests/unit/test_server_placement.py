@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.ps import Piece, Placement, plan_placement, rebalance, spread
+from phalanx.engines.parameter_server import Piece, Placement, plan_placement, rebalance, spread
+from phalanx.engines.parameter_server.group import owner
 from phalanx.errors import UsageError
-from phalanx.strategies.server_group import owner
 
 
 def piece(name: str, *shape: int) -> Piece:

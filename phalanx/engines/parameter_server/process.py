@@ -20,8 +20,8 @@ from typing import NoReturn
 
 import torch
 
-from phalanx.comm.ps.membership import ShardSpec
-from phalanx.comm.ps.shard import ServerShard
+from phalanx.engines.parameter_server.membership import ShardSpec
+from phalanx.engines.parameter_server.shard import ServerShard
 from phalanx.host.processes import die_with
 
 _log = logging.getLogger("phalanx.server")

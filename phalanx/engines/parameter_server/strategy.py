@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import torch_compat
-from phalanx.comm.ps import ParameterClient, Placement, better_placement, plan_placement
-from phalanx.comm.ps.bundle import VALUE
-from phalanx.comm.ps.state import plain_settings
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
+from phalanx.engines.parameter_server import ParameterClient, Placement, better_placement, plan_placement
+from phalanx.engines.parameter_server.bundle import VALUE
+from phalanx.engines.parameter_server.group import LAST_SECONDS, ServerGroup
+from phalanx.engines.parameter_server.state import plain_settings
 from phalanx.errors import UsageError, frozen_later
 from phalanx.observe.events import ServersReported
 from phalanx.strategies.base import Strategy, newly_trained, share_weights
-from phalanx.strategies.server_group import LAST_SECONDS, ServerGroup
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
 

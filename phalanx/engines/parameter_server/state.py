@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.ps.bundle import VALUE, Bundle, ShardMemory
-from phalanx.comm.ps.gradients import Merged
-from phalanx.comm.ps.placement import Piece
+from phalanx.engines.parameter_server.bundle import VALUE, Bundle, ShardMemory
+from phalanx.engines.parameter_server.gradients import Merged
+from phalanx.engines.parameter_server.placement import Piece
 from phalanx.errors import ServerError
 
 _GRAPH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")

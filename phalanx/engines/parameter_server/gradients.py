@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phalanx.comm.ps.bundle import ShardMemory
-from phalanx.comm.ps.placement import Piece
-from phalanx.comm.ps.protocol import bytes_of
+from phalanx.engines.parameter_server.bundle import ShardMemory
+from phalanx.engines.parameter_server.placement import Piece
+from phalanx.engines.parameter_server.protocol import bytes_of
 
 
 @dataclass

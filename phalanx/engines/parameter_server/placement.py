@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm.ps.protocol import name_of
+from phalanx.engines.parameter_server.protocol import name_of
 from phalanx.errors import UsageError
 
 _BY_ELEMENT = (

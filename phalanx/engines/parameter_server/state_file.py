@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.comm.ps.bundle import Bundle
-from phalanx.comm.ps.protocol import bytes_of
+from phalanx.engines.parameter_server.bundle import Bundle
+from phalanx.engines.parameter_server.protocol import bytes_of
 from phalanx.errors import ServerError
 from phalanx.host.files import replacing
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from phalanx.comm.ps.protocol import SECONDS, FrameKind, Head, introduce, receive, send, tune
+from phalanx.engines.parameter_server.protocol import SECONDS, FrameKind, Head, introduce, receive, send, tune
 from phalanx.errors import ServerError
 
 _log = logging.getLogger("phalanx.server")

@@ -8,8 +8,8 @@ import secrets
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.ps import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, StateSlots
 from phalanx.config import DistributedConfig
+from phalanx.engines.parameter_server import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, StateSlots
 from phalanx.host.addresses import own_address
 from phalanx.world.abort import abortable
 from phalanx.world.world import World

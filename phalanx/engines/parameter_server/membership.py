@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx.comm.ps.placement import Placement
-from phalanx.comm.ps.state import pattern_of
-from phalanx.comm.ps.state_file import StateFile, StateSlots
+from phalanx.engines.parameter_server.placement import Placement
+from phalanx.engines.parameter_server.state import pattern_of
+from phalanx.engines.parameter_server.state_file import StateFile, StateSlots
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.ps.placement import Piece, Placement
-from phalanx.comm.ps.protocol import bytes_of, dtype_of, name_of
+from phalanx.engines.parameter_server.placement import Piece, Placement
+from phalanx.engines.parameter_server.protocol import bytes_of, dtype_of, name_of
 from phalanx.errors import ServerError
 
 _ALIGNMENT = 64

@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.ps.bundle import Bundle
-from phalanx.comm.ps.core import ShardCore
-from phalanx.comm.ps.gradients import Rows
-from phalanx.comm.ps.membership import ShardSpec
-from phalanx.comm.ps.placement import digest_of, piece_from
-from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, dtype_of, greet, receive, receive_into, send, tune
+from phalanx.engines.parameter_server.bundle import Bundle
+from phalanx.engines.parameter_server.core import ShardCore
+from phalanx.engines.parameter_server.gradients import Rows
+from phalanx.engines.parameter_server.membership import ShardSpec
+from phalanx.engines.parameter_server.placement import digest_of, piece_from
+from phalanx.engines.parameter_server.protocol import (
+    FrameKind,
+    Head,
+    bytes_of,
+    dtype_of,
+    greet,
+    receive,
+    receive_into,
+    send,
+    tune,
+)
 from phalanx.errors import ServerError
 
 _log = logging.getLogger("phalanx.server")

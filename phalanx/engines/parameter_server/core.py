@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.comm.ps.bundle import Bundle
-from phalanx.comm.ps.gradients import Contribution, Merged, merge
-from phalanx.comm.ps.membership import ShardSpec, ShardStats, WorkerTable
-from phalanx.comm.ps.placement import Piece, piece_from
-from phalanx.comm.ps.state import ShardState
+from phalanx.engines.parameter_server.bundle import Bundle
+from phalanx.engines.parameter_server.gradients import Contribution, Merged, merge
+from phalanx.engines.parameter_server.membership import ShardSpec, ShardStats, WorkerTable
+from phalanx.engines.parameter_server.placement import Piece, piece_from
+from phalanx.engines.parameter_server.state import ShardState
 from phalanx.errors import ServerError
 
 _SAVING_SHARE = 20

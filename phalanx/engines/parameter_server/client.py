@@ -13,11 +13,11 @@ import torch
 
 from phalanx import torch_compat
 from phalanx.comm.comm_thread import CommThread
-from phalanx.comm.ps.bundle import Bundle, ShardMemory, join_pieces, split_pieces
-from phalanx.comm.ps.connection import ServerConnection
-from phalanx.comm.ps.gradients import GradientPart, cut_gradient
-from phalanx.comm.ps.placement import Piece, Placement, rebalance
-from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, dtype_of, receive_into
+from phalanx.engines.parameter_server.bundle import Bundle, ShardMemory, join_pieces, split_pieces
+from phalanx.engines.parameter_server.connection import ServerConnection
+from phalanx.engines.parameter_server.gradients import GradientPart, cut_gradient
+from phalanx.engines.parameter_server.placement import Piece, Placement, rebalance
+from phalanx.engines.parameter_server.protocol import FrameKind, Head, bytes_of, dtype_of, receive_into
 
 _BUCKET_BYTES = 1 << 20
 _UNEVEN = 1.25

@@ -5,12 +5,12 @@ Start with `Placement` (who holds what), then `ShardCore` (when a step is taken)
 
 from __future__ import annotations
 
-from phalanx.comm.ps.client import ParameterClient, better_placement, move
-from phalanx.comm.ps.membership import Rules, ShardSpec
-from phalanx.comm.ps.placement import Piece, Placement, plan_placement, rebalance, spread
-from phalanx.comm.ps.process import ShardProcess, listen, serve
-from phalanx.comm.ps.shard import ServerShard
-from phalanx.comm.ps.state_file import StateSlots
+from phalanx.engines.parameter_server.client import ParameterClient, better_placement, move
+from phalanx.engines.parameter_server.membership import Rules, ShardSpec
+from phalanx.engines.parameter_server.placement import Piece, Placement, plan_placement, rebalance, spread
+from phalanx.engines.parameter_server.process import ShardProcess, listen, serve
+from phalanx.engines.parameter_server.shard import ServerShard
+from phalanx.engines.parameter_server.state_file import StateSlots
 
 __all__ = [
     "ParameterClient",

@@ -1,0 +1,139 @@
+"""Budgets of the package: lines, files, settings, verbs, classes, and what a rank loads.
+
+A budget is raised only in a commit that says why. `python tools/lines.py` prints the lines and files per room.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from command import COMMAND, ROOT, clean_environment
+from package_tree import modules, parsed
+
+from phalanx.cli import VERBS
+from phalanx.config import BACKENDS, FIELDS
+from phalanx.config.strategies import TABLE
+
+LINES = {"package": 79_500, "core": 49_000}
+FILES = 540
+SETTINGS = 130
+NUMBER_OF_VERBS = 21
+CLASS_LINES = 373
+RANK_MODULES = 240
+FORMATION_MODULES = 140
+
+NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
+OWN_CHOICE = {"phalanx.tools.tune.search"}
+"""A module whose own setting has a value that is spelled as an engine."""
+
+
+def lines_of() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lines", ROOT / "tools" / "lines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("tier", LINES)
+def test_lines(tier):
+    assert lines_of().totals()[tier][0] <= LINES[tier]
+
+
+def test_files():
+    assert len(modules()) <= FILES
+
+
+def test_settings_and_verbs():
+    assert len(FIELDS) <= SETTINGS
+    assert len(VERBS) <= NUMBER_OF_VERBS
+
+
+def test_classes_stay_small():
+    long = {}
+    for name in modules():
+        for node in ast.walk(parsed(name)):
+            if isinstance(node, ast.ClassDef) and (size := (node.end_lineno or 0) - node.lineno + 1) > CLASS_LINES:
+                long[f"{name}.{node.name}"] = size
+    assert not long
+
+
+def strings(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Constant):
+        return {node.value} if isinstance(node.value, str) else set()
+    return set().union(*map(strings, node.elts)) if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else set()
+
+
+def test_no_module_compares_the_name_of_a_strategy_or_an_engine():
+    """What differs between them are facts of their rows (`config/strategies.py`, `config/backends.py`)."""
+    others = [name for name in modules() if name not in OWN_CHOICE and not name.startswith("phalanx.engines.")]
+    compared = [(name, node) for name in others for node in ast.walk(parsed(name)) if isinstance(node, ast.Compare)]
+    found = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, node in compared
+        if NAMES & set().union(*map(strings, (node.left, *node.comparators)))
+    ]
+    assert not found, found
+
+
+def test_an_engine_compares_no_name_of_another():
+    for name in modules():
+        if not name.startswith("phalanx.engines.") or name.count(".") < 2:
+            continue
+        own = name.split(".")[2].replace("_", "-")
+        row = BACKENDS.get(own)
+        others = NAMES - {own} - ({*row.strategies, row.strategy} if row is not None else set())
+        for node in ast.walk(parsed(name)):
+            if isinstance(node, ast.Compare):
+                used = others & set().union(*map(strings, (node.left, *node.comparators)))
+                assert not used, f"{name}:{node.lineno} compares {used}"
+
+
+WATCH = """
+import json, sys
+from phalanx import Callback
+
+class Watch(Callback):
+    def on_fit_end(self, trainer):
+        names = sorted(name for name in sys.modules if name.split(".")[0] == "phalanx")
+        open("modules.json", "w").write(json.dumps(names))
+"""
+RECIPE = """
+summary = "digits, with a list of what its ranks have loaded"
+callbacks = ["watch:Watch"]
+data = {name = "digits"}
+model = {name = "convnet"}
+
+[settings]
+num_workers = 2
+device = "cpu"
+batch_size = 32
+max_steps = 4
+checkpoint_frequency = "4 steps"
+"""
+
+
+def test_a_rank_loads_few_modules_and_nothing_of_the_tools(tmp_path: Path):
+    (tmp_path / "watch.py").write_text(WATCH)
+    (tmp_path / "watched.toml").write_text(RECIPE)
+    environment = {**clean_environment(), "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [*COMMAND, "train", "./watched.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    loaded = json.loads((tmp_path / "modules.json").read_text())
+    assert not [name for name in loaded if name.startswith(("phalanx.tools", "phalanx.engines", "phalanx.cli"))]
+    assert len(loaded) <= RANK_MODULES, f"{len(loaded)}: {loaded}"
+
+
+def test_a_formation_loads_few_modules():
+    code = "import sys, phalanx; phalanx.Formation; print(sum(name.startswith('phalanx') for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= FORMATION_MODULES
