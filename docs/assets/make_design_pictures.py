@@ -13,9 +13,11 @@ sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests" / 
 
 PARENT, RANK, BOTH = "#cfe2f3", "#d9ead3", "#eeeeee"
 _SIDES = {
-    PARENT: {"cli", "runs", "launch", "tune", "bench", "verification", "ui"},
+    PARENT: {"cli", "runs", "launch"},
     RANK: {"worker", "trainers", "loop", "strategies", "checkpoint", "data", "models", "comm", "world"},
 }
+
+_TIERS = {"tools": "#fff2cc", "engines": "#f4cccc"}
 
 
 def box(x: float, y: float, width: float, height: float, text: str, fill: str = BOTH) -> str:
@@ -48,11 +50,16 @@ def picture(name: str, width: int, height: int, *parts: str) -> None:
 
 
 def packages() -> None:
-    """Draw one row of boxes per layer."""
+    """Draw one row of boxes per layer; the tools and the engines by their folders."""
     from test_layers import LAYERS
 
-    shown = {name: layer for name, layer in LAYERS.items() if name not in ("__main__", "version")}
+    folders = HERE.parents[1] / "phalanx"
+    hidden = ("__main__", "version", "lazy", "tool", "torch_fakes", "torch_flash", "torch_records")
+    shown = {name: layer for name, layer in LAYERS.items() if name not in hidden}
     rows = [[name for name, layer in shown.items() if layer == number] for number in range(max(shown.values()), -1, -1)]
+    for row in rows:
+        if row in (["tools"], ["engines"]):
+            row[:] = sorted(f"{row[0]}/{path.parent.name}" for path in (folders / row[0]).glob("*/__init__.py"))
     parts = []
     for number, row in enumerate(rows):
         y, width = 10 + 54 * number, 800 / len(row)
@@ -60,7 +67,8 @@ def packages() -> None:
         for place, name in enumerate(row):
             fill = next((side for side, names in _SIDES.items() if name in names), BOTH)
             is_module = name in ("engine", "torch_compat", "errors", "worker")
-            parts.append(box(30 + width * place, y, width - 8, 40, f"{name}.py" if is_module else f"{name}/", fill))
+            label = f"{name}.py" if is_module else f"{name.rpartition('/')[2].replace('_', ' ')}/"
+            parts.append(box(30 + width * place, y, width - 8, 40, label, _TIERS.get(name.partition("/")[0], fill)))
     picture("packages.svg", 840, 10 + 54 * len(rows), *parts)
 
 
