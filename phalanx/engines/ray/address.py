@@ -6,6 +6,7 @@ import os
 import socket
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
@@ -42,14 +43,14 @@ def check_address(address: str) -> None:
 
 def started_on_this_machine() -> str:
     """Return the address of the Ray that `ray start` started here last, not that of a Ray for a single run."""
-    utils: Any = import_module("ray._private.utils")
-    found: str | None = utils.read_ray_address()
-    if found is None:
+    temp = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(temp, "ray/ray_current_cluster")
+    if not file.exists():
         raise UsageError(
             "address 'auto': `ray start` has started no Ray on this machine, or `ray stop` ended it",
             hint="Start one with `ray start --head`, or leave address out for a local Ray.",
         )
-    return found
+    return file.read_text().strip()
 
 
 def _probe(address: str, host: str, port: int) -> None:

@@ -20,7 +20,7 @@ class DistributedTuner:
     """Searches for the best hyperparameters of a function, a script or a recipe.
 
     `train_fn(config)` gets a point of the space as a dict, and returns metrics as a dict (or the metric as a number).
-    Without `metric`, the objective is the only metric that it returns (with the engine "local"), else `loss`.
+    Without `metric`, the objective is the only metric that it returns, else `loss`.
     Settings such as `num_workers=2` or `strategy="fsdp"` apply to each trial.
     """
 
