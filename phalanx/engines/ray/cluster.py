@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.engines.ray.address import SCHEME, check_address, started_on_this_machine
+from phalanx.engines.ray.address import check_address, started_on_this_machine
 from phalanx.errors import UsageError
 
 _BUSY_HEAD = "Starting Ray client server failed"
@@ -46,8 +46,6 @@ class RayCluster:
     name: str
     """Its name in messages: "the local Ray", "the Ray cluster at head:6379"."""
     started_here: bool = False
-    is_client: bool = False
-    """Reached through ray://: this process is not a node of the cluster."""
 
     def nodes(self) -> list[dict[str, float]]:
         """Return the total resources of each live machine, used or not."""
@@ -75,8 +73,7 @@ def open_cluster(
     """
     with _environment(_QUIET):
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            client: Any = import_module("ray.util.client").ray
-            yield RayCluster("the Ray that this process has joined", is_client=bool(client.is_connected()))
+            yield RayCluster("the Ray that this process has joined")
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
@@ -90,7 +87,7 @@ def open_cluster(
         notice(f"connecting to Ray at {address}")
         _join(address, notice)
         try:
-            yield RayCluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
+            yield RayCluster(f"the Ray cluster at {address}")
         finally:
             import_module("ray").shutdown()
 
@@ -131,21 +128,32 @@ def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
     with _environment({"RAY_AUTH_TOKEN": _token(), **_LOCAL}):
         try:
-            with _own_sigterm():
-                ray.init(
-                    "local",
-                    num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(folder / "r"),
-                )
+            _start(num_cpus, num_gpus, folder / "r")
             yield
         finally:
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
+    ray: Any = import_module("ray")
+    try:
+        with _own_sigterm():
+            ray.init(
+                "local",
+                num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(folder),
+            )
+    except Exception as error:  # of no other class where Ray's processes take longer than its limit of 30 s
+        raise UsageError(
+            f"a local Ray could not be started: {str(error).strip()}",
+            hint="On a busy machine, try again; --backend pytorch-ddp (for a search: --engine local) needs no Ray.",
+        ) from error
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import PreemptedError, UsageError
-from phalanx.tools.tune.executor import Ending, Executor, control_of, nonfinite
+from phalanx.tools.tune.executor import Ending, Executor, control_of
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.pool import Pool
 from phalanx.tools.tune.record import Record
@@ -144,7 +144,11 @@ class SearchEngine(ABC):
                 raise objective.missing(trial.last, f"trial {trial.number}")
             trial.state, trial.cause = State.FAILED, str(objective.missing(trial.last, "the trial").message)
         if value is not None and not math.isfinite(value):
-            trial.state, trial.cause = State.FAILED, nonfinite(objective.metric, value, trial.iteration)
+            became = "NaN" if math.isnan(value) else "infinite"
+            trial.state, trial.cause = (
+                State.FAILED,
+                f"{objective.metric} became {became} at iteration {trial.iteration}",
+            )
 
     def _is_measured(self, ending: Trial) -> bool:
         """Whether another trial has measured the metric, or one that the search began with still may."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -230,8 +229,3 @@ def explain(result: LaunchResult, trial: Trial) -> Ending:
         return Ending(code, f"out of memory: {first_line}")
     # Without a traceback it is a mistake that its message explains.
     return Ending(code, f"{record['type']}: {first_line}" if record["traceback"] else first_line)
-
-
-def nonfinite(metric: str, value: float, iteration: int) -> str:
-    """Return the cause of failure of a trial whose metric is not finite."""
-    return f"{metric} became {'NaN' if math.isnan(value) else 'infinite'} at iteration {iteration}"

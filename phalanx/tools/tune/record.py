@@ -27,9 +27,9 @@ class Record:
         self._optuna = import_optuna("tuning")
         self._folder, self._space, self._objective = folder, space, objective
         path = folder / FILE
-        self.existed = path.exists()
+        existed = path.exists()
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path}")
-        if self.existed and objective.is_open:  # the metric may have been settled before the interruption
+        if existed and objective.is_open:  # the metric may have been settled before the interruption
             before = self._optuna.load_study(study_name=_STUDY, storage=self._storage).user_attrs
             objective.metric, objective.mode = json.loads(before["metric"]), json.loads(before["mode"])
             settings = {**settings, "metric": objective.metric, "mode": objective.mode}
@@ -39,7 +39,7 @@ class Record:
         for _ in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.WAITING]):
             self._study.ask()  # opened when the interruption came: it becomes a running trial like the others
         self._ids = {frozen.number: frozen._trial_id for frozen in self._study.get_trials(deepcopy=False)}
-        if not self.existed:
+        if not existed:
             for name, text in plain.items():
                 self._study.set_user_attr(name, text)
 

@@ -28,7 +28,7 @@ from phalanx.tools.tune.record import FILE, Record
 from phalanx.tools.tune.results import Results, check_some_worked, write_best, write_trials
 from phalanx.tools.tune.schedulers import SCHEDULERS, make_scheduler
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.suggest import SEARCHES, PartOfSearch, make_search
+from phalanx.tools.tune.suggest import SEARCHES, PartOfSearch, Search, make_search
 from phalanx.tools.tune.table import LiveTable, PlainTable, open_table, point_words
 from phalanx.tools.tune.tracking import open_tracking
 from phalanx.tools.tune.trainable import OF_THE_TRIAL, Trainable
@@ -111,8 +111,31 @@ def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Re
     subject.check([*space.domains, *space.fixed])
     subject.check_metric(request.metric)
     objective = Objective.of(request.metric, request.mode)
+    method, total = _method(subject, space, objective, request)
+    folder = _study_folder(request, subject.name)
+    config = subject.resolved.config
     with _open_executor(subject, request, PlainTable(objective).notice) as executor:
-        return _search_on(executor, subject, space, objective, request)
+        try:
+            make_private(folder)
+        except OSError as error:
+            raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
+        tracking = open_tracking(config, subject.name, objective, folder)
+        return _run(
+            SearchPlan(subject, space, objective, method, executor, folder, total, config.seed, tracking, request.mode),
+            request,
+        )
+
+
+def _method(subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest) -> tuple[Search, int]:
+    """Return where the points come from, and how many trials were asked for."""
+    method = make_search(request.search, space, subject.resolved.config.seed, objective)
+    total = request.num_samples or method.size or _DEFAULT_SAMPLES
+    if request.part is None:
+        return method, total
+    total = len(range(request.part[0], total, request.part[1]))
+    if total == 0:
+        raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
+    return PartOfSearch(method, *request.part), total
 
 
 def _open_executor(
@@ -157,26 +180,13 @@ def _check_settings(subject: Trainable) -> None:
         raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one machine")
 
 
-def _search_on(
-    executor: Executor, subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest
-) -> Results:
-    config = subject.resolved.config
-    method = make_search(request.search, space, config.seed, objective)
-    total = request.num_samples or method.size or _DEFAULT_SAMPLES
-    if request.part is not None:
-        method = PartOfSearch(method, *request.part)
-        total = len(range(request.part[0], total, request.part[1]))
-        if total == 0:
-            raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
-    folder = _study_folder(request, subject.name)
-    record = Record(folder, space, objective, _common_settings(subject, space, objective, request))
-    tracking = open_tracking(config, subject.name, objective, folder)
-    plan = SearchPlan(subject, space, objective, method, executor, folder, total, config.seed, tracking, request.mode)
-    table = open_table(objective, progress=config.progress)
+def _run(plan: SearchPlan, request: SearchRequest) -> Results:
+    record = Record(plan.folder, plan.space, plan.objective, _common_settings(plan, request))
+    table = open_table(plan.objective, progress=plan.subject.resolved.config.progress)
     results = None
     try:
         engine = _engine(plan, record, table, request)
-        table.notice(f"{plan.total} trials of {subject.name}, {executor.summary}; {folder}")
+        table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.executor.summary}; {plan.folder}")
         done = sum(trial.state.is_final for trial in engine.trials)
         table.progress.begin(plan.total, done)
         if done:
@@ -187,7 +197,7 @@ def _search_on(
             table.close(engine.trials)
         results = _conclude(plan, trials, record, table)
     finally:
-        tracking.close(results)
+        plan.tracking.close(results)
         record.close()
     return results
 
@@ -257,23 +267,21 @@ def _draw(plan: SearchPlan, results: Results, record: Record, table: PlainTable 
         return [path]
 
 
-def _common_settings(
-    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest
-) -> dict[str, Any]:
+def _common_settings(plan: SearchPlan, request: SearchRequest) -> dict[str, Any]:
     """Return what a resumed search must have in common with the one that began."""
     return {
-        "subject": subject.name,
-        "space": space.to_plain(),
-        "metric": objective.metric,
-        "mode": objective.mode,
+        "subject": plan.subject.name,
+        "space": plan.space.to_plain(),
+        "metric": plan.objective.metric,
+        "mode": plan.objective.mode,
         "scheduler": request.scheduler,
         "search": request.search,
-        "seed": subject.resolved.config.seed,
+        "seed": plan.seed,
     }
 
 
 def _study_folder(request: SearchRequest, name: str) -> Path:
-    """Make the folder of the search; raise where it holds a search that is not to be resumed."""
+    """Return the folder of the search; raise where it holds a search that is not to be resumed."""
     if request.study_dir is None:
         plain = re.sub(r"[^\w.-]+", "-", name).strip("-") or "search"
         folder = Path("runs") / f"tune-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -291,8 +299,4 @@ def _study_folder(request: SearchRequest, name: str) -> Path:
         raise UsageError(
             f"{folder} holds a search already", hint="Add --resume to go on with it, or choose another --study-dir."
         )
-    try:
-        make_private(folder)
-    except OSError as error:
-        raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
     return folder.absolute()
