@@ -109,8 +109,8 @@ class Engine:
 
     # Searches.
 
-    def search(self, trainable: Any, space: Any, objective: Any, request: Any) -> Any:
-        """Run a search (`phalanx tune --engine <this engine>`) and return its `Results`."""
+    def executor(self, trainable: Any, request: Any, notice: Callable[[str], None]) -> Any:
+        """Return a context manager with the `Executor` of a search's trials (`phalanx tune --engine <this engine>`)."""
         raise UsageError(f"the engine {type(self).__name__} runs no searches", hint="Write: --engine local or ray.")
 
 

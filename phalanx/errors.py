@@ -128,10 +128,6 @@ class SearchFailedError(PhalanxError):
     """No trial of a search succeeded."""
 
 
-class TrialFailedError(PhalanxError):
-    """A trial failed; the message is its cause."""
-
-
 class ShapingError(PhalanxError):
     """A network link cannot be created or shaped on this machine."""
 

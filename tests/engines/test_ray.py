@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -365,6 +366,19 @@ def test_a_head_that_stays_busy_is_reported_as_one_that_could_not_be_joined(monk
     with pytest.raises(UsageError, match="could not be joined: Starting Ray client server failed"):
         cluster._join("ray://head:10001", told.append)
     assert (len(tries), len(told)) == (2, 1)
+
+
+def test_a_local_ray_that_does_not_start_is_an_error_with_what_to_do(monkeypatch):
+    def start(address: str, **_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", start)
+    with pytest.raises(UsageError, match="a local Ray could not be started: The current node timed out") as caught:
+        with cluster.open_cluster(num_cpus=2):
+            pass
+    assert "--backend pytorch-ddp" in str(caught.value.hint)
+    assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 def test_deaths_of_workers_are_reported_once_and_not_by_ray_too():

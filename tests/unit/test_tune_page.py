@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.observe.svg import Axis, brief
 from phalanx.tools.tune import choice, loguniform, uniform
-from phalanx.tools.tune.charts import Axis, axes_and_lines
 from phalanx.tools.tune.objective import Objective
-from phalanx.tools.tune.page import importances, page
+from phalanx.tools.tune.page import axes_and_lines, importances, page
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.table import PlainTable, SearchProgress, brief, columns
+from phalanx.tools.tune.table import PlainTable, SearchProgress, columns
 from phalanx.tools.tune.trial import State, Trial
 
 

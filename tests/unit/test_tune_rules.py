@@ -12,11 +12,11 @@ from phalanx.errors import UsageError
 from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.tools.tune import reporting, uniform
 from phalanx.tools.tune.engine import IndependentTrials
+from phalanx.tools.tune.executor import plan_slots
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.population import exploits
-from phalanx.tools.tune.schedulers import Asha, Median, Points, make_scheduler
+from phalanx.tools.tune.schedulers import Asha, Median, Points, decide, make_scheduler
 from phalanx.tools.tune.search import SearchRequest
-from phalanx.tools.tune.slots import plan_slots
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.table import LiveTable
 from phalanx.tools.tune.trial import State, Trial
@@ -66,6 +66,30 @@ def test_reports_beyond_a_point_count_from_the_first():
     assert sparse.value_from(3, LOSS) == 4.0
     assert sparse.value_from(11, LOSS) == 2.0
     assert sparse.value_from(21, LOSS) is None
+
+
+LATE = {1: {"other": 1.0}, 2: {"loss": 2.5}, 3: {"loss": 2.3}}
+
+
+def test_a_stopped_trial_keeps_the_report_that_was_judged():
+    better = trial(0, 1.0, state=State.FINISHED)
+    late = Trial(1, {}, Path("/nowhere"), State.RUNNING, dict(LATE))
+    assert decide(late, [better], Asha(eta=3), LOSS) is False
+    assert (late.stopped_at, sorted(late.reports), late.value(LOSS)) == (2, [1, 2], 2.5)
+
+
+def test_a_verdict_does_not_count_what_others_reported_after_they_were_stopped():
+    first, mine = trial(0, 1.0, 1.0, 1.0), trial(2, 0.5, 0.5, 1.5)
+    late = Trial(1, {}, Path("/nowhere"), State.RUNNING, dict(LATE))
+    assert decide(mine, [first, late], Asha(eta=3), LOSS) is None, "the second has a third report, but no verdict"
+    for other, lower in ((first, []), (late, [first])):
+        decide(other, lower, Asha(eta=3), LOSS)
+    assert late.stopped_at == 2
+    assert decide(mine, [first, late], Asha(eta=3), LOSS) is None
+    assert mine.passed == {1}, "the second may not have a third report: its end is waited for"
+    late.state = State.STOPPED
+    assert decide(mine, [first, late], Asha(eta=3), LOSS) is False
+    assert mine.stopped_at == 3, "one of two that reached it, and not the best"
 
 
 def test_the_worst_quarter_continues_from_the_best():
@@ -147,7 +171,7 @@ def test_gpus_are_divided_among_slots(monkeypatch):
 def test_a_trial_without_the_metric_ends_the_search_only_while_no_other_measures_it():
     def is_measured(*others):
         ended = Trial(0, {}, Path("/nowhere"), State.FINISHED, {1: {"accuracy": 1.0}})
-        plan = SimpleNamespace(objective=LOSS, slots=SimpleNamespace(slots=(0, 1)))
+        plan = SimpleNamespace(objective=LOSS, executor=SimpleNamespace(slots=(0, 1)))
         record = SimpleNamespace(trials=lambda: [ended, *others])
         return IndependentTrials(plan, record, None, make_scheduler("none", eta=3, grace=1))._is_measured(ending=ended)
 

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from phalanx import tune
 from phalanx.errors import ConfigError, UsageError
-from phalanx.tools.tune.domains import KINDS, Domain
+from phalanx.tools.tune.domains import KINDS, Domain, random_trial
+from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.suggest import make_search
+
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+
+
+def drawn(space, seed, count):
+    method = make_search("random", space, seed, Objective("loss", "min"))
+    return [method.point(number, []) for number in range(count)]
 
 
 def test_toml_and_python_say_the_same(tmp_path):
@@ -30,9 +39,9 @@ def test_toml_and_python_say_the_same(tmp_path):
     }
     read, built = SearchSpace.read(tmp_path / "space.toml"), SearchSpace(python)
     assert read.to_plain() == built.to_plain()
-    points = [built.draw(7, number) for number in range(40)]
-    assert points == [read.draw(7, number) for number in range(40)]
-    assert points != [read.draw(8, number) for number in range(40)]
+    points = drawn(built, 7, 40)
+    assert points == drawn(read, 7, 40)
+    assert points != drawn(read, 8, 40)
     assert all(("momentum" in point) == (point["optimizer"] == "sgd") for point in points)
     assert {point["optimizer"] for point in points} == {"sgd", "adamw"}
     assert all(point["batch_size"] == 32 for point in points)
@@ -88,8 +97,7 @@ def test_a_condition_on_what_does_not_apply_does_not_hold():
             "a": tune.choice([True, False]),
         }
     )
-    for number in range(50):
-        point = space.draw(0, number)
+    for point in drawn(space, 0, 50):
         assert ("b" in point) == point["a"]
         assert ("c" in point) == (point.get("b") == 2)
 
@@ -133,13 +141,13 @@ def test_draws_and_moves_stay_inside(kind, low, span, step, rng):
     bounds = (low, low + span, step)[: 3 if meaning.step else 2]
     domain = Domain(kind, bounds)
     assert domain.mistakes() == []
-    value = domain.sample(rng)
+    value = domain.suggest(random_trial(str(rng.random())), "x")
     for _ in range(5):
         assert low <= value <= low + span
         assert isinstance(value, int) == meaning.integer
         if meaning.step and not meaning.log and low + span > value > low:
             assert math.isclose((value - low) / step % 1, 0, abs_tol=1e-6)
-        value = domain.perturb(value, rng)
+        value = domain.moved(value, rng)
 
 
 def test_perturbing_moves_only_what_is_named():

@@ -1,9 +1,9 @@
-"""Ray: Ray Train as launcher, Ray Data as input, Ray Tune as search engine."""
+"""Ray: Ray Train as launcher, Ray Data as input, Ray's workers for the trials of a search."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.config import DistributedConfig
@@ -33,7 +33,7 @@ class Ray(Engine):
 
     def datasets(self, *sources: Any) -> Mapping[str, Any]:
         """Return the Ray data sets among the data of a task."""
-        from phalanx.engines.ray.data import datasets_of
+        from phalanx.engines.ray.trainer import datasets_of
 
         return datasets_of(*sources)
 
@@ -45,11 +45,11 @@ class Ray(Engine):
 
         return [ReportToRay()]
 
-    def search(self, trainable: Any, space: Any, objective: Any, request: Any) -> Any:
-        """Run a search on Ray Tune."""
-        from phalanx.engines.ray.tune.engine import search
+    def executor(self, trainable: Any, request: Any, notice: Callable[[str], None]) -> Any:
+        """Return the executor that runs trials on Ray's workers."""
+        from phalanx.engines.ray.tune import open_executor
 
-        return search(trainable, space, objective, request)
+        return open_executor(trainable, request, notice)
 
 
 ENGINE = Ray()

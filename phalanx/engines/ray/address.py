@@ -6,11 +6,12 @@ import os
 import socket
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
 
-SCHEME = "ray://"
+_SCHEME = "ray://"
 PROBE_SECONDS = 5.0
 """How long an address may take to answer at all."""
 _CLIENT_PORT = 10001
@@ -25,7 +26,7 @@ def check_address(address: str) -> None:
     """Refuse an address that is malformed or where no Ray listens."""
     if address in ("auto", "local"):
         return
-    rest = address.removeprefix(SCHEME)
+    rest = address.removeprefix(_SCHEME)
     if "://" in rest:
         scheme = rest.split("://")[0]
         raise UsageError(
@@ -33,7 +34,7 @@ def check_address(address: str) -> None:
             hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
         )
     host, separator, port = rest.rpartition(":")
-    if not separator and address.startswith(SCHEME):
+    if not separator and address.startswith(_SCHEME):
         host, port = rest, str(_CLIENT_PORT)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UsageError(f"address '{address}' is not host:port.", hint="Write it like ray://head:10001 or head:6379.")
@@ -42,14 +43,14 @@ def check_address(address: str) -> None:
 
 def started_on_this_machine() -> str:
     """Return the address of the Ray that `ray start` started here last, not that of a Ray for a single run."""
-    utils: Any = import_module("ray._private.utils")
-    found: str | None = utils.read_ray_address()
-    if found is None:
+    temp = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(temp, "ray/ray_current_cluster")
+    if not file.exists():
         raise UsageError(
             "address 'auto': `ray start` has started no Ray on this machine, or `ray stop` ended it",
             hint="Start one with `ray start --head`, or leave address out for a local Ray.",
         )
-    return found
+    return file.read_text().strip()
 
 
 def _probe(address: str, host: str, port: int) -> None:
@@ -72,7 +73,7 @@ def _probe(address: str, host: str, port: int) -> None:
 def _ask(address: str, target: str) -> None:
     """Call a method that only Ray has; any answer but "no such method" comes from Ray."""
     grpc: Any = import_module("grpc")  # carries no types
-    what, method = _CLIENT if address.startswith(SCHEME) else _HEAD
+    what, method = _CLIENT if address.startswith(_SCHEME) else _HEAD
     directly = [("grpc.enable_http_proxy", 0)]  # as Ray itself connects
     with grpc.insecure_channel(target, options=directly) as channel:
         try:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import secrets
+import shutil
+import signal
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from phalanx.engines.ray.address import SCHEME, check_address, started_on_this_machine
-from phalanx.engines.ray.local import local_ray, own_sigterm, process_guard
+from phalanx.engines.ray.address import check_address, started_on_this_machine
 from phalanx.errors import UsageError
 
 _BUSY_HEAD = "Starting Ray client server failed"
@@ -23,6 +29,14 @@ _QUIET = {
     # The launcher reports it with the rank and its log; Ray would print paragraphs between the lines of the run.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed while executing",
 }
+_LOCAL = {
+    "RAY_worker_niceness": "0",  # Ray lowers the priority of its workers, but here nothing else runs
+    "RAY_prestart_worker_first_driver": "0",  # those of a run have variables of their own: none could be used
+    "RAY_enable_metrics_collection": "0",
+}
+"""Settings of a Ray that is started for one run."""
+_LONGEST_TEMP = 24
+"""The paths of Ray's sockets are some 80 characters longer than this folder's, and must stay below 108."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +46,6 @@ class RayCluster:
     name: str
     """Its name in messages: "the local Ray", "the Ray cluster at head:6379"."""
     started_here: bool = False
-    is_client: bool = False
-    """Reached through ray://: this process is not a node of the cluster."""
 
     def nodes(self) -> list[dict[str, float]]:
         """Return the total resources of each live machine, used or not."""
@@ -59,15 +71,14 @@ def open_cluster(
     `address` is ray://host:port (Ray's client), host:port or "auto" (this machine is part of the cluster). A Ray that
     this process has initialised already is used as it is, and left alone.
     """
-    with process_guard(_QUIET):
+    with _environment(_QUIET):
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            client: Any = import_module("ray.util.client").ray
-            yield RayCluster("the Ray that this process has joined", is_client=bool(client.is_connected()))
+            yield RayCluster("the Ray that this process has joined")
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
             notice("starting a local Ray")
-            with local_ray(num_cpus, num_gpus):
+            with _local_ray(num_cpus, num_gpus):
                 yield RayCluster("the local Ray", started_here=True)
             return
         if address == "auto":  # a job of the cluster has its address in the environment
@@ -76,9 +87,79 @@ def open_cluster(
         notice(f"connecting to Ray at {address}")
         _join(address, notice)
         try:
-            yield RayCluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
+            yield RayCluster(f"the Ray cluster at {address}")
         finally:
             import_module("ray").shutdown()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set; afterwards unset them, and those that Ray itself has set."""
+    before = set(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in {name for name in os.environ if name in variables or name.startswith("RAY_")} - before:
+            del os.environ[name]
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Restore the handler of SIGTERM: Ray's ends the process silently."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: Any = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
+    """Start a Ray for this process and connect to it; end it with the block."""
+    ray: Any = import_module("ray")
+    usual = tempfile.gettempdir()
+    short = usual if len(usual) <= _LONGEST_TEMP or not os.path.isdir("/tmp") else "/tmp"
+    # Only this user can read this folder. Ray makes its own folder readable to everyone, so it gets one inside.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=short))
+    # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
+    with _environment({"RAY_AUTH_TOKEN": _token(), **_LOCAL}):
+        try:
+            _start(num_cpus, num_gpus, folder / "r")
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
+    ray: Any = import_module("ray")
+    try:
+        with _own_sigterm():
+            ray.init(
+                "local",
+                num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(folder),
+            )
+    except Exception as error:  # of no other class where Ray's processes take longer than its limit of 30 s
+        raise UsageError(
+            f"a local Ray could not be started: {str(error).strip()}",
+            hint="On a busy machine, try again; --backend pytorch-ddp (for a search: --engine local) needs no Ray.",
+        ) from error
+
+
+@functools.cache
+def _token() -> str:
+    """Return this process's token: Ray reads it once, so that a second local Ray must use the same."""
+    return os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
 
 
 def _join(address: str, notice: Callable[[str], None]) -> None:
@@ -87,7 +168,7 @@ def _join(address: str, notice: Callable[[str], None]) -> None:
 
     for tries_left in (1, 0):
         try:
-            with own_sigterm():
+            with _own_sigterm():
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             if not tries_left or _BUSY_HEAD not in str(error):
@@ -112,8 +193,8 @@ def _refused(address: str, error: Exception) -> UsageError:
 
 def check_resources(
     cluster: RayCluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", what: str = "workers"
-) -> None:
-    """Refuse workers that the cluster's machines could never hold, even idle: Ray would wait for ever.
+) -> int:
+    """Return how many workers fit when idle; refuse fewer than `count`, for which Ray would wait for ever.
 
     Each of `count` workers needs `needed` on one machine.
     """
@@ -128,7 +209,7 @@ def check_resources(
         room = [min(1, places) for places in room]
     fits = max(room, default=0) if placement == "strict-pack" else sum(room)
     if fits >= count:
-        return
+        return fits
     names = {name for node in nodes for name in node if ":" not in name}  # without Ray's internal entries
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names - {"memory", "object_store_memory"}}
     have = "together " + resources_text(total) if total else "none with CPUs or GPUs to give"

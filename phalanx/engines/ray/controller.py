@@ -1,15 +1,47 @@
-"""The actor in the cluster that runs Ray Train's controller and passes messages between the ranks and the launcher."""
+"""The actor in the cluster that runs Ray Train's controller, and what the launcher, this actor and the ranks send.
+
+A message is a dict whose first key is its kind: `output`, `log`, `event`, `record`, `placed`, `begun`, `lost`, `ended`,
+`location`, `at` or `files`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import ray
+from phalanx.engines.ray.sources import SourceArchive
 
-from phalanx.engines.ray.messages import RankOrder, RayMessage, RayRunSpec
+RayMessage = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RayRunSpec:
+    """The settings of a run for Ray Train."""
+
+    workers: int | tuple[int, int]
+    resources: dict[str, float]
+    use_gpu: bool
+    placement: str
+    max_failures: int
+    storage: str
+    name: str
+    own_ray: bool
+    """Whether the Ray was started for this run and ends with it."""
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What every rank runs."""
+
+    archive: SourceArchive
+    env: dict[str, str]
+    threads: int | None
+    """Compute threads per rank; None: the cores of the machine shared evenly."""
+    max_restarts: int
 
 
 class Controller:
@@ -26,6 +58,8 @@ class Controller:
 
     async def run(self, run_spec: RayRunSpec, order: RankOrder, data: Mapping[str, Any]) -> str:
         """Let Ray Train run the order; return the error, or an empty text."""
+        import ray
+
         this_actor = ray.get_runtime_context().current_actor
 
         def run() -> str:
@@ -71,9 +105,8 @@ class Controller:
 
     async def abort(self) -> None:
         """End the run now: Ray Train's controller first, so that its workers and placement group are released."""
+        from ray.exceptions import RayActorError
+
         if self._controller is not None:
-            try:
+            with suppress(TimeoutError, RayActorError):  # it may end without an answer
                 await asyncio.wait_for(asyncio.shield(self._controller.abort.remote()), 10.0)
-            except (TimeoutError, ray.exceptions.RayActorError):
-                # It may end without an answer.
-                return

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.engines.ray.cluster import RayCluster
-from phalanx.engines.ray.messages import RayMessage
+from phalanx.engines.ray.controller import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.host.signals import SignalInbox

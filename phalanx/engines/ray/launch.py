@@ -4,7 +4,7 @@
 2. A `Controller` (an actor on the head node) runs Ray Train's controller, so that it does not matter whether this
    process is part of the cluster or a client of it.
 3. Each worker (`worker`) unpacks the code that was sent (`sources`), becomes a rank and runs the target.
-4. Output, events and error records come back as `messages`; `follow` shows them and reports what failed.
+4. Output, events and error records come back as messages; `follow` shows them and reports what failed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
+from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
-from phalanx.engines.ray.messages import RankOrder, RayRunSpec
 from phalanx.engines.ray.sources import pack
 from phalanx.errors import UsageError
 from phalanx.host.signals import SignalInbox
@@ -82,8 +82,6 @@ class RayStarter:
     def _started(self, spec: LaunchSpec, cluster: RayCluster, console: RankConsole) -> Iterator[RayRun]:
         """Start the controller actor and the run on it."""
         import ray
-
-        from phalanx.engines.ray.controller import Controller
 
         began = time.monotonic()
         # DEFAULT: not in the placement group of a Tune trial that this process may belong to.

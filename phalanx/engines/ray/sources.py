@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import os
 import socket
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import UsageError
+from phalanx.host.files import replace_file
 from phalanx.host.processes import PACKAGE
 from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target
 
@@ -35,8 +34,8 @@ class SourceArchive:
     root: str
     folder: str
     """Where the launch was started: relative paths begin here."""
-    sources: bytes
-    """Empty: they must be on every machine already."""
+    sources: dict[str, bytes]
+    """Contents by path below `root`. Empty: they must be on every machine already."""
     digest: str
     payload: bytes = b""
     own_path: tuple[str, ...] = field(default=())
@@ -71,7 +70,7 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
         target=target,
         root=str(root),
         folder=os.getcwd(),
-        sources=_tar(files) if files else b"",
+        sources=files,
         digest=_digest(files),
         payload=payload,
         own_path=own,
@@ -91,7 +90,7 @@ def unpack(archive: SourceArchive, scratch: Path) -> UnpackedSources:
     if folder and (in_place or _has_sources(archive)):
         return UnpackedSources(target, folder, archive.own_path, in_place, payload_folder)
     root = scratch.parent / f"phalanx-ray-{os.getuid()}-{archive.digest}"  # stays, for the restarts of the run
-    _unpack_sources(archive, root, scratch / "sources")
+    _unpack_sources(archive, root)
     if isinstance(target, ScriptTarget):
         target = dataclasses.replace(target, path=root / Path(target.path).name)
     return UnpackedSources(target, folder or str(root), (str(root),), in_place, payload_folder)
@@ -116,7 +115,7 @@ def _has_sources(archive: SourceArchive) -> bool:
     return os.path.isdir(archive.root)
 
 
-def _unpack_sources(archive: SourceArchive, root: Path, aside: Path) -> None:
+def _unpack_sources(archive: SourceArchive, root: Path) -> None:
     """Put the sources into `root`, each at once: other ranks of this machine may be reading them there."""
     if not archive.sources:
         raise UsageError(
@@ -127,12 +126,10 @@ def _unpack_sources(archive: SourceArchive, root: Path, aside: Path) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if root.stat().st_uid != os.getuid():  # in a folder that all may write, another user could have put code there
         raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
-    with tarfile.open(fileobj=io.BytesIO(archive.sources)) as tar:
-        tar.extractall(aside, filter="data")
-    for path in aside.rglob("*.py"):
-        place = root / path.relative_to(aside)
+    for name, content in archive.sources.items():
+        place = root / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(place)
+        replace_file(place, content)
 
 
 def _unpack_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
@@ -186,16 +183,6 @@ def _is_users(entry: str) -> bool:
     real = os.path.realpath(entry)
     own = os.path.dirname(os.path.realpath(PACKAGE))
     return real not in {"/", own} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
-
-
-def _tar(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def _digest(files: dict[str, bytes]) -> str:

@@ -1,4 +1,4 @@
-"""Tuning: many trials of a training, side by side, the bad ones given up early.
+"""Hyperparameter search: parallel trials with early stopping.
 
 `DistributedTuner` and `phalanx tune` search; `choice`, `uniform` and the other words say where; `report` and
 `checkpoint_dir` are for functions and scripts inside a trial. Names are imported when first used.

@@ -1,12 +1,15 @@
-"""The domains of a search space, and their conversion from Ray Tune's."""
+"""The domains of a search space: distributions of Optuna under one word each; Ray Tune's are converted."""
 
 from __future__ import annotations
 
 import math
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from phalanx.errors import UsageError
 
 
 class Kind(NamedTuple):
@@ -32,7 +35,6 @@ KINDS = {
 """Bounds belong to the range, also those of whole numbers."""
 
 _MOST_GRID_VALUES = 1000
-_RESAMPLE_CHANCE = 0.25
 _FACTORS = (0.8, 1.2)
 
 
@@ -102,16 +104,39 @@ class Domain:
         count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
         return [self.snap(self.low + place * self.step) for place in range(count)]
 
-    def sample(self, rng: random.Random) -> Any:
-        """Draw a value."""
+    def distribution(self) -> Any:
+        """Return it as a distribution of Optuna."""
+        from optuna import distributions
+
         if self.kind == "choice":
-            return self.arguments[rng.randrange(len(self.arguments))]
-        if self.meaning.log:
-            return self.snap(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
-        if self.step is not None:
-            count = math.floor((self.high - self.low) / self.step + 1e-9)
-            return self.snap(self.low + rng.randint(0, count) * self.step)
-        return self.snap(rng.uniform(self.low, self.high))
+            return distributions.CategoricalDistribution(tuple(map(self.stored, self.arguments)))
+        kind = distributions.IntDistribution if self.meaning.integer else distributions.FloatDistribution
+        if self.meaning.log:  # Optuna has no steps on a logarithm: the value is rounded afterwards
+            return kind(self.low, self.high, log=True)
+        last = self.high
+        if self.step is not None:  # Optuna warns of a range that is not a multiple of the step
+            last = self.low + math.floor((self.high - self.low) / self.step + 1e-9) * self.step
+            last = last if self.meaning.integer else round(last, 12)
+        return kind(self.low, last, step=self.step)
+
+    def stored(self, value: Any) -> Any:
+        """Return a value as Optuna's storage can hold it: a choice that is neither number nor text by its repr."""
+        plain = self.kind != "choice" or value is None or isinstance(value, (bool, int, float, str))
+        return value if plain else repr(value)
+
+    def restored(self, value: Any) -> Any:
+        """Return the value of the domain that is stored like this."""
+        if self.kind != "choice":
+            return self.snap(value)
+        return next((one for one in self.arguments if self.stored(one) == value), value)
+
+    def suggest(self, asked: Any, name: str) -> Any:
+        """Return the value that a trial of Optuna draws or proposes."""
+        found = self.distribution()
+        if self.kind == "choice":
+            return self.restored(asked.suggest_categorical(name, found.choices))
+        ask = asked.suggest_int if self.meaning.integer else asked.suggest_float
+        return self.restored(ask(name, found.low, found.high, step=found.step, log=found.log))
 
     def snap(self, value: float) -> Any:
         """Return the nearest value that the domain has."""
@@ -123,10 +148,8 @@ class Domain:
         value = min(max(value, self.low), self.high)
         return int(value) if self.meaning.integer else float(value)
 
-    def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return another value near this one, or sometimes a new draw (population-based training)."""
-        if rng.random() < _RESAMPLE_CHANCE:
-            return self.sample(rng)
+    def moved(self, value: Any, rng: random.Random) -> Any:
+        """Return another value near this one (population-based training)."""
         if self.kind == "choice":
             place = self.arguments.index(value) if value in self.arguments else 0
             return self.arguments[min(max(place + rng.choice((-1, 1)), 0), len(self.arguments) - 1)]
@@ -190,6 +213,25 @@ def qrandint(low: int, high: int, step: int, *, when: Mapping[str, Any] | None =
 def qlograndint(low: int, high: int, step: int, *, when: Mapping[str, Any] | None = None) -> Domain:
     """A multiple of step from low to high, each order of magnitude as likely as another."""
     return Domain("qlograndint", (low, high, step), when or {})
+
+
+def import_optuna(who: str) -> Any:
+    """Import Optuna with few log messages, or raise with the command that installs it."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise UsageError(
+            f"{who} needs Optuna, which is not installed", hint="Run: pip install 'phalanx[tune]'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def random_trial(seed: str) -> Any:
+    """Return a trial of Optuna that draws at random; the same seed draws the same."""
+    optuna = import_optuna("tuning")
+    sampler = optuna.samplers.RandomSampler(seed=zlib.crc32(seed.encode()))
+    return optuna.create_study(sampler=sampler).ask()
 
 
 def is_rays(entry: Any) -> bool:

@@ -1,8 +1,7 @@
-"""The local engine: trials on this machine, followed by one thread, with verdicts in order of their numbers."""
+"""The search: starts trials on an executor, follows them by one thread, gives verdicts in order of their numbers."""
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import signal
@@ -11,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import PreemptedError, UsageError
+from phalanx.tools.tune.executor import Ending, Executor, control_of
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.pool import Pool
 from phalanx.tools.tune.record import Record
-from phalanx.tools.tune.runner import Ending, control_of, nonfinite, run_trial
 from phalanx.tools.tune.schedulers import Points, Scheduler, decide
-from phalanx.tools.tune.slots import Slots
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.suggest import Search
 from phalanx.tools.tune.table import LiveTable, PlainTable
@@ -33,7 +31,7 @@ class SearchPlan:
     space: SearchSpace
     objective: Objective
     search: Search
-    slots: Slots
+    executor: Executor
     folder: Path
     num_samples: int
     seed: int = 0
@@ -61,9 +59,7 @@ class SearchEngine(ABC):
 
     def run(self) -> list[Trial]:
         """Search to the end; an interruption leaves a record from which the search can be resumed."""
-        threads = self.plan.slots.threads_per_rank
-        run = functools.partial(run_trial, self.plan.subject, points=self.points, threads_per_rank=threads)
-        with Pool(self.plan.slots.slots, run) as pool:
+        with Pool(self.plan.executor) as pool:
             while True:
                 if self._stop_signal is None:
                     self.fill(pool)
@@ -101,7 +97,7 @@ class SearchEngine(ABC):
             control.stop_at(stop_at)
         elif control is not None:
             control.let_through(trial.iteration)
-        pool.start(trial, env=self.plan.tracking.environment(trial))
+        pool.start(trial, self.points, self.plan.tracking.environment(trial))
 
     def close_trial(self, trial: Trial) -> None:
         """Record how a trial ended."""
@@ -148,11 +144,15 @@ class SearchEngine(ABC):
                 raise objective.missing(trial.last, f"trial {trial.number}")
             trial.state, trial.cause = State.FAILED, str(objective.missing(trial.last, "the trial").message)
         if value is not None and not math.isfinite(value):
-            trial.state, trial.cause = State.FAILED, nonfinite(objective.metric, value, trial.iteration)
+            became = "NaN" if math.isnan(value) else "infinite"
+            trial.state, trial.cause = (
+                State.FAILED,
+                f"{objective.metric} became {became} at iteration {trial.iteration}",
+            )
 
     def _is_measured(self, ending: Trial) -> bool:
         """Whether another trial has measured the metric, or one that the search began with still may."""
-        first = self.trials[: len(self.plan.slots.slots)]
+        first = self.trials[: len(self.plan.executor.slots)]
         return any(trial.value(self.plan.objective) is not None for trial in self.trials) or any(
             trial is not ending and not trial.state.is_final for trial in first
         )
@@ -196,7 +196,7 @@ class IndependentTrials(SearchEngine):
                 self.start(halted, pool)
                 continue
             # Never the result of a trial that might still run in another slot: the points would depend on speed.
-            known = self.trials[: max(0, len(self.trials) - len(self.plan.slots.slots) + 1)]
+            known = self.trials[: max(0, len(self.trials) - len(self.plan.executor.slots) + 1)]
             waits = self.plan.search.learns and not all(trial.state.is_final for trial in known)
             if len(self.trials) >= self.plan.total or waits:
                 return

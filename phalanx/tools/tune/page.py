@@ -7,22 +7,23 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.tools.tune.charts import Axis, Line
+from phalanx.observe.svg import STYLE, UNUSED, Axis, Plot, bars, brief, drawing
+from phalanx.tools.tune.domains import Domain, import_optuna
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.suggest import distribution, import_optuna, stored
-from phalanx.tools.tune.table import brief, columns, point_words, ranked
-from phalanx.tools.tune.trial import State
+from phalanx.tools.tune.table import columns, point_words, ranked
+from phalanx.tools.tune.trial import State, Trial
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 40
-_STRIDE = 190
+PAGE_FILE = "study.html"
+_LEFT, _STRIDE = 64, 190
+_WORST, _BEST = (203, 213, 225), (13, 90, 120)
 _COMPARED = 4
 """Trials that importance needs: fewer say nothing."""
 
@@ -40,11 +41,6 @@ th { cursor: pointer; user-select: none; } th[aria-sort=ascending]::after { cont
 th[aria-sort=descending]::after { content: " \\25be"; }
 .failed td { color: #b42318; } .stopped td { color: #8a6d1f; }
 .scroll { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1rem; }
-svg { max-width: none; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-svg .name { fill: var(--ink); font-weight: 600; }
-svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
-.grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
-.line { fill: none; } .mark:hover, .line:hover { stroke: #d9480f; stroke-width: 4; }
 @media (prefers-color-scheme: dark) { :root { --ink: #dbe4ee; --soft: #94a3b3; --grid: #263341; --paper: #10161d; } }
 """
 _SCRIPT = """
@@ -61,56 +57,47 @@ for (const th of document.querySelectorAll("th")) th.onclick = () => {
 """
 
 
-class Plot:
-    """An SVG plot with axes, grid and labels; what is drawn in it is added as marks and lines."""
+@dataclass(frozen=True)
+class Line:
+    """A trial in the charts."""
 
-    def __init__(self, x: Axis, y: Axis, size: tuple[int, int]) -> None:
-        self._x, self._y, self._width, self._height = x, y, *size
-        self._parts = [f'<svg viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" role="img">']
-        bottom, right = self._height - _BOTTOM, self._width - _RIGHT
-        for share, label in y.ticks():
-            at = self._down(share)
-            self._parts.append(f'<line class="grid" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
-            self._parts.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{escape(label)}</text>')
-        for share, label in x.ticks():
-            at = self._across(share)
-            self._parts.append(f'<line class="grid" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
-            self._parts.append(f'<text x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{escape(label)}</text>')
-        self._parts.append(f'<path class="axis line" d="M{_LEFT} {_TOP}V{bottom}H{right}"/>')
-        middle = (_LEFT + right) / 2
-        self._parts.append(
-            f'<text class="name" x="{middle}" y="{self._height - 6}" text-anchor="middle">{escape(x.name)}</text>'
-            f'<text class="name" transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
-            f"{escape(y.name)}</text>"
-        )
+    trial: Trial
+    value: float
+    """Of the metric."""
+    positions: tuple[float, ...]
+    curve: tuple[tuple[int, float], ...]
+    goodness: float
+    """From 0, the worst, to 1, the best, by rank: so one outlier does not hide the other differences."""
 
-    def _across(self, share: float) -> float:
-        return _LEFT + share * (self._width - _LEFT - _RIGHT)
+    @property
+    def color(self) -> str:
+        """The better, the darker."""
+        red, green, blue = (round(w + (b - w) * self.goodness) for w, b in zip(_WORST, _BEST, strict=True))
+        return f"#{red:02x}{green:02x}{blue:02x}"
 
-    def _down(self, share: float) -> float:
-        return _TOP + (1 - share) * (self._height - _TOP - _BOTTOM)
 
-    def _at(self, point: tuple[Any, float]) -> tuple[float, float]:
-        return self._across(self._x.position(point[0])), self._down(self._y.position(point[1]))
+def axes_and_lines(trials: Sequence[Trial], space: SearchSpace, objective: Objective) -> tuple[list[Axis], list[Line]]:
+    """Return the axes (hyperparameters, then the metric) and the trials that have a result, worst first."""
+    ended = [trial for trial in trials if trial.state in (State.FINISHED, State.STOPPED)]
+    measured = [(trial.value(objective), trial) for trial in ended]
+    known = [(value, trial) for value, trial in measured if value is not None and math.isfinite(value)]
+    numbers = [value for value, _ in known]
+    axes = [_axis(name, domain) for name, domain in space.domains.items()]
+    axes.append(Axis(objective.metric, min(numbers, default=0.0), max(numbers, default=1.0)))
+    known.sort(key=lambda each: (objective.goodness(each[0]), -each[1].number))
+    most = max(1, len(known) - 1)
+    lines = []
+    for rank, (value, trial) in enumerate(known):
+        given = [trial.params.get(axis.name, UNUSED) for axis in axes[:-1]]
+        positions = tuple(axis.position(one) for axis, one in zip(axes, [*given, value], strict=True))
+        lines.append(Line(trial, value, positions, tuple(trial.curve(objective)), rank / most))
+    return axes, lines
 
-    def mark(self, point: tuple[Any, float], color: str, title: str, sign: str = "o") -> None:
-        """Add a dot, or a cross."""
-        x, y = self._at(point)
-        shape = f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
-        if sign == "x":
-            d = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
-            shape = f'<path class="mark" d="{d}" stroke="{color}" stroke-width="2">'
-        self._parts.append(f"{shape}<title>{escape(title)}</title>{'</path>' if sign == 'x' else '</circle>'}")
 
-    def line(self, points: Sequence[tuple[float, float]], color: str, title: str, width: float = 1.5) -> None:
-        """Add a line through points."""
-        course = " L".join(f"{x:.1f} {y:.1f}" for x, y in map(self._at, points))
-        look = f'stroke="{color}" stroke-width="{width}"'
-        self._parts.append(f'<path class="line" d="M{course}" {look}><title>{escape(title)}</title></path>')
-
-    def svg(self) -> str:
-        """Return the plot."""
-        return "".join([*self._parts, "</svg>"])
+def _axis(name: str, domain: Domain) -> Axis:
+    if domain.kind == "choice":
+        return Axis(name, names=tuple(dict.fromkeys(domain.arguments)), optional=bool(domain.when))
+    return Axis(name, float(domain.low), float(domain.high), log=domain.meaning.log, optional=bool(domain.when))
 
 
 def command_words() -> str:
@@ -134,7 +121,7 @@ def page(
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>",
+        f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head>",
         f"<body><h1>{escape(title)}</h1>",
         f'<p class="best">Best of {len(results.trials)} trials: trial {best.number}, '
         f"{escape(results.objective.metric)} <b>{brief(results.best_value)}</b> with "
@@ -158,7 +145,7 @@ def _section(name: str, text: str, content: str) -> list[str]:
     return [f"<h2>{name}</h2><p>{text}</p>", f'<div class="scroll">{content}</div>'] if content else []
 
 
-def _words(line: Line) -> str:
+def _title(line: Line) -> str:
     return f"trial {line.trial.number}: {point_words(line.trial.params)}"
 
 
@@ -176,22 +163,14 @@ def _history(objective: Objective, lines: Sequence[Line]) -> str:
     plot.line(course, "#d9480f", "best so far", 2)
     for line in ordered:
         sign = "x" if line.trial.state is State.STOPPED else "o"
-        plot.mark((line.trial.number, line.value), line.color, f"{_words(line)}: {brief(line.value)}", sign)
+        plot.mark((line.trial.number, line.value), line.color, f"{_title(line)}: {brief(line.value)}", sign)
     return plot.svg()
 
 
 def _importance(results: Results, space: SearchSpace) -> str:
     """Return bars of Optuna's importance (PED-ANOVA); empty where Optuna or enough trials are missing."""
     shares = importances(results, space)
-    if not shares:
-        return ""
-    parts = [f'<svg viewBox="0 0 560 {28 * len(shares) + 6}" width="560" height="{28 * len(shares) + 6}" role="img">']
-    for row, (name, share) in enumerate(shares.items()):
-        y = 28 * row + 4
-        parts.append(f'<text class="name" x="190" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<rect x="200" y="{y}" width="{300 * share:.1f}" height="20" fill="#0d5a78"/>')
-        parts.append(f'<text x="{206 + 300 * share:.1f}" y="{y + 15}">{share:.0%}</text>')
-    return "".join([*parts, "</svg>"])
+    return bars(shares) if shares else ""
 
 
 def importances(results: Results, space: SearchSpace) -> dict[str, float]:
@@ -211,8 +190,8 @@ def importances(results: Results, space: SearchSpace) -> dict[str, float]:
             and math.isfinite(value)
             and named.keys() <= trial.params.keys()
         ):
-            params = {name: stored(domain, trial.params[name]) for name, domain in named.items()}
-            kinds = {name: distribution(domain) for name, domain in named.items()}
+            params = {name: domain.stored(trial.params[name]) for name, domain in named.items()}
+            kinds = {name: domain.distribution() for name, domain in named.items()}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=value))
     if len(study.trials) < _COMPARED or len(named) < 2:
         return {}
@@ -229,7 +208,7 @@ def _slices(axes: Sequence[Axis], lines: Sequence[Line]) -> str:
             metric = Axis.of(axes[-1].name, (line.value for line in lines))
             plot = Plot(replace(axis, optional=False), metric, (360, 260))
             for line in have:
-                plot.mark((line.trial.params[axis.name], line.value), line.color, _words(line))
+                plot.mark((line.trial.params[axis.name], line.value), line.color, _title(line))
             plots.append(plot.svg())
     return f'<div class="row">{"".join(plots)}</div>' if plots else ""
 
@@ -243,12 +222,12 @@ def _parallel(axes: Sequence[Axis], lines: Sequence[Line]) -> str:
     def down(share: float) -> float:
         return top + (1 - share) * height
 
-    parts = [f'<svg viewBox="0 0 {width} {height + 2 * top}" width="{width}" height="{height + 2 * top}" role="img">']
+    parts = []
     for line in lines:
         course = " L".join(f"{_LEFT + _STRIDE * n} {down(where):.1f}" for n, where in enumerate(line.positions))
         thick = 3 if line.goodness == 1 else 1.5
         look = f'stroke="{line.color}" stroke-width="{thick}"'
-        parts.append(f'<path class="line" d="M{course}" {look}><title>{escape(_words(line))}</title></path>')
+        parts.append(f'<path class="line" d="M{course}" {look}><title>{escape(_title(line))}</title></path>')
     for number, axis in enumerate(axes):
         x = _LEFT + _STRIDE * number
         parts.append(f'<line class="axis" x1="{x}" y1="{top}" x2="{x}" y2="{top + height}"/>')
@@ -257,7 +236,7 @@ def _parallel(axes: Sequence[Axis], lines: Sequence[Line]) -> str:
             y = down(share)
             parts.append(f'<line class="axis" x1="{x - 3}" y1="{y:.1f}" x2="{x + 3}" y2="{y:.1f}"/>')
             parts.append(f'<text class="halo" x="{x + 7}" y="{y + 4:.1f}">{escape(label)}</text>')
-    return "".join([*parts, "</svg>"])
+    return drawing((width, height + 2 * top), parts)
 
 
 def _curves(metric: str, lines: Sequence[Line]) -> str:
@@ -268,9 +247,9 @@ def _curves(metric: str, lines: Sequence[Line]) -> str:
     x = Axis.of("iteration", (iteration for iteration, _ in points))
     plot = Plot(x, Axis.of(metric, (value for _, value in points)), (720, 320))
     for line in curves:
-        plot.line(line.curve, line.color, _words(line), 3 if line.goodness == 1 else 1.5)
+        plot.line(line.curve, line.color, _title(line), 3 if line.goodness == 1 else 1.5)
         if line.trial.state is State.STOPPED or len(line.curve) == 1:
-            plot.mark(line.curve[-1], line.color, _words(line), "x" if line.trial.state is State.STOPPED else "o")
+            plot.mark(line.curve[-1], line.color, _title(line), "x" if line.trial.state is State.STOPPED else "o")
     return plot.svg()
 
 

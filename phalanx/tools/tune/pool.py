@@ -9,26 +9,25 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from phalanx.host.signals import SignalInbox
-from phalanx.tools.tune.runner import Ending
-from phalanx.tools.tune.slots import Slot
+from phalanx.tools.tune.executor import Ending, Executor, Slot, TrialStart
+from phalanx.tools.tune.schedulers import Points
 from phalanx.tools.tune.trial import Trial
 
 _POLL_SECONDS = 0.5
 
 
 class Pool:
-    """Runs trials in free slots. `wait` returns when one has new events, or a signal has come."""
+    """Runs trials in the free slots of an executor. `wait` returns when one has new events, or a signal has come."""
 
-    def __init__(self, slots: tuple[Slot, ...], run: Callable[..., Ending]) -> None:
-        """`run(trial, slot, env=, wake=, signals=)` runs a trial to its end; it is called in a new thread."""
-        self._free = list(slots)
-        self._run = run
-        self._running: dict[int, tuple[Trial, Slot, SignalInbox, threading.Thread]] = {}
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._free = list(executor.slots)
+        self._running: dict[int, tuple[Trial, SignalInbox, threading.Thread]] = {}
         self._ended: queue.SimpleQueue[tuple[Trial, Slot, Ending | BaseException]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -46,7 +45,7 @@ class Pool:
         """Stop everything, also after an error."""
         self.stop(signal.SIGINT)
         self.stop(signal.SIGINT)
-        for _, _, _, thread in list(self._running.values()):
+        for _, _, thread in list(self._running.values()):
             thread.join()
         self._selector.close()
         self._signals.__exit__(kind, error, frames)
@@ -63,25 +62,25 @@ class Pool:
         """The trials under way, by number."""
         return [self._running[number][0] for number in sorted(self._running)]
 
-    def start(self, trial: Trial, env: Mapping[str, str]) -> None:
-        """Run a trial in a free slot; `env`: variables for its ranks, added to this process's environment."""
-        slot = self._free.pop(0)
+    def start(self, trial: Trial, points: Points | None, env: Mapping[str, str]) -> None:
+        """Run a trial in a free slot."""
         signals = SignalInbox()
-        thread = threading.Thread(target=self._work, args=(trial, slot, signals, env), name=f"trial-{trial.number}")
-        self._running[trial.number] = (trial, slot, signals, thread)
+        start = TrialStart(trial, self._free.pop(0), points, env, signals, self._wake)
+        thread = threading.Thread(target=self._work, args=(start,), name=f"trial-{trial.number}")
+        self._running[trial.number] = (trial, signals, thread)
         thread.start()
 
-    def _work(self, trial: Trial, slot: Slot, signals: SignalInbox, env: Mapping[str, str]) -> None:
+    def _work(self, start: TrialStart) -> None:
         began = time.monotonic()
         ending: Ending | BaseException
         try:
-            ending = self._run(trial, slot, env=env, wake=self._wake, signals=signals)
+            ending = self._executor.run(start)
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             ending = error
         finally:
-            signals.close()
-        trial.seconds += time.monotonic() - began
-        self._ended.put((trial, slot, ending))
+            start.signals.close()
+        start.trial.seconds += time.monotonic() - began
+        self._ended.put((start.trial, start.slot, ending))
         self._wake()
 
     def _wake(self) -> None:
@@ -100,7 +99,7 @@ class Pool:
         found: list[tuple[Trial, Any]] = []
         while not self._ended.empty():
             trial, slot, ending = self._ended.get()
-            self._running.pop(trial.number)[3].join()
+            self._running.pop(trial.number)[2].join()
             self._free.append(slot)
             self._free.sort(key=lambda free: free.number)
             found.append((trial, ending))
@@ -111,5 +110,5 @@ class Pool:
 
     def stop(self, number: signal.Signals) -> None:
         """Ask every trial to stop; SIGINT twice kills."""
-        for _, _, signals, _ in self._running.values():
+        for _, signals, _ in self._running.values():
             signals.post(number)

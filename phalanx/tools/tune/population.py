@@ -13,10 +13,10 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.tools.tune.engine import SearchEngine, SearchPlan
+from phalanx.tools.tune.executor import Ending
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.pool import Pool
 from phalanx.tools.tune.record import Record
-from phalanx.tools.tune.runner import Ending
 from phalanx.tools.tune.schedulers import Points
 from phalanx.tools.tune.table import LiveTable, PlainTable
 from phalanx.tools.tune.trial import State, Trial

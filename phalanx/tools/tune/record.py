@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.tools.tune.domains import import_optuna
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.suggest import distribution, import_optuna, stored
 from phalanx.tools.tune.trial import State, Trial
 
 FILE = "study.db"
@@ -26,9 +27,9 @@ class Record:
         self._optuna = import_optuna("tuning")
         self._folder, self._space, self._objective = folder, space, objective
         path = folder / FILE
-        self.existed = path.exists()
+        existed = path.exists()
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path}")
-        if self.existed and objective.is_open:  # the metric may have been settled before the interruption
+        if existed and objective.is_open:  # the metric may have been settled before the interruption
             before = self._optuna.load_study(study_name=_STUDY, storage=self._storage).user_attrs
             objective.metric, objective.mode = json.loads(before["metric"]), json.loads(before["mode"])
             settings = {**settings, "metric": objective.metric, "mode": objective.mode}
@@ -38,7 +39,7 @@ class Record:
         for _ in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.WAITING]):
             self._study.ask()  # opened when the interruption came: it becomes a running trial like the others
         self._ids = {frozen.number: frozen._trial_id for frozen in self._study.get_trials(deepcopy=False)}
-        if not self.existed:
+        if not existed:
             for name, text in plain.items():
                 self._study.set_user_attr(name, text)
 
@@ -85,9 +86,9 @@ class Record:
     def _read(self, frozen: Any) -> Trial:
         attrs = frozen.user_attrs
         params = json.loads(attrs["params"])
-        for name, domain in self._space.domains.items():  # choices that are neither number nor text, from their repr
-            if name in params and domain.kind == "choice":
-                params[name] = next((v for v in domain.arguments if stored(domain, v) == params[name]), params[name])
+        for name, domain in self._space.domains.items():
+            if name in params:
+                params[name] = domain.restored(params[name])
         trial = Trial(frozen.number, params, self._folder_of(frozen.number))
         trial.lineage = json.loads(attrs.get("lineage", "[]"))
         trial.stopped_at = attrs.get("stopped_at")
@@ -103,10 +104,10 @@ class Record:
     def open_trial(self, params: dict[str, Any]) -> Trial:
         """Add a trial and return it."""
         domains = {name: self._space.domains[name] for name in params if name in self._space.domains}
-        values = {name: stored(domain, params[name]) for name, domain in domains.items()}
+        values = {name: domain.stored(params[name]) for name, domain in domains.items()}
         # Enqueued with its point: an interruption must not leave a trial without one.
         self._study.enqueue_trial(values, user_attrs={"params": json.dumps({**params, **values}, default=repr)})
-        asked = self._study.ask({name: distribution(domain) for name, domain in domains.items()})
+        asked = self._study.ask({name: domain.distribution() for name, domain in domains.items()})
         self._ids[asked.number] = asked._trial_id
         return Trial(asked.number, params, self._folder_of(asked.number))
 
@@ -114,7 +115,7 @@ class Record:
         """Record a running trial's point, lineage and verdict."""
         handle = self._handle(trial)
         domains = self._space.domains
-        values = {n: stored(domains[n], v) if n in domains else v for n, v in trial.params.items()}
+        values = {n: domains[n].stored(v) if n in domains else v for n, v in trial.params.items()}
         handle.set_user_attr("params", json.dumps(values, default=repr))
         handle.set_user_attr("lineage", json.dumps(trial.lineage, default=repr))
         if trial.stopped_at is not None:
@@ -147,6 +148,28 @@ class Record:
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the whole search."""
         return self._study.user_attrs.get(name, default)
+
+    def draw(self) -> list[Path]:
+        """Draw hyperparameters and learning curves as PNG files, by Optuna, and return their paths."""
+        try:
+            import matplotlib
+        except ImportError as error:
+            raise UsageError(
+                "the PNG pictures need matplotlib, which is not installed", hint="Run: pip install 'phalanx[tune]'"
+            ) from error
+        matplotlib.use("agg", force=False)
+        from matplotlib import pyplot
+
+        plots = self._optuna.visualization.matplotlib
+        paths = []
+        for name, plot in (("parallel", plots.plot_parallel_coordinate), ("curves", plots.plot_intermediate_values)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Optuna calls these functions experimental
+                figure = plot(self._study).figure
+                paths.append(self._folder / f"{name}.png")
+                figure.savefig(paths[-1], dpi=130, bbox_inches="tight")
+            pyplot.close(figure)
+        return paths
 
     def close(self) -> None:
         """Close the file."""

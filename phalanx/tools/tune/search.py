@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,25 @@ from phalanx.host.files import make_private
 from phalanx.launch import prestart
 from phalanx.runs.spec import engine_environment
 from phalanx.runs.stored import StoredRun
-from phalanx.tools.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures
 from phalanx.tools.tune.engine import IndependentTrials, SearchEngine, SearchPlan
+from phalanx.tools.tune.executor import Executor, LocalExecutor, plan_slots
 from phalanx.tools.tune.objective import Objective
-from phalanx.tools.tune.page import command_words, page
+from phalanx.tools.tune.page import PAGE_FILE, axes_and_lines, command_words, page
 from phalanx.tools.tune.population import Population
 from phalanx.tools.tune.record import FILE, Record
 from phalanx.tools.tune.results import Results, check_some_worked, write_best, write_trials
 from phalanx.tools.tune.schedulers import SCHEDULERS, make_scheduler
-from phalanx.tools.tune.slots import Slots, plan_slots
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.suggest import SEARCHES, PartOfSearch, make_search
+from phalanx.tools.tune.suggest import SEARCHES, PartOfSearch, Search, make_search
 from phalanx.tools.tune.table import LiveTable, PlainTable, open_table, point_words
 from phalanx.tools.tune.tracking import open_tracking
 from phalanx.tools.tune.trainable import OF_THE_TRIAL, Trainable
 from phalanx.tools.tune.trial import Trial
 
 ENGINES = ("auto", "local", "ray")
-DEFAULT_SAMPLES = 10
+_DEFAULT_SAMPLES = 10
+_OLD_RAY_RECORD = "ray/tuner.pkl"
+"""The record of searches on Ray before they had the same record as others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +111,44 @@ def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Re
     subject.check([*space.domains, *space.fixed])
     subject.check_metric(request.metric)
     objective = Objective.of(request.metric, request.mode)
-    # Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes.
+    method, total = _method(subject, space, objective, request)
+    folder = _study_folder(request, subject.name)
+    config = subject.resolved.config
+    with _open_executor(subject, request, PlainTable(objective).notice) as executor:
+        try:
+            make_private(folder)
+        except OSError as error:
+            raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
+        tracking = open_tracking(config, subject.name, objective, folder)
+        return _run(
+            SearchPlan(subject, space, objective, method, executor, folder, total, config.seed, tracking, request.mode),
+            request,
+        )
+
+
+def _method(subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest) -> tuple[Search, int]:
+    """Return where the points come from, and how many trials were asked for."""
+    method = make_search(request.search, space, subject.resolved.config.seed, objective)
+    total = request.num_samples or method.size or _DEFAULT_SAMPLES
+    if request.part is None:
+        return method, total
+    total = len(range(request.part[0], total, request.part[1]))
+    if total == 0:
+        raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
+    return PartOfSearch(method, *request.part), total
+
+
+def _open_executor(
+    subject: Trainable, request: SearchRequest, notice: Callable[[str], None]
+) -> AbstractContextManager[Executor]:
+    """Return Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes."""
     if request.engine == "ray" or (request.engine == "auto" and request.address is not None):
-        results: Results = find_engine("ray").search(subject, space, objective, request)
-        return results
-    slots = plan_slots(
-        subject.resolved.config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, trials=request.trials
-    )
-    prestart(engine_environment(subject.resolved.config, "cuda" if slots.slots[0].gpus else "cpu"))
-    return _search_here(subject, space, objective, request, slots)
+        on_ray: AbstractContextManager[Executor] = find_engine("ray").executor(subject, request, notice)
+        return on_ray
+    config = subject.resolved.config
+    slots = plan_slots(config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, trials=request.trials)
+    prestart(engine_environment(config, "cuda" if slots.slots[0].gpus else "cpu"))
+    return nullcontext(LocalExecutor(subject, slots))
 
 
 def _check_draws(space: SearchSpace, request: SearchRequest, origins: Mapping[str, str]) -> None:
@@ -149,26 +180,13 @@ def _check_settings(subject: Trainable) -> None:
         raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one machine")
 
 
-def _search_here(
-    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest, slots: Slots
-) -> Results:
-    config = subject.resolved.config
-    method = make_search(request.search, space, config.seed, objective)
-    total = request.num_samples or method.size or DEFAULT_SAMPLES
-    if request.part is not None:
-        method = PartOfSearch(method, *request.part)
-        total = len(range(request.part[0], total, request.part[1]))
-        if total == 0:
-            raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
-    folder = study_folder(request, subject.name)
-    record = Record(folder, space, objective, common_settings(subject, space, objective, request))
-    tracking = open_tracking(config, subject.name, objective, folder)
-    plan = SearchPlan(subject, space, objective, method, slots, folder, total, config.seed, tracking, request.mode)
-    table = open_table(objective, progress=config.progress)
+def _run(plan: SearchPlan, request: SearchRequest) -> Results:
+    record = Record(plan.folder, plan.space, plan.objective, _common_settings(plan, request))
+    table = open_table(plan.objective, progress=plan.subject.resolved.config.progress)
     results = None
     try:
         engine = _engine(plan, record, table, request)
-        table.notice(f"{plan.total} trials of {subject.name}, {slots.summary}; {folder}")
+        table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.executor.summary}; {plan.folder}")
         done = sum(trial.state.is_final for trial in engine.trials)
         table.progress.begin(plan.total, done)
         if done:
@@ -177,9 +195,9 @@ def _search_here(
             trials = engine.run()
         finally:
             table.close(engine.trials)
-        results = conclude(trials, space, objective, subject, folder, table)
+        results = _conclude(plan, trials, record, table)
     finally:
-        tracking.close(results)
+        plan.tracking.close(results)
         record.close()
     return results
 
@@ -191,17 +209,11 @@ def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, req
     return IndependentTrials(plan, record, table, scheduler)
 
 
-def conclude(
-    trials: Sequence[Trial],
-    space: SearchSpace,
-    objective: Objective,
-    subject: Trainable,
-    folder: Path,
-    table: PlainTable | LiveTable,
-) -> Results:
+def _conclude(plan: SearchPlan, trials: Sequence[Trial], record: Record, table: PlainTable | LiveTable) -> Results:
     """Write the files of a search that has ended, and show where they are."""
+    subject, objective = plan.subject, plan.objective
     check_some_worked(trials)
-    results = Results(tuple(trials), objective, folder)
+    results = Results(tuple(trials), objective, plan.folder)
     write_trials(results)
     best = write_best(results, subject)
     table.notice(f"\nbest: trial {results.best.number}, {objective.metric} {results.best_value:.6g}")
@@ -209,7 +221,7 @@ def conclude(
     if results.failed:
         count = len(results.failed)
         table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
-    for path in _draw(results, space, subject, table):
+    for path in _draw(plan, results, record, table):
         table.notice(f"picture: {_short(path)}")
     stored = StoredRun(results.best.folder)
     if (checkpoint := stored.best_checkpoint or next(reversed(stored.checkpoints), None)) is not None:
@@ -241,54 +253,50 @@ def _flag(name: str, value: Any) -> str:
     return f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={value}"
 
 
-def _draw(results: Results, space: SearchSpace, subject: Trainable, table: PlainTable | LiveTable) -> list[Path]:
+def _draw(plan: SearchPlan, results: Results, record: Record, table: PlainTable | LiveTable) -> list[Path]:
     """Write the page, and the PNG charts where matplotlib is installed."""
-    axes, lines = axes_and_lines(results.trials, space, results.objective)
+    axes, lines = axes_and_lines(results.trials, plan.space, results.objective)
     path = results.folder / PAGE_FILE
-    facts = {"command": command_words(), "seed": str(subject.resolved.config.seed), "folder": str(results.folder)}
-    text = page(results, space, axes, lines, f"Tuning {subject.name}", facts)
+    facts = {"command": command_words(), "seed": str(plan.seed), "folder": str(results.folder)}
+    text = page(results, plan.space, axes, lines, f"Tuning {plan.subject.name}", facts)
     path.write_text(text, encoding="utf-8")
     try:
-        return [path, *draw_pictures(axes, lines, results.folder)]
+        return [path, *record.draw()]
     except UsageError as error:  # the search is what was asked for; a picture that cannot be drawn does not undo it
         table.notice(str(error))
         return [path]
 
 
-def common_settings(
-    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest
-) -> dict[str, Any]:
+def _common_settings(plan: SearchPlan, request: SearchRequest) -> dict[str, Any]:
     """Return what a resumed search must have in common with the one that began."""
     return {
-        "subject": subject.name,
-        "space": space.to_plain(),
-        "metric": objective.metric,
-        "mode": objective.mode,
+        "subject": plan.subject.name,
+        "space": plan.space.to_plain(),
+        "metric": plan.objective.metric,
+        "mode": plan.objective.mode,
         "scheduler": request.scheduler,
         "search": request.search,
-        "seed": subject.resolved.config.seed,
+        "seed": plan.seed,
     }
 
 
-def study_folder(request: SearchRequest, name: str, mark: str = FILE) -> Path:
-    """Make the folder of the search; raise where it holds a search that is not to be resumed.
-
-    `mark`: the file that shows that there is a search.
-    """
+def _study_folder(request: SearchRequest, name: str) -> Path:
+    """Return the folder of the search; raise where it holds a search that is not to be resumed."""
     if request.study_dir is None:
         plain = re.sub(r"[^\w.-]+", "-", name).strip("-") or "search"
         folder = Path("runs") / f"tune-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     else:
         folder = Path(request.study_dir)
-    exists = (folder / mark).exists()
+    exists = (folder / FILE).exists()
+    if not exists and (folder / _OLD_RAY_RECORD).exists():
+        raise UsageError(
+            f"{folder} holds a search that an earlier version recorded by Ray Tune; it cannot be resumed",
+            hint="Its trials are in trials/*/events.jsonl. Begin another search in a new folder (--study-dir).",
+        )
     if request.resume and not exists:
         raise UsageError(f"{folder} holds no search that could go on", hint="Leave --resume out to begin one there.")
     if exists and not request.resume:
         raise UsageError(
             f"{folder} holds a search already", hint="Add --resume to go on with it, or choose another --study-dir."
         )
-    try:
-        make_private(folder)
-    except OSError as error:
-        raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
     return folder.absolute()

@@ -12,8 +12,10 @@ from typing import Any
 from phalanx.config import FIELDS
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, UsageError, nearest
-from phalanx.tools.tune.domains import KINDS, Domain, from_ray, is_rays
+from phalanx.tools.tune.domains import KINDS, Domain, from_ray, is_rays, random_trial
 
+_RESAMPLE_CHANCE = 0.25
+"""How often population-based training draws a new value instead of one nearby."""
 _EXAMPLE = "learning_rate = { loguniform = [1e-4, 1e-1] }"
 
 
@@ -125,15 +127,9 @@ class SearchSpace:
             other in values and values[other] in _as_list(wanted) for other, wanted in self.domains[name].when.items()
         )
 
-    def draw(self, seed: int, number: int) -> dict[str, Any]:
-        """Return the point of a trial: a function of the seed and the trial's number alone."""
-        rng = random.Random(f"{seed}/{number}")
-        values = dict(self.fixed)
-        for name in self._order():
-            drawn = self.domains[name].sample(rng)  # always, so that the draws of other names stay the same
-            if self.active(name, values):
-                values[name] = drawn
-        return self.arranged(values)
+    def suggested(self, asked: Any) -> dict[str, Any]:
+        """Return the point that a trial of Optuna draws or proposes."""
+        return self.visit(lambda name, domain: domain.suggest(asked, name))
 
     def visit(self, suggest: Any) -> dict[str, Any]:
         """Return a point whose values `suggest(name, domain)` chooses, each after those in its condition."""
@@ -171,13 +167,14 @@ class SearchSpace:
     def perturbed(
         self, params: Mapping[str, Any], rng: random.Random, names: Iterable[str] | None = None
     ) -> dict[str, Any]:
-        """Return a point near this one; `names`: which of the hyperparameters move (default: all)."""
+        """Return a point near this one, some of it drawn anew; `names`: what moves (default: all hyperparameters)."""
         moving = set(self.domains if names is None else names)
+        fresh = random_trial(str(rng.random()))
 
         def near(name: str, domain: Domain) -> Any:
-            if name not in params:
-                return domain.sample(rng)
-            return domain.perturb(params[name], rng) if name in moving else params[name]
+            if name not in params or (name in moving and rng.random() < _RESAMPLE_CHANCE):
+                return domain.suggest(fresh, name)
+            return domain.moved(params[name], rng) if name in moving else params[name]
 
         return self.visit(near)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.tools.tune.domains import Domain
+from phalanx.tools.tune.domains import import_optuna, random_trial
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.trial import State, Trial
@@ -29,7 +29,7 @@ class Search:
 
     def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
         """Return the point of a trial; `known`: the earlier trials with their results."""
-        return self._space.draw(self._seed, number)
+        return self._space.suggested(random_trial(f"{self._seed}/{number}"))
 
 
 class GridSearch(Search):
@@ -77,8 +77,7 @@ class OptunaSearch(Search):
         direction = "maximize" if self._objective.mode == "max" else "minimize"
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
         study.add_trials([self._as_frozen(trial) for trial in known])
-        asked = study.ask()
-        return self._space.visit(lambda name, domain: suggest(asked, name, domain))
+        return self._space.suggested(study.ask())
 
     def _as_frozen(self, trial: Trial) -> Any:
         optuna, value = self._optuna, trial.value(self._objective)
@@ -87,53 +86,9 @@ class OptunaSearch(Search):
         return optuna.trial.create_trial(
             state=optuna.trial.TrialState.COMPLETE if usable else optuna.trial.TrialState.FAIL,
             value=value if usable else None,
-            params={name: stored(domain, trial.params[name]) for name, domain in domains.items()},
-            distributions={name: distribution(domain) for name, domain in domains.items()},
+            params={name: domain.stored(trial.params[name]) for name, domain in domains.items()},
+            distributions={name: domain.distribution() for name, domain in domains.items()},
         )
-
-
-def import_optuna(who: str) -> Any:
-    """Import Optuna with few log messages, or raise with the command that installs it."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise UsageError(
-            f"{who} needs Optuna, which is not installed", hint="Run: pip install 'phalanx[tune]'"
-        ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-def distribution(domain: Domain) -> Any:
-    """Return Optuna's distribution for a domain."""
-    from optuna import distributions
-
-    if domain.kind == "choice":
-        return distributions.CategoricalDistribution(tuple(stored(domain, value) for value in domain.arguments))
-    kind = distributions.IntDistribution if domain.meaning.integer else distributions.FloatDistribution
-    if domain.meaning.log:  # Optuna has no steps on a logarithm: the value is rounded afterwards
-        return kind(domain.low, domain.high, log=True)
-    last = domain.high
-    if domain.step is not None:  # Optuna warns of a range that is not a multiple of the step
-        last = domain.low + math.floor((domain.high - domain.low) / domain.step + 1e-9) * domain.step
-        last = last if domain.meaning.integer else round(last, 12)
-    return kind(domain.low, last, step=domain.step)
-
-
-def suggest(asked: Any, name: str, domain: Domain) -> Any:
-    """Return a value that Optuna chooses."""
-    if domain.kind == "choice":
-        names = [stored(domain, value) for value in domain.arguments]
-        return domain.arguments[names.index(asked.suggest_categorical(name, names))]
-    found = distribution(domain)
-    ask = asked.suggest_int if domain.meaning.integer else asked.suggest_float
-    return domain.snap(ask(name, found.low, found.high, step=found.step, log=found.log))
-
-
-def stored(domain: Domain, value: Any) -> Any:
-    """Return a value as Optuna's storage can hold it: a choice that is neither number nor text by its repr."""
-    plain = domain.kind != "choice" or value is None or isinstance(value, (bool, int, float, str))
-    return value if plain else repr(value)
 
 
 def make_search(name: str, space: SearchSpace, seed: int, objective: Objective) -> Search:

@@ -9,20 +9,13 @@ from typing import Any, TextIO
 
 from phalanx.observe import format
 from phalanx.observe.guard import guarded_streams
+from phalanx.observe.svg import brief
 from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.trial import State, Trial
 
 _MOST_ROWS = 20
-_MOST_SIGNS = 19
 _REFRESH_PER_SECOND = 4
 _STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.STOPPED: "yellow", State.FAILED: "red"}
-
-
-def brief(value: Any, most: int = _MOST_SIGNS) -> str:
-    """Return a value as a short text: numbers with four digits, long texts without their middle."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def point_words(params: dict[str, Any]) -> str:

@@ -33,14 +33,12 @@ class Tracking:
 
 
 class MlflowTracking(Tracking):
-    """The search's run and its children; their ids are in their folders so that a resumed search continues them.
-
-    It can be pickled: with Ray a trial looks its run up where it runs.
-    """
+    """The search's run and its children; their ids are in their folders so that a resumed search continues them."""
 
     def __init__(self, config: DistributedConfig, name: str, objective: Objective, folder: Path) -> None:
         mlflow = import_mlflow()
         self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
+        self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         self._objective = objective
         name_of = config.mlflow_experiment or "phalanx"
         known = self._client.get_experiment_by_name(name_of)
@@ -49,10 +47,6 @@ class MlflowTracking(Tracking):
         if not file.exists():
             file.write_text(self._make(config.name or f"tune-{name}", {}), encoding="utf-8")
         self._parent = file.read_text(encoding="utf-8")
-
-    @property
-    def _client(self) -> Any:
-        return import_mlflow().MlflowClient(tracking_uri=self.uri)
 
     def _make(self, name: str, tags: dict[str, str]) -> str:
         run = self._client.create_run(self._experiment, tags={"mlflow.runName": name, **tags})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from phalanx.config import resolve
@@ -21,7 +22,7 @@ class DistributedTuner:
     """Searches for the best hyperparameters of a function, a script or a recipe.
 
     `train_fn(config)` gets a point of the space as a dict, and returns metrics as a dict (or the metric as a number).
-    Without `metric`, the objective is the only metric that it returns (with the engine "local"), else `loss`.
+    Without `metric`, the objective is the only metric that it returns, else `loss`.
     Settings such as `num_workers=2` or `strategy="fsdp"` apply to each trial.
     """
 
@@ -51,18 +52,17 @@ class DistributedTuner:
     ) -> None:
         self.space = _as_space(search_space)
         self._subject = _subject(train_fn, script, recipe, metric, settings)
-        self._asked: dict[str, Any] = {
-            "metric": metric, "mode": mode, "num_gpus": num_gpus, "trials_per_gpu": trials_per_gpu, "trials": trials,
-            "scheduler": scheduler, "search": search, "engine": engine, "address": address, "grace": grace, "eta": eta,
-            "interval": interval, "mutate": None if mutate is None else tuple(mutate), "study_dir": study_dir,
-            "resume": resume,
-        }  # fmt: skip
-        SearchRequest(**self._asked).check(self.space)
+        self._request = SearchRequest(
+            metric=metric, mode=mode, num_gpus=num_gpus, trials_per_gpu=trials_per_gpu, trials=trials,
+            scheduler=scheduler, search=search, engine=engine, address=address, grace=grace, eta=eta, interval=interval,
+            mutate=None if mutate is None else tuple(mutate), study_dir=study_dir, resume=resume,
+        )  # fmt: skip
+        self._request.check(self.space)
         self.results: Results | None = None
 
     def tune(self, num_samples: int | None = None) -> dict[str, Any]:
         """Run the trials and return the best one's hyperparameters; `results` has all of them."""
-        self.results = search(self._subject, self.space, SearchRequest(num_samples=num_samples, **self._asked))
+        self.results = search(self._subject, self.space, replace(self._request, num_samples=num_samples))
         return self.results.best_params
 
 

@@ -1,1 +1,0 @@
-"""Searches on Ray Tune."""

@@ -1,0 +1,155 @@
+"""Charts as SVG text: an axis with round labels, a plot with marks and lines, and bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 40
+_BELOW = -0.08
+_MOST_SIGNS = 19
+UNUSED = object()
+"""Stands for a value that is missing: it is drawn below the axis."""
+STYLE = """
+svg { max-width: none; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+svg .name { fill: var(--ink); font-weight: 600; }
+svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
+.grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
+.line { fill: none; } .mark:hover, .line:hover { stroke: #d9480f; stroke-width: 4; }
+"""
+"""CSS for a page with these charts; the page sets the colors --ink, --soft, --grid and --paper."""
+
+
+def brief(value: Any, most: int = _MOST_SIGNS) -> str:
+    """Return a value as a short text: numbers with four digits, long texts without their middle."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def drawing(size: tuple[int, int], parts: Iterable[str]) -> str:
+    """Return a chart of this size with these parts."""
+    width, height = size
+    head = f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+    return "".join([head, *parts, "</svg>"])
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of a chart: positions of values between 0 and 1, and round values as labels."""
+
+    name: str
+    low: float = 0.0
+    high: float = 1.0
+    log: bool = False
+    names: tuple[Any, ...] = ()
+    """Choices, in order; empty for numbers."""
+    optional: bool = False
+    """Whether some trials do not have it: they pass below the axis."""
+    whole: bool = False
+    """Whether only whole numbers have a meaning."""
+
+    @classmethod
+    def of(cls, name: str, values: Iterable[float]) -> Axis:
+        """Return the axis of these numbers, with a margin."""
+        known = list(values)
+        low, high = min(known, default=0.0), max(known, default=1.0)
+        margin = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
+        return cls(name, low - margin, high + margin, whole=all(isinstance(value, int) for value in known))
+
+    def position(self, value: Any) -> float:
+        """Return the position of a value."""
+        if value is UNUSED:
+            return _BELOW
+        if self.names:
+            return ((self.names.index(value) if value in self.names else 0) + 0.5) / len(self.names)
+        low, high, here = (math.log(n) if self.log else n for n in (self.low, self.high, value))
+        return 0.5 if high == low else (here - low) / (high - low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return positions and their labels."""
+        values = self.names or [float(value) for value in self._round() if self.low <= value <= self.high]
+        found = [(self.position(value), brief(value)) for value in values]
+        return found + ([(_BELOW, "unused")] if self.optional else [])
+
+    def _round(self) -> list[float]:
+        """Return about five round values."""
+        if self.low == self.high:
+            return [self.low]
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [10.0**power for power in powers]
+            if sum(self.low <= value <= self.high for value in found) < 2:
+                return [self.low, math.sqrt(self.low * self.high), self.high]
+            return found
+        rough = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough)
+        step = max(1.0, step) if self.whole else step
+        return [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+
+class Plot:
+    """An SVG plot with axes, grid and labels; what is drawn in it is added as marks and lines."""
+
+    def __init__(self, x: Axis, y: Axis, size: tuple[int, int]) -> None:
+        self._x, self._y, self._width, self._height = x, y, *size
+        self._parts: list[str] = []
+        bottom, right = self._height - _BOTTOM, self._width - _RIGHT
+        for share, label in y.ticks():
+            at = self._down(share)
+            self._parts.append(f'<line class="grid" x1="{_LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
+            self._parts.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+        for share, label in x.ticks():
+            at = self._across(share)
+            self._parts.append(f'<line class="grid" x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{bottom}"/>')
+            self._parts.append(f'<text x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{escape(label)}</text>')
+        self._parts.append(f'<path class="axis line" d="M{_LEFT} {_TOP}V{bottom}H{right}"/>')
+        middle = (_LEFT + right) / 2
+        self._parts.append(
+            f'<text class="name" x="{middle}" y="{self._height - 6}" text-anchor="middle">{escape(x.name)}</text>'
+            f'<text class="name" transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
+            f"{escape(y.name)}</text>"
+        )
+
+    def _across(self, share: float) -> float:
+        return _LEFT + share * (self._width - _LEFT - _RIGHT)
+
+    def _down(self, share: float) -> float:
+        return _TOP + (1 - share) * (self._height - _TOP - _BOTTOM)
+
+    def _at(self, point: tuple[Any, float]) -> tuple[float, float]:
+        return self._across(self._x.position(point[0])), self._down(self._y.position(point[1]))
+
+    def mark(self, point: tuple[Any, float], color: str, title: str, sign: str = "o") -> None:
+        """Add a dot, or a cross."""
+        x, y = self._at(point)
+        shape = f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
+        if sign == "x":
+            d = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
+            shape = f'<path class="mark" d="{d}" stroke="{color}" stroke-width="2">'
+        self._parts.append(f"{shape}<title>{escape(title)}</title>{'</path>' if sign == 'x' else '</circle>'}")
+
+    def line(self, points: Sequence[tuple[float, float]], color: str, title: str, width: float = 1.5) -> None:
+        """Add a line through points."""
+        course = " L".join(f"{x:.1f} {y:.1f}" for x, y in map(self._at, points))
+        look = f'stroke="{color}" stroke-width="{width}"'
+        self._parts.append(f'<path class="line" d="M{course}" {look}><title>{escape(title)}</title></path>')
+
+    def svg(self) -> str:
+        """Return the plot."""
+        return drawing((self._width, self._height), self._parts)
+
+
+def bars(shares: Mapping[str, float]) -> str:
+    """Return a bar per name, for shares from 0 to 1."""
+    parts = []
+    for row, (name, share) in enumerate(shares.items()):
+        y = 28 * row + 4
+        parts.append(f'<text class="name" x="190" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<rect x="200" y="{y}" width="{300 * share:.1f}" height="20" fill="#0d5a78"/>')
+        parts.append(f'<text x="{206 + 300 * share:.1f}" y="{y + 15}">{share:.0%}</text>')
+    return drawing((560, 28 * len(shares) + 6), parts)
