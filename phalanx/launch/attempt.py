@@ -16,15 +16,15 @@ from phalanx.launch.blame import Blame
 from phalanx.launch.diagnosis import Evidence, StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
-from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
-from phalanx.launch.following import Following
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.inquiry import Inquiry, StallNotice
+from phalanx.launch.launcher_loop import SUCCESS_CODES, LauncherLoop, Outcome, ended_well, stopped
+from phalanx.launch.leader import LeaderRole
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.resize import Requests
-from phalanx.launch.roles import Hands, Leading
+from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
 from phalanx.launch.takeover import TakingOver
@@ -35,7 +35,7 @@ _REMOTE_SECONDS = 2.5
 _KILL_SECONDS = 5.0
 
 
-class Attempt(Follower):
+class Attempt(LauncherLoop):
     """Runs once."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Attempt(Follower):
         self._number = number
         self._scratch = scratch
         self._failures_before = failures
-        self._role: Leading | Following | None = None
+        self._role: LeaderRole | MemberRole | None = None
         self._takeover: TakingOver | None = None
         self._waiting_mail: list[dict[str, Any]] = []
         self._requests = Requests(spec.log_dir, console.notice)
@@ -126,11 +126,11 @@ class Attempt(Follower):
         assert self._group is not None, "started before"
         assert self._evidence is not None, "started before"
         parts = (self._group, node, self._selector, self._later, self._console.handle, self._rendezvous.post)
-        self._hands = Hands(self._spec, *parts, self._fail, self._evidence.is_stuck)
+        self._context = LauncherContext(self._spec, *parts, self._fail, self._evidence.is_stuck)
         if node.own == node.leader:
-            self._role = Leading(self._hands, failures=self._failures_before)
+            self._role = LeaderRole(self._context, failures=self._failures_before)
         else:
-            self._role = Following(self._hands, node.leader)
+            self._role = MemberRole(self._context, node.leader)
 
     @property
     def has_started(self) -> bool:
@@ -161,7 +161,7 @@ class Attempt(Follower):
         assert self._watch is not None
         self._watch.take_event(event, time.monotonic())
         self._console.handle(event)
-        if event.get("action") == "exclude" and isinstance(self._role, Leading):
+        if event.get("action") == "exclude" and isinstance(self._role, LeaderRole):
             self._role.members.exclude(event["ranks"])
         elif event["event"] == "overdue":
             self._take_late(event)
@@ -185,9 +185,9 @@ class Attempt(Follower):
             self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
         elif "mail" in message:
             self._take_mail(message["mail"])
-        elif "lost_nodes" in message and isinstance(self._role, Leading):
+        elif "lost_nodes" in message and isinstance(self._role, LeaderRole):
             self._role.take_lost_nodes(message["lost_nodes"])
-        elif "leader" in message and isinstance(self._role, Following):
+        elif "leader" in message and isinstance(self._role, MemberRole):
             self._take_leader(message)
         elif "question" in message and self._inquiry is not None:
             self._inquiry.take_question(message["question"], own=message["own"])
@@ -205,20 +205,20 @@ class Attempt(Follower):
     def _take_mail(self, mail: dict[str, Any]) -> None:
         if self._takeover is not None and "hello" in mail:
             self._takeover.take_hello(mail)
-        elif self._takeover is not None or ("hello" in mail and not isinstance(self._role, Leading)):
+        elif self._takeover is not None or ("hello" in mail and not isinstance(self._role, LeaderRole)):
             self._waiting_mail.append(mail)  # before this launcher knows that it takes over
         elif self._role is not None and self._role.take_mail(mail):
             self._all_ended = True
 
     def _take_leader(self, message: dict[str, Any]) -> None:
         """Follow another launcher, or take over, after the machine that decided was lost."""
-        assert isinstance(self._role, Following)
+        assert isinstance(self._role, MemberRole)
         names = ", ".join(message["lost"].values())
         self._console.notice(f"the machine {names}, which decided about the ranks, was lost")
         if "address" not in message:
             self._role.follow(message["leader"])
             return
-        self._takeover = TakingOver(self._hands, self._role, message["lost"], message["others"])
+        self._takeover = TakingOver(self._context, self._role, message["lost"], message["others"])
         self._address = message["address"]
         self._take_waiting_mail()
 
@@ -350,7 +350,7 @@ class Attempt(Follower):
             return
         if self._role is not None:
             self._stall_watch.end(self._role.find_silent)
-            if isinstance(self._role, Leading) and self._role.members.is_settled:
+            if isinstance(self._role, LeaderRole) and self._role.members.is_settled:
                 self._requests.answer(self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()

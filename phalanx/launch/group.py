@@ -25,8 +25,7 @@ from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_r
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
-from phalanx.launch.spec import CallTarget, LaunchSpec
-from phalanx.launch.target import to_message
+from phalanx.launch.spec import CallTarget, LaunchSpec, target_to_message
 
 _EVENT_BYTES = 1 << 18
 _STOPPED_BEFORE_START = -9
@@ -179,7 +178,7 @@ class RankGroup:
     def _start_rank(self, state: RankState, more: Mapping[str, str] = MappingProxyType({})) -> None:
         common = {
             "do": "rank",
-            "target": to_message(self._spec.target),
+            "target": target_to_message(self._spec.target),
             "prelude": self._spec.prelude,
             "cwd": os.getcwd(),
             "path": sys.path,

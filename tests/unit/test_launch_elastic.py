@@ -19,10 +19,10 @@ from phalanx.host.signed_store import VARIABLE, sign_store
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.board import Board
 from phalanx.launch.environment import NodeInfo
-from phalanx.launch.following import Following
 from phalanx.launch.group import RankState
+from phalanx.launch.leader import LeaderRole
 from phalanx.launch.resize import Requests
-from phalanx.launch.roles import Hands, Leading
+from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.launch.takeover import TakingOver
 from phalanx.world.env import read_rank_env
@@ -69,7 +69,7 @@ def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(boar
 
 
 @pytest.fixture
-def hands(tmp_path):
+def context(tmp_path):
     """What a launcher with one rank has; `sent` and `failed` note what it does."""
     near, far = socket.socketpair()
     state = RankState(1, "r1", "r1", 1)
@@ -82,11 +82,11 @@ def hands(tmp_path):
     selector = selectors.DefaultSelector()
     sent: list[tuple[str, dict]] = []
     failed: list[dict] = []
-    made = Hands(
+    made = LauncherContext(
         spec, group, node, selector, lambda seconds, action: None, lambda event: None,
         lambda to, message: sent.append((to, message)), lambda report, **how: failed.append(how), lambda *_: False,
     )  # fmt: skip
-    yield SimpleNamespace(hands=made, sent=sent, failed=failed)
+    yield SimpleNamespace(context=made, sent=sent, failed=failed)
     selector.close()
     near.close()
     far.close()
@@ -97,22 +97,22 @@ def form(**fields) -> dict[str, Any]:
     return {"to": "r1", "message": {"form": {**given, "began": 0.0, "reason": "", "failures": 2, **fields}}}
 
 
-def test_failures_that_the_lost_launcher_counted_are_not_forgotten(hands):
-    following = Following(hands.hands, "00001")
+def test_failures_that_the_lost_launcher_counted_are_not_forgotten(context):
+    following = MemberRole(context.context, "00001")
     following.take_mail(form())
     following.follow("00002")
-    assert hands.sent[-1][1]["failures"] == 2
-    takeover = TakingOver(hands.hands, following, {"00001": "a"}, ["00003"])
+    assert context.sent[-1][1]["failures"] == 2
+    takeover = TakingOver(context.context, following, {"00001": "a"}, ["00003"])
     others = {"sender": "00003", "hello": [], "generation": 4, "failures": 3}
     takeover.take_hello(others)
     assert takeover.lead(0, ("127.0.0.1", 1)).failures == 4, "and the loss of that machine"
 
 
-def test_a_machine_that_reports_after_another_took_over_is_left_out(hands):
+def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
     """Its launcher ends; the others, which it must not stop, go on."""
-    following = Following(hands.hands, "00001")
+    following = MemberRole(context.context, "00001")
     following.take_mail(form())
-    takeover = TakingOver(hands.hands, following, {"00001": "a"}, ["00003"])
+    takeover = TakingOver(context.context, following, {"00001": "a"}, ["00003"])
     deadline = time.monotonic() + 10
     takeover.deadline = 0.0
     assert takeover.is_complete
@@ -120,14 +120,14 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(hands):
     attempt: Any = Attempt.__new__(Attempt)
     attempt._takeover, attempt._waiting_mail = None, []
     attempt._role = takeover.lead(0, ("127.0.0.1", 1))
-    assert isinstance(attempt._role, Leading)
-    hands.sent.clear()
+    assert isinstance(attempt._role, LeaderRole)
+    context.sent.clear()
     attempt._take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
     assert attempt._waiting_mail == []
-    ((to, message),) = hands.sent
+    ((to, message),) = context.sent
     assert (to, list(message)) == ("00003", ["left_out"])
     following.take_mail({"sender": "00002", **message})
-    assert hands.failed == [{"final": True}]
+    assert context.failed == [{"final": True}]
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
