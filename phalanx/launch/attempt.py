@@ -350,7 +350,7 @@ class Attempt(LauncherLoop):
             return
         if self._role is not None:
             self._stall_watch.end(self._role.find_silent)
-            if isinstance(self._role, LeaderRole) and self._role.members.is_settled:
+            if isinstance(self._role, LeaderRole) and self._role.members.group.is_settled:
                 self._requests.answer(self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()

@@ -200,7 +200,7 @@ class Evidence:
         return max(beats, default=None)
 
     def is_stuck(self, state: RankState, seconds: float) -> bool:
-        """Whether a rank has shown no progress for so long, nor for the time of some of its steps."""
+        """Whether a rank has shown no progress for this many seconds, nor for the time of some of its steps."""
         limit = max(seconds, _USUAL_STEPS * self.usual_step([state]))
         return time.time() - self._board.last_progress(state.slot) > limit
 

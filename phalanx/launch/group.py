@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import kill_group
@@ -81,29 +81,6 @@ class RankState:
     def alive(self) -> bool:
         """Whether it has not ended yet."""
         return self.code is None
-
-
-def numbered(states: list[RankState]) -> list[RankState]:
-    """Return a machine's ranks in their new order: each keeps its number where possible, for its device's sake."""
-    kept = {state.local_rank: state for state in states if state.local_rank < len(states)}
-    rest = iter([state for state in states if kept.get(state.local_rank) is not state])
-    return [kept[number] if number in kept else next(rest) for number in range(len(states))]
-
-
-class Processes(Protocol):
-    """The processes of all machines, as `Membership` uses them."""
-
-    def send(self, state: RankState, message: dict[str, Any]) -> None:
-        """Send a message to a rank; one that has ended is reported as lost by another way."""
-
-    def start(self, count: int, generation: int) -> dict[str, int]:
-        """Start processes that will report that they are ready; return how many could be started on each machine."""
-
-    def retire(self, state: RankState) -> None:
-        """Forget a process that has ended."""
-
-    def address(self) -> dict[str, Any]:
-        """Return where the ranks' store is, as fields of a position."""
 
 
 class RankGroup:

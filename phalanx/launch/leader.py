@@ -132,13 +132,13 @@ class LeaderRole(LocalRanks):
             return self.members.take_loss(ended, how=how)
         host, _ = self._machines.pop(ended.node)
         self._context.post(ended.node, {"left_out": f"{own} ranks of {host} have failed, far more than elsewhere"})
-        lost = [state for state in self.members.members if state.node == ended.node]
+        lost = [state for state in self.members.group.members if state.node == ended.node]
         how = f"{how}; its machine {host} has failed {own} times and is left out"
         return self.members.take_loss(*lost, how=how, replaceable=False)
 
     def take_end(self, ended: RankState) -> None:
         """Take a rank that has finished."""
-        if self.members.spares_only:
+        if self.members.group.spares_only:
             self.end()
         else:
             self.members.take_end(ended)
@@ -181,8 +181,8 @@ class LeaderRole(LocalRanks):
             self._machines.pop(node, None)
             self._ended.discard(node)
             self.members.lose_node(node)
-            waiting = [state for state in self.members.spares if state.node == node]
-            lost = [state for state in self.members.members if state.node == node]
+            waiting = [state for state in self.members.group.spares if state.node == node]
+            lost = [state for state in self.members.group.members if state.node == node]
             how = f"was lost with its machine {host}"
             if (lost or waiting) and not self.members.take_loss(*waiting, *lost, how=how, replaceable=False):
                 cause = f"the machine {host} was lost with rank{'s' * (len(lost) > 1)} "
@@ -193,7 +193,7 @@ class LeaderRole(LocalRanks):
     def _take_arrival(self, node: str, described: dict[str, Any]) -> None:
         """Take in a machine: its ranks get ready while the others train."""
         slots = [state.slot for state in (*self._context.group.ranks.values(), *self._remote.values())]
-        first = max([*slots, *(state.slot for state in self.members.members)], default=-1) + 1
+        first = max([*slots, *(state.slot for state in self.members.group.members)], default=-1) + 1
         self._machines[node] = (described["host"], described["ranks"])
         self.members.take_arrival(node, described["ranks"], f"the machine {described['host']}")
         own = self._context.node
@@ -221,12 +221,12 @@ class LeaderRole(LocalRanks):
     @property
     def unchanged_since(self) -> float:
         """When the ranks began to train in this group; infinity while it changes."""
-        return self.members.unchanged_since
+        return self.members.group.unchanged_since
 
     @property
     def members_here(self) -> list[RankState]:
         """The ranks of this machine that train."""
-        return [state for state in self.members.members if state.node == self._context.node.own and state.alive]
+        return [state for state in self.members.group.members if state.node == self._context.node.own and state.alive]
 
     def find_silent(self) -> list[RankState]:
         """Return ranks to be killed: stopped ones, and those that neither leave or join nor make progress."""
@@ -239,6 +239,6 @@ class LeaderRole(LocalRanks):
 
     def end(self) -> None:
         """Let ranks that wait for a position end, also those that are only starting."""
-        self.members.end()
+        self.members.group.end()
         for state in self._context.group.alive:
             self._send_here(state.key, {"end": True})

@@ -141,9 +141,9 @@ class Elastic:
     spares: int = 0
     """Ranks that are started in advance, and wait until one is lost."""
     silence_seconds: float = 10.0
-    """A rank that is stopped for so long is killed and replaced."""
+    """After how many seconds a rank that is stopped is killed and replaced."""
     stall_seconds: float | None = None
-    """A rank that does not wait while all others wait for it so long is killed and replaced; None: never."""
+    """After how many seconds a rank that all others wait for is killed and replaced; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
