@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
-from phalanx.launch.resize import request_ranks
+from phalanx.launch.elastic import request_ranks
 from phalanx.runs.stored import find_run
 
 _HELP = """Change the number of ranks of a run in progress, at the next step's boundary.

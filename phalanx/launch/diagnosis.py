@@ -6,8 +6,8 @@ import dataclasses
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.cgroups import oom_kills
@@ -19,11 +19,11 @@ from phalanx.launch.collectives import RankCalls, calls_path, read_calls
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.group import RankGroup, RankState, stack_path
-from phalanx.launch.output import RankConsole, log_path, log_tail
-from phalanx.launch.spec import Elastic, LaunchSpec
+from phalanx.launch.group import RankState, stack_path
+from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
-from phalanx.launch.startup_watch import Hang
+from phalanx.launch.watches import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
 
@@ -285,96 +285,6 @@ class Evidence:
     def close(self) -> None:
         """Close the heartbeat board."""
         self._board.close()
-
-
-class Members(Protocol):
-    """What a role knows of the group that trains."""
-
-    @property
-    def unchanged_since(self) -> float:
-        """When the ranks began to train in this group; infinity while it changes."""
-
-    @property
-    def members_here(self) -> list[RankState]:
-        """The ranks of this machine in that group; not those that wait for a place."""
-
-
-class StallWatch:
-    """Kills a rank that the others wait for without end, so that it is replaced; only stacks show which one it is."""
-
-    def __init__(
-        self,
-        elastic: Elastic,
-        group: RankGroup,
-        evidence: Evidence,
-        ask: Callable[[Callable[[list[RankCalls]], None], list[RankState]], None],
-        console: RankConsole,
-    ) -> None:
-        self._limit = elastic.stall_seconds
-        self._group, self._evidence, self._ask, self._console = group, evidence, ask, console
-        self._asked = False
-        self._ending: set[str] = set()
-
-    def end(self, find: Callable[[], list[RankState]]) -> None:
-        """Kill ranks that are stopped, and those that neither leave or join a group nor make progress.
-
-        `find` returns them, and is asked again before a rank is killed: it may have gone on meanwhile.
-        """
-        silent = find()
-        self._group.signal(signal.SIGKILL, [state for state in silent if state.stopped_since is not None])
-        stuck = [state for state in silent if state.stopped_since is None and state.key not in self._ending]
-        if stuck:
-            self._ending |= {state.key for state in stuck}
-            self._ask(lambda _: self._kill([state for state in find() if state in stuck]), stuck)
-
-    def _kill(self, stuck: list[RankState]) -> None:
-        self._ending.clear()
-        for state in stuck:
-            where = self._evidence.position(state)
-            state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"
-        self._group.signal(signal.SIGKILL, stuck)
-
-    def end_late(
-        self,
-        role: Members,
-        find_blame: Callable[[Callable[[Blame | None], None]], None],
-        report: Callable[[Blame | None], None],
-    ) -> None:
-        """Kill the rank that others have waited for too long over nccl; `report` it where it is not of this machine."""
-        if not self._asked and role.unchanged_since < time.monotonic():
-            self._asked = True
-            find_blame(lambda blame: self._kill_blamed(blame, report))
-
-    def _kill_blamed(self, blame: Blame | None, report: Callable[[Blame | None], None]) -> None:
-        self._asked = False
-        guilty = [state for state in self._group.alive if blame is not None and state.rank == blame.rank]
-        if blame is None or not guilty:
-            report(blame)
-            return
-        self._evidence.late.clear()
-        guilty[0].killed_for = f"{blame.cause}, and was killed"
-        self._group.signal(signal.SIGKILL, guilty[:1])
-
-    def check(self, role: Members) -> None:
-        """Ask for the stacks where no rank of the group has made progress for long."""
-        since = role.unchanged_since
-        if self._limit is None or self._asked or time.monotonic() - since < self._limit or not self._is_stalled(role):
-            return
-        self._asked = True
-        self._ask(lambda _: self._judge(role, since), role.members_here)
-
-    def _is_stalled(self, role: Members) -> bool:
-        last = self._evidence.last_progress(role.members_here)
-        return last is not None and self._limit is not None and time.time() - last >= self._limit
-
-    def _judge(self, role: Members, since: float) -> None:
-        self._asked = False
-        if role.unchanged_since != since or not self._is_stalled(role):  # meanwhile a rank was replaced, or has gone on
-            return
-        for state, where in self._evidence.find_stalled(role.members_here):
-            waited = f"made no step for {self._limit:g} s while others wait"
-            self._console.notice(f"rank {state.rank} {waited}: it is {where}")
-            self._group.signal(signal.SIGKILL, [state])
 
 
 def _extra_slots(spec: LaunchSpec) -> int:

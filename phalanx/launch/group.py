@@ -25,6 +25,7 @@ from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_r
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
+from phalanx.launch.protocol import ProcessExited, ProcessRefused, ProcessStarted
 from phalanx.launch.spec import CallTarget, LaunchSpec, target_to_message
 
 _EVENT_BYTES = 1 << 18
@@ -102,6 +103,11 @@ class RankGroup:
         }
         self.controls: dict[str, socket.socket] = {}
         """The control sockets of ranks that may get another position while they run, by key."""
+
+    @property
+    def states(self) -> list[RankState]:
+        """All ranks that are not retired."""
+        return list(self.ranks.values())
 
     @property
     def alive(self) -> list[RankState]:
@@ -221,18 +227,18 @@ class RankGroup:
         selector.register(pump, selectors.EVENT_READ, pass_on)
         return pump
 
-    def take_message(self, message: messages.Message) -> RankState | None:
-        """Note a message of the fork server about a rank; return the rank when it has just ended."""
-        state = self.ranks.get(message.get("started") or message.get("exited") or message.get("refused") or "")
+    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused) -> RankState | None:
+        """Note a message of the fork server; return the rank that it is about, if any."""
+        state = self.ranks.get(message.key)
         if state is None:
             return None
-        if "started" in message:
-            state.pid = message["pid"]
-            return None
-        state.code = message.get("code", _STOPPED_BEFORE_START)
-        state.ended = message.get("time", time.time())
-        if "refused" in message:
-            self._console.notice(f"rank {state.rank} could not be started: {message['why']}")
+        if isinstance(message, ProcessStarted):
+            state.pid = message.pid
+        elif isinstance(message, ProcessExited):
+            state.code, state.ended = message.code, message.time
+        else:
+            state.code, state.ended = _STOPPED_BEFORE_START, time.time()
+            self._console.notice(f"rank {state.rank} could not be started: {message.why}")
         return state
 
     def _take_events(self) -> None:

@@ -6,11 +6,12 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from phalanx.launch.context import LauncherContext
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankState
 from phalanx.launch.membership import Membership
 from phalanx.launch.policy import RECENT_SECONDS, fails_too_often
-from phalanx.launch.roles import LauncherContext, LocalRanks
+from phalanx.launch.roles import LocalRanks
 
 
 class LeaderRole(LocalRanks):
@@ -40,7 +41,7 @@ class LeaderRole(LocalRanks):
             failures=failures,
             max_restarts=context.spec.max_restarts,
             later=context.later,
-            report=context.report,
+            report=context.console.handle,
             give_up=lambda why: context.fail(FailureReport(cause=why, exit_code=1)),
             generation=generation,
         )
@@ -77,7 +78,7 @@ class LeaderRole(LocalRanks):
         if state.node == self._context.node.own:
             self._send_here(state.key, message)
         elif state.node in self._machines:
-            self._context.post(state.node, {"to": state.key, "message": message})
+            self._context.rendezvous.post(state.node, {"to": state.key, "message": message})
 
     def start(self, count: int, generation: int) -> dict[str, int]:
         """Start ranks where there is room: on machines that have lost some, else here."""
@@ -96,7 +97,7 @@ class LeaderRole(LocalRanks):
             if node == self._context.node.own:
                 self._start_here(free, generation)
             else:
-                self._context.post(node, {"start": free, "generation": generation})
+                self._context.rendezvous.post(node, {"start": free, "generation": generation})
         return started
 
     def retire(self, state: RankState) -> None:
@@ -131,7 +132,9 @@ class LeaderRole(LocalRanks):
         if ended.node == self._context.node.own or not fails_too_often(own, list(recent.values())):
             return self.members.take_loss(ended, how=how)
         host, _ = self._machines.pop(ended.node)
-        self._context.post(ended.node, {"left_out": f"{own} ranks of {host} have failed, far more than elsewhere"})
+        self._context.rendezvous.post(
+            ended.node, {"left_out": f"{own} ranks of {host} have failed, far more than elsewhere"}
+        )
         lost = [state for state in self.members.group.members if state.node == ended.node]
         how = f"{how}; its machine {host} has failed {own} times and is left out"
         return self.members.take_loss(*lost, how=how, replaceable=False)
@@ -162,7 +165,9 @@ class LeaderRole(LocalRanks):
         elif "ended" in mail:
             self._ended.add(node)
         elif "hello" in mail:  # after this launcher has begun to lead without that machine
-            self._context.post(node, {"left_out": "it reported too late after the machine that decided was lost"})
+            self._context.rendezvous.post(
+                node, {"left_out": "it reported too late after the machine that decided was lost"}
+            )
         elif "arrival" in mail:
             self._take_arrival(mail["arrival"], mail["node"])
         return False
@@ -207,7 +212,7 @@ class LeaderRole(LocalRanks):
             "machines": [[each, *facts] for each, facts in self._machines.items()],
             "late": True,
         }
-        self._context.post(node, {"accept": info})
+        self._context.rendezvous.post(node, {"accept": info})
 
     def all_ended(self) -> bool:
         """Whether all machines have ended; called when this one has. Tell the others."""
@@ -215,7 +220,7 @@ class LeaderRole(LocalRanks):
             return False
         for node in self._machines:
             if node != self._context.node.own:
-                self._context.post(node, {"all_ended": True})
+                self._context.rendezvous.post(node, {"all_ended": True})
         return True
 
     @property
@@ -233,7 +238,7 @@ class LeaderRole(LocalRanks):
         late = self.members.find_late()
         for state in late:
             if state.node != self._context.node.own:
-                self._context.post(state.node, {"late": state.key})
+                self._context.rendezvous.post(state.node, {"late": state.key})
         here = [state for state in late if state.node == self._context.node.own]
         return [*super().find_silent(), *filter(self._is_stuck, here)]
 

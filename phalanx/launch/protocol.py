@@ -1,4 +1,4 @@
-"""The messages that a launcher receives from its ranks, the fork server and the store agent, as types.
+"""The messages that a launcher receives from its ranks and from the fork server, as types.
 
 On the wire a message is a JSON object. Its first key is the kind, with the first field as its value; the other fields
 follow by their names: `{"exited": "r3", "code": -9, "time": 17.5}` is `ProcessExited("r3", code=-9, time=17.5)`.
@@ -58,78 +58,6 @@ class ProcessRefused(NamedTuple):
     why: str
 
 
-class NodesArrived(NamedTuple):
-    """How many machines have come to the endpoint."""
-
-    nodes: int
-
-
-class NodesGathered(NamedTuple):
-    """All machines are there; this one's position, as fields of `NodeInfo`."""
-
-    node: dict[str, Any]
-
-
-class RemoteFailure(NamedTuple):
-    """Another machine has failed; the fields of its `FailureReport`."""
-
-    failure: dict[str, Any]
-
-
-class LauncherMail(NamedTuple):
-    """A message of another launcher, for this one's role."""
-
-    mail: dict[str, Any]
-
-
-class NodesLost(NamedTuple):
-    """Machines that were lost: their hosts by their keys."""
-
-    hosts: dict[str, str]
-
-
-class LeaderLost(NamedTuple):
-    """The machine that decided was lost; `address`: of the new store, where this machine is the next to decide."""
-
-    leader: str
-    lost: dict[str, str]
-    others: tuple[str, ...] = ()
-    address: tuple[str, int] | None = None
-
-
-class CallsAsked(NamedTuple):
-    """A launcher, `own`: this one, asks for the collectives of all ranks."""
-
-    number: int
-    own: bool
-
-
-class CallsAnswered(NamedTuple):
-    """What the ranks of another machine have called."""
-
-    answer: dict[str, Any]
-
-
-class NodesSilent(NamedTuple):
-    """Machines without a heartbeat at present."""
-
-    hosts: list[str]
-
-
-class AllNodesEnded(NamedTuple):
-    """The ranks of all machines have ended successfully."""
-
-    done: bool
-
-
-class AgentFailed(NamedTuple):
-    """The store agent has ended, and with it the connection to the others; `usage`: a mistake of the user's."""
-
-    error: str
-    hint: str
-    usage: bool
-
-
 _KINDS: dict[str, type[Any]] = {
     "joined": RankJoined,
     "interrupted": RankInterrupted,
@@ -138,17 +66,6 @@ _KINDS: dict[str, type[Any]] = {
     "started": ProcessStarted,
     "exited": ProcessExited,
     "refused": ProcessRefused,
-    "arrived": NodesArrived,
-    "node": NodesGathered,
-    "remote_failure": RemoteFailure,
-    "mail": LauncherMail,
-    "lost_nodes": NodesLost,
-    "leader": LeaderLost,
-    "question": CallsAsked,
-    "answer": CallsAnswered,
-    "silent_nodes": NodesSilent,
-    "all_ended": AllNodesEnded,
-    "error": AgentFailed,
 }
 
 

@@ -9,38 +9,16 @@ from __future__ import annotations
 import math
 import selectors
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import is_stopped
-from phalanx.launch.environment import NodeInfo
+from phalanx.launch.context import LauncherContext
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.group import RankState
 from phalanx.launch.policy import patience
-from phalanx.launch.spec import LaunchSpec
 
 _CHECK_SECONDS = 0.5
-
-Post = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass
-class LauncherContext:
-    """Services that a role needs from the launcher."""
-
-    spec: LaunchSpec
-    group: RankGroup
-    node: NodeInfo
-    selector: selectors.BaseSelector
-    later: Callable[[float, Callable[[], None]], None]
-    report: Callable[[dict[str, Any]], None]
-    post: Post
-    fail: Callable[..., None]
-    """Gets a `FailureReport`; with `final=True` this machine alone ends, and does not start again."""
-    is_stuck: Callable[[RankState, float], bool]
-    """Whether a rank of this machine has made no progress for this many seconds."""
 
 
 class LocalRanks:
@@ -106,7 +84,7 @@ class LocalRanks:
     def _is_stuck(self, state: RankState) -> bool:
         """Whether a rank of this machine, which does not leave or join, makes no progress either."""
         assert self._context.spec.elastic is not None, "only then there is a role"
-        return self._context.is_stuck(state, patience(self._context.spec.elastic.silence_seconds))
+        return self._context.evidence.is_stuck(state, patience(self._context.spec.elastic.silence_seconds))
 
     @property
     def next_deadline(self) -> float:
@@ -137,7 +115,7 @@ class MemberRole(LocalRanks):
 
     def _pass_on(self, state: RankState, message: dict[str, Any]) -> None:
         about = {"from": state.key, "slot": state.slot, "local_rank": state.local_rank}
-        self._context.post(self.leader, {**about, "message": message})
+        self._context.rendezvous.post(self.leader, {**about, "message": message})
 
     def take_loss(self, ended: RankState, how: str) -> bool:
         """Report a rank of this machine that has ended with an error."""
@@ -145,12 +123,12 @@ class MemberRole(LocalRanks):
         self._context.group.retire(ended)
         cause = FailureReport(cause=how, exit_code=1, rank=ended.rank, label=ended.label)
         facts = {"lost": ended.key, "how": how, "code": ended.code, "failure": cause.to_message()}
-        self._context.post(self.leader, facts)
+        self._context.rendezvous.post(self.leader, facts)
         return True
 
     def take_end(self, ended: RankState) -> None:
         """Report a rank that has finished."""
-        self._context.post(self.leader, {"finished": ended.key})
+        self._context.rendezvous.post(self.leader, {"finished": ended.key})
 
     def take_mail(self, mail: dict[str, Any]) -> bool:
         """Carry out an order."""
@@ -187,7 +165,9 @@ class MemberRole(LocalRanks):
         """Report the ranks of this machine to the launcher that decides from now on."""
         self.leader = leader
         self._told_end = False  # the report of the end may have been lost with the machine before
-        self._context.post(leader, {"hello": self.ranks(), "generation": self._generation, "failures": self.failures})
+        self._context.rendezvous.post(
+            leader, {"hello": self.ranks(), "generation": self._generation, "failures": self.failures}
+        )
 
     def ranks(self) -> list[dict[str, Any]]:
         """Return the ranks of this machine: their positions, and what those have reported that wait for one."""
@@ -213,7 +193,7 @@ class MemberRole(LocalRanks):
         """Report, once, that this machine has ended; False: the launcher that decides says when all have."""
         if not self._told_end:
             self._told_end = True
-            self._context.post(self.leader, {"ended": True})
+            self._context.rendezvous.post(self.leader, {"ended": True})
         return False
 
     @property

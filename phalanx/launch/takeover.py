@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from phalanx.launch.context import LauncherContext
 from phalanx.launch.group import RankState
 from phalanx.launch.leader import LeaderRole
-from phalanx.launch.roles import LauncherContext, MemberRole
+from phalanx.launch.roles import MemberRole
 
 _HELLO_SECONDS = 3.0
 

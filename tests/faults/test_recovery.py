@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import phalanx
 from phalanx.errors import RankFailedError
-from phalanx.launch.resize import request_ranks
+from phalanx.launch.elastic import request_ranks
 from phalanx.models.gpt import gpt
 from phalanx.reliability.faults import Fault
 

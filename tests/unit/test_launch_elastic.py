@@ -16,13 +16,13 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.attempt import Attempt
 from phalanx.launch.board import Board
+from phalanx.launch.context import LauncherContext
+from phalanx.launch.elastic import ElasticControl, ScaleRequests
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
-from phalanx.launch.leader import LeaderRole
-from phalanx.launch.resize import Requests
-from phalanx.launch.roles import LauncherContext, MemberRole
+from phalanx.launch.inquiry import Inquiry
+from phalanx.launch.roles import MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.launch.takeover import TakingOver
 from phalanx.world.env import read_rank_env
@@ -83,9 +83,17 @@ def context(tmp_path):
     sent: list[tuple[str, dict]] = []
     failed: list[dict] = []
     made = LauncherContext(
-        spec, group, node, selector, lambda seconds, action: None, lambda event: None,
-        lambda to, message: sent.append((to, message)), lambda report, **how: failed.append(how), lambda *_: False,
-    )  # fmt: skip
+        spec,
+        node,
+        group,
+        evidence=SimpleNamespace(is_stuck=lambda *_: False),
+        console=SimpleNamespace(handle=lambda event: None, notice=lambda text: None),
+        rendezvous=SimpleNamespace(post=lambda to, message: sent.append((to, message))),
+        selector=selector,
+        later=lambda seconds, action: None,
+        fail=lambda report, **how: failed.append(how),
+        is_stopping=lambda: False,
+    )
     yield SimpleNamespace(context=made, sent=sent, failed=failed)
     selector.close()
     near.close()
@@ -117,13 +125,10 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
     takeover.deadline = 0.0
     assert takeover.is_complete
     assert time.monotonic() < deadline
-    attempt: Any = Attempt.__new__(Attempt)
-    attempt._takeover, attempt._waiting_mail = None, []
-    attempt._role = takeover.lead(0, ("127.0.0.1", 1))
-    assert isinstance(attempt._role, LeaderRole)
+    control = ElasticControl(context.context, Inquiry(context.context), failures=0)
+    control.role = takeover.lead(0, ("127.0.0.1", 1))
     context.sent.clear()
-    attempt._take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
-    assert attempt._waiting_mail == []
+    control.take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
     ((to, message),) = context.sent
     assert (to, list(message)) == ("00003", ["left_out"])
     following.take_mail({"sender": "00002", **message})
@@ -135,7 +140,7 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
 
 def test_a_request_that_cannot_be_answered_is_reported_once_and_ends_nothing(tmp_path):
     notices: list[str] = []
-    requests = Requests(tmp_path / "logs", notices.append)
+    requests = ScaleRequests(tmp_path / "logs", notices.append)
     requests.answer(lambda ranks, why: None)
     assert notices == [], "there is none"
     (tmp_path / "logs" / "ranks.request").mkdir(parents=True)  # cannot be read as a file
