@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,55 @@ _FAILURE_GRACE = 1.0
 _KILL_SECONDS = 5.0
 
 
-@dataclass
-class _Running:
-    """What there is once the nodes have gathered: the ranks of this one, and what looks after them."""
+class _RunningRanks:
+    """The ranks of this node, once all nodes are there, and what looks after them."""
 
-    context: LauncherContext
-    diagnosis: Diagnosis
-    start_watch: StartWatch
-    elastic: ElasticControl | None = None
+    def __init__(self, context: LauncherContext, failures: int) -> None:
+        self.group, self.evidence, self._context = context.group, context.evidence, context
+        self.diagnosis = Diagnosis(context)
+        self.elastic = None if context.spec.elastic is None else ElasticControl(context, self.diagnosis, failures)
+        ranks = tuple(state.rank for state in self.group.states)
+        found = (self.diagnosis.name_missing, self.diagnosis.describe_start)
+        self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *found)
+        self.group.on_event = self._take_event
 
     @property
-    def group(self) -> RankGroup:
-        """The ranks of this node."""
-        return self.context.group
+    def watches(self) -> list[Watch]:
+        """What depends on the clock."""
+        others: list[Watch] = [self.diagnosis.notice, self._start_watch]
+        return others if self.elastic is None else [self.elastic, *others]
+
+    @property
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        """By kind, what to do about a message of the store agent."""
+        handlers: dict[str, Callable[..., None]] = {
+            "question": self.diagnosis.inquiry.take_question,
+            "answer": self.diagnosis.inquiry.take_answer,
+            "silent_nodes": self.diagnosis.take_silent_nodes,
+        }
+        return handlers if self.elastic is None else {**handlers, **self.elastic.handlers}
+
+    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused, now: float) -> RankState | None:
+        """Take a message of the fork server; return the rank that has just ended, if one has."""
+        state = self.group.take_message(message)
+        if state is None or state.alive:
+            if state is not None:
+                self._start_watch.take_start(state.slot, now)
+            return None
+        self._start_watch.take_exit(state.slot, now)
+        return state
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        self._start_watch.take_event(event, time.monotonic())
+        self._context.console.handle(event)
+        if event.get("action") == "exclude" and self.elastic is not None:
+            self.elastic.exclude(event["ranks"])
+        elif event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
+            self.evidence.note_late(event["rank"], event["text"])
+            if self.elastic is None:
+                self.diagnosis.find_soon()
+            elif not self._context.is_stopping():
+                self.elastic.end_late()
 
 
 class Attempt(LauncherLoop):
@@ -69,7 +104,7 @@ class Attempt(LauncherLoop):
         super().__init__(spec, console, inbox)
         self._session, self._rendezvous = session, rendezvous
         self._number, self._scratch, self._failures_before = number, scratch, failures
-        self._running: _Running | None = None
+        self._running: _RunningRanks | None = None
         self._failure: FailureReport | None = None
         self._published_end = self._killing = self._all_ended = self._final = False
         self._notices = StartupNotices(spec, time.monotonic(), console.notice, serving=session.server.is_serving)
@@ -102,7 +137,7 @@ class Attempt(LauncherLoop):
         finally:
             if self._running is not None:
                 self._running.group.close(self._selector, failed=self._is_stopping)
-                self._running.context.evidence.close()
+                self._running.evidence.close()
             self._selector.close()
         return self._outcome()
 
@@ -114,29 +149,15 @@ class Attempt(LauncherLoop):
             self._fail(FailureReport(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
             return
         group = RankGroup(self._spec, node, self._session, self._console)
-        ranks = tuple(state.rank for state in group.states)
-        evidence.clear(ranks, self._number)
+        evidence.clear([state.rank for state in group.states], self._number)
         parts = (evidence, self._console, self._rendezvous, self._selector, self._later, self._fail)
         context = LauncherContext(self._spec, node, group, *parts, lambda: self._is_stopping)
-        diagnosis = Diagnosis(context)
-        watch = StartWatch(self._spec, ranks, node.world_size, diagnosis.name_missing, diagnosis.describe_start)
-        self._running = _Running(context, diagnosis, watch)
-        group.on_event = self._take_event
+        self._running = _RunningRanks(context, self._failures_before)
+        self._watches += self._running.watches
+        self._handlers |= self._running.handlers
         group.start(self._number, self._shared_env, self._selector, self._scratch)
-        self._watches += [diagnosis.notice, watch]
-        self._handlers |= {
-            "question": diagnosis.inquiry.take_question,
-            "answer": diagnosis.inquiry.take_answer,
-            "silent_nodes": diagnosis.take_silent_nodes,
-        }
-        if self._spec.elastic is not None:
-            elastic = self._running.elastic = ElasticControl(context, diagnosis.inquiry, self._failures_before)
-            self._watches.insert(1, elastic)
-            self._handlers |= {
-                "mail": elastic.take_mail,
-                "lost_nodes": elastic.take_lost_nodes,
-                "leader": elastic.take_lost_leader,
-            }
+        if self._running.elastic is not None:
+            self._running.elastic.role.listen()
 
     @property
     def has_started(self) -> bool:
@@ -162,30 +183,13 @@ class Attempt(LauncherLoop):
         if isinstance(message, ProcessExited) and message.key == self._rendezvous.agent_key:
             cause = f"the process that hosts the ranks' store {how_it_ended(message.code)}."
             self._fail(FailureReport(cause=cause, exit_code=1))
-        state = None if self._running is None else self._running.group.take_message(message)
+        if self._running is None:
+            return
+        ended = self._running.take_message(message, now)
         if self.has_started:
             self._notices.end()
-        if self._running is None or state is None:
-            return
-        if state.alive:
-            self._running.start_watch.take_start(state.slot, now)
-        else:
-            self._running.start_watch.take_exit(state.slot, now)
-            self._assess(self._running, state)
-
-    def _take_event(self, event: dict[str, Any]) -> None:
-        running = self._running
-        assert running is not None, "events come from ranks"
-        running.start_watch.take_event(event, time.monotonic())
-        self._console.handle(event)
-        if event.get("action") == "exclude" and running.elastic is not None:
-            running.elastic.exclude(event["ranks"])
-        elif event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
-            running.context.evidence.note_late(event["rank"], event["text"])
-            if running.elastic is None:
-                running.diagnosis.find_soon()
-            elif not self._is_stopping:
-                running.elastic.end_late(running.diagnosis.report)
+        if ended is not None:
+            self._assess(self._running, ended)
 
     def _take_remote_failure(self, failure: dict[str, Any]) -> None:
         # This node may have failed at the same time; the store keeps the first failure.
@@ -209,7 +213,7 @@ class Attempt(LauncherLoop):
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
-    def _assess(self, running: _Running, ended: RankState) -> None:
+    def _assess(self, running: _RunningRanks, ended: RankState) -> None:
         """Replace a rank that has ended, or look for the cause."""
         role = None if running.elastic is None else running.elastic.role
         if ended.code in SUCCESS_CODES:
@@ -218,7 +222,7 @@ class Attempt(LauncherLoop):
             return
         if self._is_stopping and not self._is_lost_while_saving(ended):
             return
-        survived = role is not None and role.take_loss(ended, running.context.evidence.describe(ended))
+        survived = role is not None and role.take_loss(ended, running.evidence.describe(ended))
         if not survived and not self._is_stopping:
             running.diagnosis.assess(ended)
 

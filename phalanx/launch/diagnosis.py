@@ -28,6 +28,7 @@ from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
 
 _USUAL_STEPS = 3
+_SEE_STACK = "Its stack is in the .stack file next to its log."
 
 
 class Evidence:
@@ -152,18 +153,26 @@ class Evidence:
         guilty = next((state for state in states if state.rank == blame.rank), None)
         verb = "gave up waiting" if reports_lost_peer(found.cause) else "reported"
         raised = f"rank {found.rank} {verb}: {_first_line(found.cause)}"
-        return FailureReport(
-            cause=blame.cause,
-            details=(*blame.details, raised),
-            exit_code=found.exit_code,
-            rank=blame.rank,
-            label=self._spec.label(blame.rank),
-            host=socket.gethostname() if guilty is not None else "",
-            step=self._step(guilty.slot) if guilty is not None else None,
-            hint="The records of all ranks are in the .collectives.json files next to their logs.",
-            others_stopped=self._others(states),
-            logs=str(log_path(self._spec.log_dir, guilty.slot) if guilty is not None else self._spec.log_dir),
-        )
+        hint = "The records of all ranks are in the .collectives.json files next to their logs."
+        facts = {"rank": blame.rank, "label": self._spec.label(blame.rank), "exit_code": found.exit_code}
+        return self._report(states, guilty, blame.cause, (*blame.details, raised), hint, **facts)
+
+    def _report(
+        self,
+        states: Sequence[RankState],
+        guilty: RankState | None,
+        cause: str,
+        details: Sequence[str],
+        hint: str,
+        **more: Any,
+    ) -> FailureReport:
+        """Return the report about a rank of this machine; `guilty`: None where it is not one of this machine."""
+        facts: dict[str, Any] = {"exit_code": 1, "logs": str(self._spec.log_dir)}
+        if guilty is not None:
+            facts |= {"rank": guilty.rank, "label": guilty.label, "host": socket.gethostname()}
+            facts |= {"step": self._step(guilty.slot), "logs": str(log_path(self._spec.log_dir, guilty.slot))}
+        facts |= {"others_stopped": self._others(states), **more}
+        return FailureReport(cause=cause, details=tuple(details), hint=hint, **facts)
 
     def silent(self, states: Sequence[RankState]) -> list[RankState]:
         """Return the ranks that run and have reported no error."""
@@ -177,22 +186,11 @@ class Evidence:
         if not guilty:  # they wait for each other: show where
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
             return dataclasses.replace(found, details=(*found.details, *waits))
-        first = min(guilty, key=lambda state: (self._step(state.rank) or 0, state.rank))
+        first = min(guilty, key=lambda state: (self._step(state.slot) or 0, state.rank))
         others = [rank for rank in positions if rank != first.rank]
         lines = [f"rank {found.rank} gave up waiting: {_first_line(found.cause)}"]
         lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
-        return FailureReport(
-            cause=f"has not answered: it is {positions[first.rank]}",
-            details=tuple(lines),
-            exit_code=1,
-            rank=first.rank,
-            label=first.label,
-            host=socket.gethostname(),
-            step=self._step(first.rank),
-            hint="Its stack is in the .stack file next to its log.",
-            others_stopped=self._others(states),
-            logs=str(log_path(self._spec.log_dir, first.rank)),
-        )
+        return self._report(states, first, f"has not answered: it is {positions[first.rank]}", lines, _SEE_STACK)
 
     def last_progress(self, states: Sequence[RankState]) -> float | None:
         """Return when one of these ranks last completed a step or a batch of an evaluation; None before the first."""
@@ -241,20 +239,11 @@ class Evidence:
         missing = [state for state in states if state.rank in hang.missing]
         lines = tuple(self._absence(state, hang) for state in missing)
         if not missing:
-            lines = (
-                f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes",
-            )
-        first = missing[0] if missing else None
-        return FailureReport(
-            cause=lines[0] if first is None else lines[0].removeprefix(f"rank {first.rank} "),
-            details=lines[1:],
-            exit_code=1,
-            rank=first.rank if first else None,
-            label=first.label if first else "",
-            hint="Its stack is in the .stack file next to its log." if first and first.alive else "",
-            others_stopped=self._others(states) if first else 0,
-            logs=str(log_path(self._spec.log_dir, first.rank) if first else self._spec.log_dir),
-        )
+            cause = f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes"
+            return self._report(states, None, cause, (), "", others_stopped=0)
+        first = missing[0]
+        cause = lines[0].removeprefix(f"rank {first.rank} ")
+        return self._report(states, first, cause, lines[1:], _SEE_STACK if first.alive else "", host="", step=None)
 
     def describe_slow_start(self, state: RankState, waited: float) -> str:
         """Describe where a rank is while no rank has joined."""

@@ -10,14 +10,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
 from phalanx.launch.blame import Blame
 from phalanx.launch.context import LauncherContext
 from phalanx.launch.group import RankState
-from phalanx.launch.inquiry import Inquiry
+from phalanx.launch.inquiry import Diagnosis
 from phalanx.launch.leader import LeaderRole
 from phalanx.launch.roles import MemberRole
 from phalanx.launch.takeover import TakingOver
@@ -26,23 +26,30 @@ _REQUEST, _ANSWER = "ranks.request", "ranks.answer"
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 20.0
 
+Role = LeaderRole | MemberRole
+
 
 class ElasticControl:
     """Decides about lost ranks, or follows the launcher that does; a watch of the attempt."""
 
-    def __init__(self, context: LauncherContext, inquiry: Inquiry, failures: int) -> None:
+    def __init__(self, context: LauncherContext, diagnosis: Diagnosis, failures: int) -> None:
         """`failures`: how many were survived before this attempt."""
         self._context, self._failures_before = context, failures
         node = context.node
-        self.role: LeaderRole | MemberRole = (
+        self.role: Role = (
             LeaderRole(context, failures=failures) if node.own == node.leader else MemberRole(context, node.leader)
         )
-        self._stall = StallWatch(context, inquiry)
+        self._stall = StallWatch(context, diagnosis)
         self._requests = ScaleRequests(context.spec.log_dir, context.console.notice)
         self._all_ended = False
         self._takeover: TakingOver | None = None
         self._address = ("", 0)
         self._waiting_mail: list[dict[str, Any]] = []
+
+    @property
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        """By kind, what to do about a message of the store agent."""
+        return {"mail": self.take_mail, "lost_nodes": self._take_lost_nodes, "leader": self._take_lost_leader}
 
     @property
     def next_deadline(self) -> float:
@@ -58,9 +65,9 @@ class ElasticControl:
             self._lead(self._takeover)
         self._stall.check(self.role)
 
-    def end_late(self, report: Callable[[Blame | None], None]) -> None:
-        """Kill the rank that others have waited for too long over nccl; `report` it where it is not of this machine."""
-        self._stall.end_late(self.role, report)
+    def end_late(self) -> None:
+        """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
+        self._stall.end_late(self.role)
 
     def exclude(self, ranks: list[int]) -> None:
         """Go on without slow ranks after the next loss."""
@@ -82,12 +89,11 @@ class ElasticControl:
         """Whether all machines have ended; called when this one has."""
         return self._all_ended or self.role.all_ended()
 
-    def take_lost_nodes(self, hosts: dict[str, str]) -> None:
-        """Take machines that were lost, if this launcher decides."""
+    def _take_lost_nodes(self, hosts: dict[str, str]) -> None:
         if isinstance(self.role, LeaderRole):
             self.role.take_lost_nodes(hosts)
 
-    def take_lost_leader(
+    def _take_lost_leader(
         self, leader: str, lost: dict[str, str], address: tuple[str, int] | None = None, others: Sequence[str] = ()
     ) -> None:
         """Follow another launcher after the machine that decided was lost; with an `address` take over."""
@@ -104,6 +110,7 @@ class ElasticControl:
     def _lead(self, takeover: TakingOver) -> None:
         self._takeover = None
         self.role = takeover.lead(self._failures_before, self._address)
+        self.role.listen()
         self._take_waiting_mail()
 
     def _take_waiting_mail(self) -> None:
@@ -112,26 +119,14 @@ class ElasticControl:
             self.take_mail(mail)
 
 
-class Members(Protocol):
-    """What a role knows of the group that trains."""
-
-    @property
-    def unchanged_since(self) -> float:
-        """When the ranks began to train in this group; infinity while it changes."""
-
-    @property
-    def members_here(self) -> list[RankState]:
-        """The ranks of this machine in that group; not those that wait for a place."""
-
-
 class StallWatch:
     """Kills a rank that the others wait for without end, so that it is replaced; only stacks show which one it is."""
 
-    def __init__(self, context: LauncherContext, inquiry: Inquiry) -> None:
+    def __init__(self, context: LauncherContext, diagnosis: Diagnosis) -> None:
         assert context.spec.elastic is not None, "only then there is a role"
         self._limit = context.spec.elastic.stall_seconds
         self._group, self._evidence, self._console = context.group, context.evidence, context.console
-        self._inquiry = inquiry
+        self._inquiry, self._report = diagnosis.inquiry, diagnosis.report
         self._asked = False
         self._ending: set[str] = set()
 
@@ -154,23 +149,23 @@ class StallWatch:
             state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"
         self._group.signal(signal.SIGKILL, stuck)
 
-    def end_late(self, role: Members, report: Callable[[Blame | None], None]) -> None:
-        """Kill the rank that others have waited for too long over nccl; `report` it where it is not of this machine."""
+    def end_late(self, role: Role) -> None:
+        """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
         if not self._asked and role.unchanged_since < time.monotonic():
             self._asked = True
-            self._inquiry.find_blame(lambda blame: self._kill_blamed(blame, report))
+            self._inquiry.find_blame(self._kill_blamed)
 
-    def _kill_blamed(self, blame: Blame | None, report: Callable[[Blame | None], None]) -> None:
+    def _kill_blamed(self, blame: Blame | None) -> None:
         self._asked = False
         guilty = [state for state in self._group.alive if blame is not None and state.rank == blame.rank]
         if blame is None or not guilty:
-            report(blame)
+            self._report(blame)
             return
         self._evidence.late.clear()
         guilty[0].killed_for = f"{blame.cause}, and was killed"
         self._group.signal(signal.SIGKILL, guilty[:1])
 
-    def check(self, role: Members) -> None:
+    def check(self, role: Role) -> None:
         """Ask for the stacks where no rank of the group has made progress for long."""
         since = role.unchanged_since
         if self._limit is None or self._asked or time.monotonic() - since < self._limit or not self._is_stalled(role):
@@ -178,11 +173,11 @@ class StallWatch:
         self._asked = True
         self._inquiry.ask_ranks(lambda _: self._judge(role, since), role.members_here)
 
-    def _is_stalled(self, role: Members) -> bool:
+    def _is_stalled(self, role: Role) -> bool:
         last = self._evidence.last_progress(role.members_here)
         return last is not None and self._limit is not None and time.time() - last >= self._limit
 
-    def _judge(self, role: Members, since: float) -> None:
+    def _judge(self, role: Role, since: float) -> None:
         self._asked = False
         if role.unchanged_since != since or not self._is_stalled(role):  # meanwhile a rank was replaced, or has gone on
             return

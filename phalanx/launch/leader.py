@@ -29,7 +29,7 @@ class LeaderRole(LocalRanks):
         self._ended: set[str] = set()
         self._losses: defaultdict[str, list[float]] = defaultdict(list)
         self._address: dict[str, Any] = {}
-        own = list(context.group.ranks.values())
+        own = context.group.states
         members = inherited if inherited is not None else self._first_members(own)
         for state in members:
             if state.node != context.node.own:
@@ -45,7 +45,6 @@ class LeaderRole(LocalRanks):
             give_up=lambda why: context.fail(FailureReport(cause=why, exit_code=1)),
             generation=generation,
         )
-        self._listen_to_all()
 
     def _first_members(self, own: list[RankState]) -> list[RankState]:
         """Return the ranks of all machines that begin, in their order."""
@@ -66,10 +65,6 @@ class LeaderRole(LocalRanks):
     def failures(self) -> int:
         """How many failures the run has had."""
         return self.members.failures
-
-    @failures.setter
-    def failures(self, count: int) -> None:
-        """Do nothing: the membership counts."""
 
     # What `Membership` asks.
 
@@ -120,11 +115,10 @@ class LeaderRole(LocalRanks):
         self.members.take(state, message)
 
     def take_loss(self, ended: RankState, how: str) -> bool:
-        """Take a rank of this machine that has ended with an error; return whether the run goes on."""
-        return self._take_losses(ended, how)
+        """Replace a rank that has ended with an error; return whether the run goes on.
 
-    def _take_losses(self, ended: RankState, how: str) -> bool:
-        """Replace the rank; a machine, of several, that fails far more often than the others is left out instead."""
+        A machine, of several, that fails far more often than the others is left out instead.
+        """
         now = time.monotonic()
         self._losses[ended.node].append(now)
         recent = {node: sum(now - at < RECENT_SECONDS for at in self._losses[node]) for node in self._machines}
@@ -141,10 +135,9 @@ class LeaderRole(LocalRanks):
 
     def take_end(self, ended: RankState) -> None:
         """Take a rank that has finished."""
+        self.members.take_end(ended)
         if self.members.group.spares_only:
             self.end()
-        else:
-            self.members.take_end(ended)
 
     def take_mail(self, mail: dict[str, Any]) -> bool:
         """Take a message of another launcher."""
@@ -177,7 +170,7 @@ class LeaderRole(LocalRanks):
         if state is None:  # a new one, which has not reported yet
             state = RankState(-1, "", mail["lost"], -1, mail["sender"])
         state.code = mail["code"]
-        if not self._take_losses(state, mail["how"]):
+        if not self.take_loss(state, mail["how"]):
             self._context.fail(FailureReport.from_message(mail["failure"]))
 
     def take_lost_nodes(self, hosts: dict[str, str]) -> None:

@@ -83,10 +83,8 @@ class Membership:
             self._form_if_ready()
 
     def take_end(self, state: RankState) -> None:
-        """Take a rank that has finished: with the last one the spare ranks end."""
-        if self.group.spares_only:
-            self.group.end()
-        elif state in self.group.members:
+        """Take a rank that has finished."""
+        if not self.group.spares_only and state in self.group.members:
             self._check_ended()
 
     def _check_ended(self) -> None:

@@ -26,13 +26,13 @@ class LocalRanks:
 
     def __init__(self, context: LauncherContext) -> None:
         self._context = context
-        self.failures = 0
-        for state in context.group.ranks.values():
+        for state in context.group.states:
             state.node = context.node.own
             state.local_rank = state.slot - context.node.first_rank
 
-    def _listen_to_all(self) -> None:
-        for state in self._context.group.ranks.values():
+    def listen(self) -> None:
+        """Take messages of the ranks of this machine, which have been started."""
+        for state in self._context.group.states:
             self._listen(state)
 
     def _listen(self, state: RankState) -> None:
@@ -99,13 +99,12 @@ class MemberRole(LocalRanks):
         super().__init__(context)
         self.leader = leader
         self._ready: dict[str, dict[str, Any]] = {}
-        self._generation = 0
+        self._generation = self.failures = 0
         self._told_end = False
         self._late: set[str] = set()
         self._formed_at = time.monotonic()
         self.size = context.node.world_size
         self._formed = set() if context.node.late else set(context.group.ranks)
-        self._listen_to_all()
 
     def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
         self._late.discard(state.key)  # it has left or joined
@@ -181,7 +180,7 @@ class MemberRole(LocalRanks):
                 "is_member": state.key in self._formed,
                 "ready": self._ready.get(state.key),
             }
-            for state in self._context.group.ranks.values()
+            for state in self._context.group.states
         ]
 
     @property

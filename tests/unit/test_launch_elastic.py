@@ -21,7 +21,7 @@ from phalanx.launch.context import LauncherContext
 from phalanx.launch.elastic import ElasticControl, ScaleRequests
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
-from phalanx.launch.inquiry import Inquiry
+from phalanx.launch.inquiry import Diagnosis
 from phalanx.launch.roles import MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.launch.takeover import TakingOver
@@ -73,7 +73,9 @@ def context(tmp_path):
     """What a launcher with one rank has; `sent` and `failed` note what it does."""
     near, far = socket.socketpair()
     state = RankState(1, "r1", "r1", 1)
-    group: Any = SimpleNamespace(ranks={"r1": state}, alive=[state], controls={"r1": near}, signal=lambda *_: None)
+    group: Any = SimpleNamespace(
+        ranks={"r1": state}, states=[state], alive=[state], controls={"r1": near}, signal=lambda *_: None
+    )
     group.retire = lambda state: None
     elastic = Elastic((3, 2, 1), silence_seconds=0.0)
     spec = LaunchSpec(target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=elastic, max_restarts=3)
@@ -125,7 +127,7 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
     takeover.deadline = 0.0
     assert takeover.is_complete
     assert time.monotonic() < deadline
-    control = ElasticControl(context.context, Inquiry(context.context), failures=0)
+    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
     control.role = takeover.lead(0, ("127.0.0.1", 1))
     context.sent.clear()
     control.take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})

@@ -37,7 +37,8 @@ def machine(tmp_path):
         ask_ranks=lambda then, which: questions.append((then, [each.key for each in which])),
     )
     console = SimpleNamespace(notice=lambda text: None)
-    watch = StallWatch(SimpleNamespace(spec=spec, group=group, evidence=evidence, console=console), inquiry)
+    context = SimpleNamespace(spec=spec, group=group, evidence=evidence, console=console)
+    watch = StallWatch(context, SimpleNamespace(inquiry=inquiry, report=None))
     role = SimpleNamespace(unchanged_since=time.monotonic() - 1, members_here=states[:2])
     yield SimpleNamespace(watch=watch, role=role, questions=questions, killed=killed)
     evidence.close()
