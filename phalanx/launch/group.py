@@ -98,7 +98,7 @@ class RankGroup:
         self._events.setblocking(False)
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
         self.ranks = {
-            f"r{rank}": RankState(rank, spec.label(rank), f"r{rank}", rank)
+            f"r{rank}": RankState(rank, spec.label(rank), f"r{rank}", rank, node.own, rank - node.first_rank)
             for rank in range(node.first_rank, node.first_rank + spec.ranks_per_node)
         }
         self.controls: dict[str, socket.socket] = {}
@@ -135,7 +135,8 @@ class RankGroup:
         slot = next(number for number in itertools.count(first) if number not in used)
         for ended in [each for each in self.ranks.values() if each.slot == slot]:
             self.retire(ended)
-        state = RankState(slot, self._spec.label(slot), f"r{slot}g{generation}-{next(_ADDED)}", slot)
+        key = f"r{slot}g{generation}-{next(_ADDED)}"
+        state = RankState(slot, self._spec.label(slot), key, slot, self._node.own, slot - first)
         self.ranks[state.key] = state
         record_path(self._spec.log_dir, slot).unlink(missing_ok=True)
         self._start_rank(state, {JOINS_LATE: "1"})

@@ -113,11 +113,7 @@ class GroupState:
         self.steps[state.key] = step
         if state not in self.members and state not in self.spares:
             self.spares.append(state)
-            self.count_start(state.node)
-
-    def count_start(self, node: str) -> None:
-        """Note that a process of a machine that was starting is ready, or has ended."""
-        self.starting[node] = max(0, self.starting[node] - 1)
+            self.starting -= Counter([state.node])  # not below zero
 
     def take_aborted(self, state: RankState) -> None:
         """Let ranks end nccl's collectives once all have aborted: none of them uses what those leave then."""

@@ -22,8 +22,6 @@ class LeaderRole(LocalRanks):
     ) -> None:
         """`inherited`: the members of a group that another launcher has formed, those of lost machines included."""
         super().__init__(context)
-        elastic = context.spec.elastic
-        assert elastic is not None, "only then there is a role"
         self._remote: dict[str, RankState] = {}
         self._machines = {node: (host, ranks) for node, host, ranks in context.node.machines}
         self._ended: set[str] = set()
@@ -35,7 +33,7 @@ class LeaderRole(LocalRanks):
             if state.node != context.node.own:
                 self._remote[state.key] = state
         self.members = Membership(
-            elastic,
+            self._elastic,
             members,
             self,
             failures=failures,

@@ -17,6 +17,7 @@ r0 and r2 are both lost before r3 has joined, no rank holds the state: the launc
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -154,7 +155,7 @@ class Membership:
         if state in group.spares:
             group.spares.remove(state)
         else:
-            group.count_start(state.node)
+            group.starting -= Counter([state.node])  # not below zero
             self._failed_starts += 1
         hopeless = self._failed_starts > _TRIES or state.code == EXIT_USAGE
         if hopeless and group.state != "running":

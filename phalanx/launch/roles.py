@@ -6,6 +6,7 @@ With one machine its launcher leads. Ranks have a control socket to their own la
 
 from __future__ import annotations
 
+import contextlib
 import math
 import selectors
 import time
@@ -25,10 +26,8 @@ class LocalRanks:
     """The ranks of this machine: their control sockets, and which of them are stopped."""
 
     def __init__(self, context: LauncherContext) -> None:
-        self._context = context
-        for state in context.group.states:
-            state.node = context.node.own
-            state.local_rank = state.slot - context.node.first_rank
+        assert context.spec.elastic is not None, "only then there is a role"
+        self._context, self._elastic = context, context.spec.elastic
 
     def listen(self) -> None:
         """Take messages of the ranks of this machine, which have been started."""
@@ -54,24 +53,17 @@ class LocalRanks:
 
     def _start_here(self, count: int, generation: int) -> None:
         for _ in range(count):
-            state = self._context.group.add(generation)
-            state.node = self._context.node.own
-            state.local_rank = state.slot - self._context.node.first_rank
-            self._listen(state)
+            self._listen(self._context.group.add(generation))
 
     def _send_here(self, key: str, message: dict[str, Any]) -> None:
         control = self._context.group.controls.get(key)
-        if control is None:
-            return
-        try:
-            messages.send(control, message)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # it has ended: the fork server reports that
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the fork server reports that
+            if control is not None:
+                messages.send(control, message)
 
     def find_silent(self) -> list[RankState]:
         """Return the ranks of this machine that are stopped for too long, which are killed and replaced."""
-        assert self._context.spec.elastic is not None, "only then there is a role"
-        now, limit, found = time.monotonic(), self._context.spec.elastic.silence_seconds, []
+        now, limit, found = time.monotonic(), self._elastic.silence_seconds, []
         for state in self._context.group.alive:
             if state.pid is None or not is_stopped(state.pid):
                 state.stopped_since = None
@@ -83,8 +75,7 @@ class LocalRanks:
 
     def _is_stuck(self, state: RankState) -> bool:
         """Whether a rank of this machine, which does not leave or join, makes no progress either."""
-        assert self._context.spec.elastic is not None, "only then there is a role"
-        return self._context.evidence.is_stuck(state, patience(self._context.spec.elastic.silence_seconds))
+        return self._context.evidence.is_stuck(state, patience(self._elastic.silence_seconds))
 
     @property
     def next_deadline(self) -> float:
