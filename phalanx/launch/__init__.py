@@ -10,7 +10,7 @@ The flow of one launch:
 4. A `rank` sets its environment and runs the user's target as Python itself would. It sends events (one socket),
    output (`output`: pipes or a terminal for the console's rank, a file for the others) and, when an exception ends it,
    an error record (`error_file`).
-5. The attempt's event loop (`launcher_loop`) waits for exits, events, output, signals, timers and `watches`. When a rank
+5. The attempt's event loop (`launcher_loop`) waits for exits, events, output, signals and `watches`. When a rank
    fails, `inquiry` and `diagnosis` find the guilty one, the others are stopped, and `failure` writes the report.
    In an elastic run (`elastic`) the `leader` of all launchers replaces the rank instead (`membership`, `group_state`).
 6. When the supervisor has ended for any reason, the fork server kills what is left.

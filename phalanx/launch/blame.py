@@ -9,7 +9,7 @@ Example: three ranks, each with its last calls in one group, and where it is.
 No number has two different calls, so there is no mismatch. Ranks 0 and 1 wait in #5; rank 2 has not entered it, and
 waits in no other call: "rank 2 never entered all_reduce #5 that ranks 0, 1 entered at train.py:10; it is at data.py:31
 in load". If rank 2 had called a broadcast as #5, it would be blamed for that: of the calls with one number the one that
-fewer ranks made is wrong. If rank 2 waited in another group for rank 3, which waits for no rank, rank 3 would be blamed.
+fewer ranks made is wrong. If rank 2 waited in another group for rank 3, which does not wait, rank 3 would be blamed.
 """
 
 from __future__ import annotations
