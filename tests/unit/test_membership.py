@@ -225,6 +225,54 @@ def test_ranks_lost_together_are_one_failure():
     assert not case.lose(case.ranks[2])
 
 
+def test_losses_beyond_max_restarts_end_the_run():
+    case = Case(3, max_restarts=2)
+    case.join(*case.ranks)
+    for number in (7, 8):
+        assert case.lose(case.members.group.members[1])
+        case.ready(*case.members.group.members, rank_state(number), step=number)
+        case.join(*case.members.group.members)
+    assert not case.lose(case.members.group.members[1])
+    assert "max_restarts = 2 is used up" in case.reports[-1]["text"]
+
+
+@pytest.mark.parametrize("reached", ["leaving", "some are ready", "forming", "some have joined"])
+def test_a_second_loss_in_any_state_of_a_change_is_survived(three, reached):
+    zero, one, two = three.ranks
+    assert three.lose(zero)
+    if reached == "some are ready":
+        three.ready(one)
+    elif reached != "leaving":
+        three.ready(one, two, rank_state(7))
+    if reached == "some have joined":
+        three.join(one)
+    formed = reached in ("forming", "some have joined")
+    generation = three.members.group.generation
+    three.processes.sent.clear()
+    assert three.lose(two)
+    assert three.members.failures == (2 if formed else 1), "losses before the next generation are one failure"
+    left = [member.key for member in three.members.group.members if member.key not in three.members.group.steps]
+    assert three.processes.take("abort") == left
+    three.ready(*three.members.group.members, *(rank_state(number) for number in ((8,) if formed else (7, 8))))
+    assert three.members.group.generation == generation + 1
+    three.join(*three.members.group.members)
+    assert three.members.group.is_settled
+    assert [member.rank for member in three.members.group.members] == [0, 1, 2]
+
+
+def test_a_spare_rank_takes_the_place_of_a_lost_one_and_another_spare_is_started():
+    case = Case(3, spares=1)
+    case.join(*case.ranks)
+    assert case.processes.started == 1
+    case.ready(spare := rank_state(3), step=-1)
+    assert case.lose(case.ranks[1])
+    assert case.processes.started == 1, "the spare one is there already"
+    case.ready(case.ranks[0], case.ranks[2])
+    assert spare in case.members.group.members
+    case.join(*case.members.group.members)
+    assert case.processes.started == 2
+
+
 def test_a_failure_that_needs_a_restart_is_counted_by_the_restart():
     case = Case(1, max_restarts=1)
     case.join(*case.ranks)
