@@ -13,7 +13,6 @@ from typing import Any
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
 from phalanx.host.signals import SignalInbox
-from phalanx.launch.context import LauncherContext
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.elastic import ElasticControl
 from phalanx.launch.environment import NodeInfo
@@ -25,6 +24,7 @@ from phalanx.launch.launcher_loop import SUCCESS_CODES, LauncherLoop, Outcome, e
 from phalanx.launch.output import RankConsole
 from phalanx.launch.protocol import ProcessExited, ProcessRefused, ProcessStarted, parse
 from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.roles import LauncherContext
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.watches import StartupNotices, StartWatch, Watch
 
@@ -63,12 +63,10 @@ class _RunningRanks:
     def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused, now: float) -> RankState | None:
         """Take a message of the fork server; return the rank that has just ended, if one has."""
         state = self.group.take_message(message)
-        if state is None or state.alive:
-            if state is not None:
-                self._start_watch.take_start(state.slot, now)
+        if state is None:
             return None
-        self._start_watch.take_exit(state.slot, now)
-        return state
+        self._start_watch.take_process(state, now)
+        return None if state.alive else state
 
     def _take_event(self, event: dict[str, Any]) -> None:
         self._start_watch.take_event(event, time.monotonic())

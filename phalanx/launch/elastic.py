@@ -15,11 +15,10 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
 from phalanx.launch.blame import Blame
-from phalanx.launch.context import LauncherContext
 from phalanx.launch.group import RankState
 from phalanx.launch.inquiry import Diagnosis
 from phalanx.launch.leader import LeaderRole
-from phalanx.launch.roles import MemberRole
+from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.takeover import TakingOver
 
 _REQUEST, _ANSWER = "ranks.request", "ranks.answer"

@@ -11,9 +11,9 @@ from typing import Any
 from phalanx.host.reminders import duration_text
 from phalanx.launch.blame import Blame, find_blame
 from phalanx.launch.collectives import ASK, RankCalls
-from phalanx.launch.context import LauncherContext
 from phalanx.launch.failure import YIELD_SECONDS
 from phalanx.launch.group import RankState
+from phalanx.launch.roles import LauncherContext
 from phalanx.launch.watches import Hang, StartWatch
 
 _POLL_SECONDS = 0.05

@@ -6,12 +6,11 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from phalanx.launch.context import LauncherContext
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankState
 from phalanx.launch.membership import Membership
 from phalanx.launch.policy import RECENT_SECONDS, fails_too_often
-from phalanx.launch.roles import LocalRanks
+from phalanx.launch.roles import LauncherContext, LocalRanks
 
 
 class LeaderRole(LocalRanks):

@@ -10,16 +10,39 @@ import contextlib
 import math
 import selectors
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import is_stopped
-from phalanx.launch.context import LauncherContext
+from phalanx.launch.diagnosis import Evidence
+from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.group import RankState
+from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.output import RankConsole
 from phalanx.launch.policy import patience
+from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.spec import LaunchSpec
 
 _CHECK_SECONDS = 0.5
+
+
+@dataclass
+class LauncherContext:
+    """Services that a role, and other parts of a launcher, need from it while its ranks run."""
+
+    spec: LaunchSpec
+    node: NodeInfo
+    group: RankGroup
+    evidence: Evidence
+    console: RankConsole
+    rendezvous: Rendezvous
+    selector: selectors.BaseSelector
+    later: Callable[[float, Callable[[], None]], None]
+    fail: Callable[..., None]
+    """Gets a `FailureReport`; with `final=True` this machine alone ends, and does not start again."""
+    is_stopping: Callable[[], bool]
 
 
 class LocalRanks:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from phalanx.launch.context import LauncherContext
 from phalanx.launch.group import RankState
 from phalanx.launch.leader import LeaderRole
-from phalanx.launch.roles import MemberRole
+from phalanx.launch.roles import LauncherContext, MemberRole
 
 _HELLO_SECONDS = 3.0
 

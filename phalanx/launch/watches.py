@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch.forkserver.preload import extra_modules
+from phalanx.launch.group import RankState
 from phalanx.launch.spec import LaunchSpec
 
 IMPORT_MOMENTS = (15.0, *MOMENTS)
@@ -118,12 +119,15 @@ class StartWatch:
     _ended: set[int] = field(default_factory=set)
     _reminder: Reminder | None = None
 
-    def take_start(self, rank: int, now: float) -> None:
-        """Note that a rank has been forked."""
-        self._begun.add(rank)
+    def take_process(self, state: RankState, now: float) -> None:
+        """Note that a rank has been forked, has ended, or could not be started."""
+        self._begun.add(state.slot)
         if self._all_begun is None and len(self._begun) == len(self.ranks):
             self._all_begun = now
             self._reminder = Reminder(now)
+        if not state.alive:
+            self._ended.add(state.slot)
+            self._waiting.pop(state.slot, None)
 
     def take_event(self, event: dict[str, Any], now: float) -> None:
         """Note a rank entering or leaving init_process_group."""
@@ -135,12 +139,6 @@ class StartWatch:
             self._waiting[rank] = now
         elif event["event"] == "joined":
             self._waiting.pop(rank, None)
-
-    def take_exit(self, rank: int, now: float) -> None:
-        """Note that a rank has ended, or could not be started."""
-        self.take_start(rank, now)
-        self._ended.add(rank)
-        self._waiting.pop(rank, None)
 
     @property
     def quiet(self) -> bool:

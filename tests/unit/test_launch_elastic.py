@@ -17,12 +17,11 @@ from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
 from phalanx.launch.board import Board
-from phalanx.launch.context import LauncherContext
 from phalanx.launch.elastic import ElasticControl, ScaleRequests
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
 from phalanx.launch.inquiry import Diagnosis
-from phalanx.launch.roles import MemberRole
+from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.launch.takeover import TakingOver
 from phalanx.world.env import read_rank_env

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch import LaunchSpec, ScriptTarget
+from phalanx.launch.group import RankState
 from phalanx.launch.watches import IMPORT_MOMENTS, MACHINES_MOMENTS, StartupNotices, StartWatch
 
 
@@ -43,7 +44,7 @@ class Notices(StartupNotices):
 def _watch(spec, ranks, begun=None):
     watch = Start(spec, ranks)
     for rank in ranks if begun is not None else ():
-        watch.take_start(rank, begun)
+        watch.take_process(RankState(rank, "", "", rank), begun)
     return watch
 
 
@@ -79,18 +80,18 @@ def test_the_start_watch_names_who_is_missing(tmp_path):
 
 def test_no_timeout_counts_before_the_last_rank_was_forked(tmp_path):
     watch = _watch(_spec(tmp_path, start_timeout=1.0, join_timeout=1.0), (0, 1))
-    watch.take_start(0, 10.0)
+    watch.take_process(RankState(0, "", "", 0), 10.0)
     assert (watch.next_deadline, watch.look(1000.0)) == (None, None)
-    watch.take_start(1, 1000.0)
+    watch.take_process(RankState(1, "", "", 1), 1000.0)
     assert watch.look(1000.9) is None
     assert watch.look(1001.0).none_came
 
 
 def test_a_rank_that_came_early_waits_from_the_last_fork_on(tmp_path):
     watch = _watch(_spec(tmp_path, join_timeout=5.0), (0, 1))
-    watch.take_start(0, 10.0)
+    watch.take_process(RankState(0, "", "", 0), 10.0)
     watch.take_event({"event": "joining", "rank": 0}, 11.0)
-    watch.take_start(1, 100.0)
+    watch.take_process(RankState(1, "", "", 1), 100.0)
     assert watch.next_deadline == 105.0
     assert watch.look(104.0) is None
 
