@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
-from phalanx.launch.resize import request_ranks
+from phalanx.launch.elastic import request_ranks
 from phalanx.observe.format import duration, of_total, size, table
 from phalanx.runs.facts import differences, facts
 from phalanx.runs.resume import refuse_whole_project

@@ -270,7 +270,7 @@ def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
 
 
 def _run_as_task(join: Callable[[], None], resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
-    from phalanx.launch.target import run_target
+    from phalanx.launch.rank import run_target
 
     assert target is not None, "recipes are torch models, and were refused"
     check_packages(resolved.config)
@@ -285,7 +285,7 @@ def _run_as_rank(
 ) -> int:
     if recipe is None:
         export_rank_env(started)  # a plain torch script reads torchrun's variables only
-        from phalanx.launch.target import run_target
+        from phalanx.launch.rank import run_target
 
         assert target is not None, "either a recipe or a script was named"
         os.environ.update(nccl_environment(resolved.config.nccl_env, os.environ))

@@ -3,16 +3,16 @@
 The flow of one launch:
 
 1. `forkserver` starts the fork server once per process: a Python that has imported torch and forks on request.
-2. `supervisor.launch` opens a session with it and runs attempts until one succeeds or none is left (`follower`).
+2. `supervisor.launch` opens a session with it and runs attempts until one succeeds or none is left (`launcher_loop`).
 3. An `attempt` gets this node's number and the store's address from the `rendezvous` (the `store_agent`, forked too,
    hosts the ranks' store; with several nodes it gathers them: `nodes`), then the `group` forks each rank. Until then
-   `startup_watch` reports now and then what is being waited for.
-4. A `rank` sets its environment and runs the user's `target` as Python itself would. It sends events (one socket),
+   a notice of `watches` says now and then what is being waited for.
+4. A `rank` sets its environment and runs the user's target as Python itself would. It sends events (one socket),
    output (`output`: pipes or a terminal for the console's rank, a file for the others) and, when an exception ends it,
    an error record (`error_file`).
-5. The attempt's event loop (`follower`) waits for exits, events, output, signals and timers. When a rank fails,
-   `diagnosis` finds the guilty one, the others are stopped, and `failure` writes the report. `startup_watch` names a
-   rank that never joins.
+5. The attempt's event loop (`launcher_loop`) waits for exits, events, output, signals and `watches`. When a rank
+   fails, `inquiry` and `diagnosis` find the guilty one, the others are stopped, and `failure` writes the report.
+   In an elastic run (`elastic`) the `leader` of all launchers replaces the rank instead (`membership`, `group_state`).
 6. When the supervisor has ended for any reason, the fork server kills what is left.
 """
 

@@ -6,36 +6,82 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
 from phalanx.host.signals import SignalInbox
-from phalanx.launch.blame import Blame
-from phalanx.launch.diagnosis import Evidence, StallWatch
+from phalanx.launch.diagnosis import Evidence
+from phalanx.launch.elastic import ElasticControl
 from phalanx.launch.environment import NodeInfo
-from phalanx.launch.failure import YIELD_SECONDS, FailureReport
-from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
-from phalanx.launch.following import Following
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.inquiry import Inquiry, StallNotice
+from phalanx.launch.inquiry import Diagnosis
+from phalanx.launch.launcher_loop import SUCCESS_CODES, LauncherLoop, Outcome, ended_well, stopped
 from phalanx.launch.output import RankConsole
+from phalanx.launch.protocol import ProcessExited, ProcessRefused, ProcessStarted, parse
 from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.resize import Requests
-from phalanx.launch.roles import Hands, Leading
+from phalanx.launch.roles import LauncherContext
 from phalanx.launch.spec import LaunchSpec
-from phalanx.launch.startup_watch import StartupNotices, StartWatch
-from phalanx.launch.takeover import TakingOver
+from phalanx.launch.watches import StartupNotices, StartWatch, Watch
 
 _FAILURE_GRACE = 1.0
-_REMOTE_SECONDS = 2.5
-"""How much longer a lost connection is not taken for the cause with several nodes: until a lost node is known."""
 _KILL_SECONDS = 5.0
 
 
-class Attempt(Follower):
+class _RunningRanks:
+    """The ranks of this node, once all nodes are there, and what looks after them."""
+
+    def __init__(self, context: LauncherContext, failures: int) -> None:
+        self.group, self.evidence, self._context = context.group, context.evidence, context
+        self.diagnosis = Diagnosis(context)
+        self.elastic = None if context.spec.elastic is None else ElasticControl(context, self.diagnosis, failures)
+        ranks = tuple(state.rank for state in self.group.states)
+        found = (self.diagnosis.name_missing, self.diagnosis.describe_start)
+        self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *found)
+        self.group.on_event = self._take_event
+
+    @property
+    def watches(self) -> list[Watch]:
+        """What depends on the clock."""
+        others: list[Watch] = [self.diagnosis.notice, self._start_watch]
+        return others if self.elastic is None else [self.elastic, *others]
+
+    @property
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        """By kind, what to do about a message of the store agent."""
+        handlers: dict[str, Callable[..., None]] = {
+            "question": self.diagnosis.inquiry.take_question,
+            "answer": self.diagnosis.inquiry.take_answer,
+            "silent_nodes": self.diagnosis.take_silent_nodes,
+        }
+        return handlers if self.elastic is None else {**handlers, **self.elastic.handlers}
+
+    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused, now: float) -> RankState | None:
+        """Take a message of the fork server; return the rank that has just ended, if one has."""
+        state = self.group.take_message(message)
+        if state is None:
+            return None
+        self._start_watch.take_process(state, now)
+        return None if state.alive else state
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        self._start_watch.take_event(event, time.monotonic())
+        self._context.console.handle(event)
+        if event.get("action") == "exclude" and self.elastic is not None:
+            self.elastic.exclude(event["ranks"])
+        elif event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
+            self.evidence.note_late(event["rank"], event["text"])
+            if self.elastic is None:
+                self.diagnosis.find_soon()
+            elif not self._context.is_stopping():
+                self.elastic.end_late()
+
+
+class Attempt(LauncherLoop):
     """Runs once."""
 
     def __init__(
@@ -54,32 +100,26 @@ class Attempt(Follower):
         `failures`: how many were survived before, of at most `max_restarts`.
         """
         super().__init__(spec, console, inbox)
-        self._session = session
-        self._rendezvous = rendezvous
-        self._number = number
-        self._scratch = scratch
-        self._failures_before = failures
-        self._role: Leading | Following | None = None
-        self._takeover: TakingOver | None = None
-        self._waiting_mail: list[dict[str, Any]] = []
-        self._requests = Requests(spec.log_dir, console.notice)
-        self._group: RankGroup | None = None
-        self._watch: StartWatch | None = None
-        self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
-        self._evidence: Evidence | None = None
-        self._inquiry: Inquiry | None = None
-        self._stall_notice: StallNotice | None = None
-        self._silent_nodes: list[str] = []
+        self._session, self._rendezvous = session, rendezvous
+        self._number, self._scratch, self._failures_before = number, scratch, failures
+        self._running: _RunningRanks | None = None
         self._failure: FailureReport | None = None
-        self._blaming = False
-        self._diagnosing = False
-        self._published_end = self._killing = False
-        self._all_ended = self._final = False
+        self._published_end = self._killing = self._all_ended = self._final = False
+        self._notices = StartupNotices(spec, time.monotonic(), console.notice, serving=session.server.is_serving)
+        self._watches: list[Watch] = [self._notices]
+        self._handlers: dict[str, Callable[..., None]] = {
+            "arrived": lambda nodes: self._notices.take_arrived(nodes, time.monotonic()),
+            "node": lambda node: self._start(NodeInfo(**node)),
+            "remote_failure": self._take_remote_failure,
+            "all_ended": self._take_all_ended,
+            "error": self._take_error,
+        }
+        """By kind, what to do about a message of the store agent; those about running ranks are added with these."""
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
         """Follow the attempt to its end."""
         self._shared_env = {**shared_env, "PHALANX_FAILURES": str(self._failures_before)}
-        self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
+        self._selector.register(self._session, selectors.EVENT_READ, self._take_process)
         try:
             node = self._rendezvous.begin(self._number)
             if node is not None:
@@ -93,208 +133,101 @@ class Attempt(Follower):
             if not self._is_stopping:
                 raise
         finally:
-            if self._group is not None:
-                self._group.close(self._selector, failed=self._is_stopping)
-            if self._evidence is not None:
-                self._evidence.close()
+            if self._running is not None:
+                self._running.group.close(self._selector, failed=self._is_stopping)
+                self._running.evidence.close()
             self._selector.close()
         return self._outcome()
 
     def _start(self, node: NodeInfo) -> None:
         self._notices.take_gathered(time.monotonic())
         try:
-            self._evidence = Evidence(self._spec, node)
+            evidence = Evidence(self._spec, node)
         except OSError as error:
             self._fail(FailureReport(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
             return
-        self._group = RankGroup(self._spec, node, self._session, self._console)
-        ranks = tuple(state.rank for state in self._group.ranks.values())
-        self._evidence.clear(ranks, self._number)
-        self._watch = StartWatch(self._spec, ranks, node.world_size)
-        self._inquiry = Inquiry(node, self._group, self._evidence, self._rendezvous, self._later)
-        parts = (self._group, self._evidence, self._inquiry, self._console)
-        self._stall_notice = StallNotice(self._spec, node, *parts)
-        self._group.on_event = self._take_event
-        self._group.start(self._number, self._shared_env, self._selector, self._scratch)
-        if self._spec.elastic is not None:
-            watched = (self._group, self._evidence, self._inquiry.ask_ranks, self._console)
-            self._stall_watch = StallWatch(self._spec.elastic, *watched)
-            self._take_role(node)
-
-    def _take_role(self, node: NodeInfo) -> None:
-        """Decide about lost ranks, or follow the launcher that does."""
-        assert self._group is not None, "started before"
-        assert self._evidence is not None, "started before"
-        parts = (self._group, node, self._selector, self._later, self._console.handle, self._rendezvous.post)
-        self._hands = Hands(self._spec, *parts, self._fail, self._evidence.is_stuck)
-        if node.own == node.leader:
-            self._role = Leading(self._hands, failures=self._failures_before)
-        else:
-            self._role = Following(self._hands, node.leader)
+        group = RankGroup(self._spec, node, self._session, self._console)
+        evidence.clear([state.rank for state in group.states], self._number)
+        parts = (evidence, self._console, self._rendezvous, self._selector, self._later, self._fail)
+        context = LauncherContext(self._spec, node, group, *parts, lambda: self._is_stopping)
+        self._running = _RunningRanks(context, self._failures_before)
+        self._watches += self._running.watches
+        self._handlers |= self._running.handlers
+        group.start(self._number, self._shared_env, self._selector, self._scratch)
+        if self._running.elastic is not None:
+            self._running.elastic.role.listen()
 
     @property
     def has_started(self) -> bool:
         """Whether the fork server has reported that a rank was forked or refused."""
-        return self._group is not None and self._group.has_started
+        return self._running is not None and self._running.group.has_started
 
     # --- what arrives -------------------------------------------------------------------------------------------
-
-    def _take_session(self) -> None:
-        message = self._session.receive()
-        now = time.monotonic()
-        self._notices.take_serving(now)
-        if self._rendezvous.agent_key and message.get("exited") == self._rendezvous.agent_key:
-            cause = f"the process that hosts the ranks' store {how_it_ended(message['code'])}."
-            self._fail(FailureReport(cause=cause, exit_code=1))
-        if self._group is None or self._watch is None:
-            return
-        ended = self._group.take_message(message)
-        if self.has_started:
-            self._notices.end()
-        if ended is not None:
-            self._watch.take_exit(ended.slot, now)
-            self._assess(ended)
-        elif (started := self._group.ranks.get(message.get("started", ""))) is not None:
-            self._watch.take_start(started.slot, now)
-
-    def _take_event(self, event: dict[str, Any]) -> None:
-        assert self._watch is not None
-        self._watch.take_event(event, time.monotonic())
-        self._console.handle(event)
-        if event.get("action") == "exclude" and isinstance(self._role, Leading):
-            self._role.members.exclude(event["ranks"])
-        elif event["event"] == "overdue":
-            self._take_late(event)
 
     def _take_rendezvous(self) -> None:
         message = self._rendezvous.receive()
         if message is None:
             assert self._rendezvous.agent is not None
             self._selector.unregister(self._rendezvous.agent)
-        elif message.get("attempt", self._number) != self._number:
-            return  # a message about an earlier attempt
-        elif "arrived" in message:
-            self._notices.take_arrived(message["arrived"], time.monotonic())
-        elif "node" in message:
-            self._start(NodeInfo(**message["node"]))
-        elif "remote_failure" in message:
-            # This node may have failed at the same time; the store keeps the first failure.
-            self._failure = FailureReport.from_message(message["remote_failure"])
-            if self._failure.rank is None:  # the cause may be here: keep where the ranks are
-                self._signal_ranks(signal.SIGQUIT)
-            self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
-        elif "mail" in message:
-            self._take_mail(message["mail"])
-        elif "lost_nodes" in message and isinstance(self._role, Leading):
-            self._role.take_lost_nodes(message["lost_nodes"])
-        elif "leader" in message and isinstance(self._role, Following):
-            self._take_leader(message)
-        elif "question" in message and self._inquiry is not None:
-            self._inquiry.take_question(message["question"], own=message["own"])
-        elif "answer" in message and self._inquiry is not None:
-            self._inquiry.take_answer(message["answer"])
-        elif "silent_nodes" in message:
-            self._silent_nodes = message["silent_nodes"]
-        elif "all_ended" in message:
-            self._all_ended = True
-        elif "error" in message:
-            code = EXIT_USAGE if message["usage"] else 1
-            # The agent has ended, and with it this machine's connection to the others.
-            self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), final=True)
+        elif message.pop("attempt", self._number) == self._number:  # else it is about an earlier attempt
+            (kind, value), *fields = message.items()
+            if kind in self._handlers:
+                self._handlers[kind](value, **dict(fields))
 
-    def _take_mail(self, mail: dict[str, Any]) -> None:
-        if self._takeover is not None and "hello" in mail:
-            self._takeover.take_hello(mail)
-        elif self._takeover is not None or ("hello" in mail and not isinstance(self._role, Leading)):
-            self._waiting_mail.append(mail)  # before this launcher knows that it takes over
-        elif self._role is not None and self._role.take_mail(mail):
-            self._all_ended = True
-
-    def _take_leader(self, message: dict[str, Any]) -> None:
-        """Follow another launcher, or take over, after the machine that decided was lost."""
-        assert isinstance(self._role, Following)
-        names = ", ".join(message["lost"].values())
-        self._console.notice(f"the machine {names}, which decided about the ranks, was lost")
-        if "address" not in message:
-            self._role.follow(message["leader"])
+    def _take_process(self) -> None:
+        message: ProcessStarted | ProcessExited | ProcessRefused = parse(self._session.receive())
+        now = time.monotonic()
+        self._notices.take_serving(now)
+        if isinstance(message, ProcessExited) and message.key == self._rendezvous.agent_key:
+            cause = f"the process that hosts the ranks' store {how_it_ended(message.code)}."
+            self._fail(FailureReport(cause=cause, exit_code=1))
+        if self._running is None:
             return
-        self._takeover = TakingOver(self._hands, self._role, message["lost"], message["others"])
-        self._address = message["address"]
-        self._take_waiting_mail()
+        ended = self._running.take_message(message, now)
+        if self.has_started:
+            self._notices.end()
+        if ended is not None:
+            self._assess(self._running, ended)
 
-    def _lead(self) -> None:
-        takeover, self._takeover = self._takeover, None
-        assert takeover is not None, "called while taking over"
-        self._role = takeover.lead(self._failures_before, self._address)
-        self._take_waiting_mail()
+    def _take_remote_failure(self, failure: dict[str, Any]) -> None:
+        # This node may have failed at the same time; the store keeps the first failure.
+        self._failure = FailureReport.from_message(failure)
+        if self._failure.rank is None:  # the cause may be here: keep where the ranks are
+            self._signal_ranks(signal.SIGQUIT)
+        self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
-    def _take_waiting_mail(self) -> None:
-        waiting, self._waiting_mail = self._waiting_mail, []
-        for mail in waiting:
-            self._take_mail(mail)
+    def _take_all_ended(self, _: bool) -> None:
+        self._all_ended = True
+
+    def _take_error(self, cause: str, hint: str, usage: bool) -> None:
+        """Stop: the agent has ended, and with it this machine's connection to the others."""
+        code = EXIT_USAGE if usage else 1
+        self._fail(FailureReport(cause=cause, hint=hint, exit_code=code), final=True)
 
     def _take_signals(self) -> None:
         super()._take_signals()
-        if self._inbox.take_resize() and self._group is not None:
-            self._group.resize()
+        if self._inbox.take_resize() and self._running is not None:
+            self._running.group.resize()
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
-    def _assess(self, ended: RankState) -> None:
-        """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
-        if ended.code in SUCCESS_CODES and self._role is not None:
-            self._role.take_end(ended)
-        if ended.code in SUCCESS_CODES or (self._is_stopping and not self._is_lost_while_saving(ended)):
+    def _assess(self, running: _RunningRanks, ended: RankState) -> None:
+        """Replace a rank that has ended, or look for the cause."""
+        role = None if running.elastic is None else running.elastic.role
+        if ended.code in SUCCESS_CODES:
+            if role is not None:
+                role.take_end(ended)
             return
-        assert self._evidence is not None
-        if self._role is not None and self._role.take_loss(ended, self._evidence.describe(ended)):
+        if self._is_stopping and not self._is_lost_while_saving(ended):
             return
-        if self._is_stopping:
-            return
-        aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
-        if not aborted and not self._evidence.of(ended).lost_peer:
-            self._blame()
-        else:
-            self._blame_soon()
-
-    def _blame_soon(self) -> None:
-        if not self._blaming:
-            self._blaming = True
-            self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._rendezvous.has_other_nodes else 0.0), self._blame)
-
-    def _take_late(self, event: dict[str, Any]) -> None:
-        """Compare what all ranks have called: one has waited too long over nccl, which raises no error."""
-        assert self._evidence is not None
-        self._evidence.note_late(event["rank"], event["text"])
-        if self._role is None:
-            self._blame_soon()
-        elif self._inquiry is not None and not self._is_stopping:
-            self._stall_watch.end_late(self._role, self._inquiry.find_blame, self._report)
+        survived = role is not None and role.take_loss(ended, running.evidence.describe(ended))
+        if not survived and not self._is_stopping:
+            running.diagnosis.assess(ended)
 
     def _is_lost_while_saving(self, ended: RankState) -> bool:
         """Whether a rank was killed after the run was asked to stop, so that the others need one to save with."""
         number = -(ended.code or 0)
         return self._failure is None and not self._killing and number > 0 and number != self._requested
-
-    def _blame(self) -> None:
-        if self._is_stopping or self._group is None or self._diagnosing:
-            return
-        assert self._evidence is not None
-        assert self._inquiry is not None
-        if not self._evidence.only_waited(self._states()):
-            self._fail(self._evidence.find_failure(self._states()))
-        else:  # compare what all ranks have called, and where they are
-            self._diagnosing = self._blaming = True
-            self._inquiry.find_blame(self._report)
-
-    def _report(self, blame: Blame | None) -> None:
-        assert self._evidence is not None
-        assert self._stall_notice is not None
-        nodes = self._silent_nodes if self._rendezvous.has_other_nodes else None
-        self._fail(self._evidence.explain_waiting(self._states(), blame or self._stall_notice.blame, nodes))
-
-    def _states(self) -> list[RankState]:
-        return [] if self._group is None else list(self._group.ranks.values())
 
     def _fail(self, failure: FailureReport, *, final: bool = False) -> None:
         """Stop the ranks. `final`: this machine alone ends, and does not start again."""
@@ -303,8 +236,8 @@ class Attempt(Follower):
         self._failure, self._final = failure, final
         if not final:
             self._rendezvous.publish_failure(failure)
-        if self._role is not None:
-            self._role.end()
+        if self._running is not None and self._running.elastic is not None:
+            self._running.elastic.role.end()
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
@@ -318,83 +251,69 @@ class Attempt(Follower):
 
     def _kill_directly(self) -> None:
         """Kill the remaining ranks directly: the fork server, which should have killed them, has not answered."""
-        if self._group is not None and self._group.alive:
-            self._group.kill_directly()
+        if self._running is not None and self._running.group.alive:
+            self._running.group.kill_directly()
             self._session.server.kill()
 
     def _signal_ranks(self, number: int) -> None:
-        if self._group is not None:
-            self._group.signal(number)
+        if self._running is not None:
+            self._running.group.signal(number)
 
     @property
     def _is_stopping(self) -> bool:
         return self._requested is not None or self._failure is not None
 
+    @property
+    def _is_watching(self) -> bool:
+        return not self._is_stopping and not (self._running is not None and self._running.diagnosis.is_asking)
+
     def _deadlines(self) -> list[float]:
-        if self._diagnosing or self._is_stopping:
-            return []
-        role = None if self._role is None else self._role.next_deadline
-        stall = None if self._stall_notice is None else self._stall_notice.next_deadline
-        watch = None if self._watch is None else self._watch.next_deadline()
-        return [each for each in (self._notices.next_deadline, watch, role, stall) if each is not None]
+        deadlines = [watch.next_deadline for watch in self._watches] if self._is_watching else []
+        return [deadline for deadline in deadlines if deadline is not None]
 
     def _check(self) -> None:
-        """Name the rank that the others wait for; while nothing happens for long, report where rank 0 is."""
-        if self._diagnosing or self._is_stopping:
-            return
         now = time.monotonic()
-        if (notice := self._notices.take_notice(now)) is not None:
-            self._console.notice(notice)
-        watch, inquiry = self._watch, self._inquiry
-        if watch is None or inquiry is None:
-            return
-        if self._role is not None:
-            self._stall_watch.end(self._role.find_silent)
-            if isinstance(self._role, Leading) and self._role.members.is_settled:
-                self._requests.answer(self._role.members.resize)
-            if self._takeover is not None and self._takeover.is_complete:
-                self._lead()
-            self._stall_watch.check(self._role)
-        if self._stall_notice is not None:
-            self._stall_notice.check(now)
-        if (hang := watch.find_hang(now)) is not None:
-            self._diagnosing = True
-            inquiry.name_missing(hang, self._fail)
-        elif watch.wants_notice(now):
-            inquiry.describe_start(watch, self._console.notice)
+        for watch in self._watches:
+            if self._is_watching:
+                watch.check(now)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        if self._group is None:
+        running, others = self._running, self._rendezvous.has_other_nodes
+        if running is None:
             return self._is_stopping
         if self._requested is not None and not self.has_started:
             return True
-        if self._group.alive:
+        if running.group.alive:
             return False
-        if self._role is not None and self._rendezvous.has_other_nodes:
-            return self._is_stopping or self._all_ended or self._role.all_ended()
-        if not self._rendezvous.has_other_nodes and not ended_well([state.code for state in self._states()]):
+        if running.elastic is not None and others:
+            return self._is_stopping or self._all_ended or running.elastic.all_ended()
+        if not others and not ended_well(self._codes):
             # No rank is left that could bring a better cause, or answer with its stack.
-            self._diagnosing = False
-            self._blame()
-        if self._is_stopping or not self._rendezvous.has_other_nodes:
+            running.diagnosis.is_asking = False
+            running.diagnosis.find()
+        if self._is_stopping or not others:
             return True
-        if not self._published_end and not self._blaming:
+        if not self._published_end and not running.diagnosis.is_pending:
             self._published_end = True
             self._rendezvous.publish_end()
         return self._all_ended
 
+    @property
+    def _codes(self) -> list[int | None]:
+        return [] if self._running is None else [state.code for state in self._running.group.ranks.values()]
+
     def _outcome(self) -> Outcome:
-        codes = [state.code for state in self._states()]
-        survived = max(self._failures_before, self._role.failures if self._role is not None else 0)
+        elastic = None if self._running is None else self._running.elastic
+        survived = max(self._failures_before, 0 if elastic is None else elastic.role.failures)
         if self._failure is not None:
             facts = {"interrupted": self._requested is not None, "final": self._final}
             return Outcome(self._failure.exit_code, self._failure, failures=survived, **facts)
         if self._requested is None:
-            return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
-        outcome = stopped(self._requested, codes, "" if self.has_started else self._notices.activity)
-        if not ended_well(codes):
+            return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in self._codes else 0)
+        outcome = stopped(self._requested, self._codes, "" if self.has_started else self._notices.activity)
+        if not ended_well(self._codes):
             cause = f"{socket.gethostname()} was stopped ({self._requested.name})."
             self._rendezvous.publish_failure(FailureReport(cause=cause, exit_code=outcome.exit_code))
         return outcome

@@ -1,4 +1,16 @@
-"""Compare the collectives of all ranks: the first one on which they disagree, the rank to blame, and one sentence."""
+"""Compare the collectives of all ranks: the first one on which they disagree, the rank to blame, and one sentence.
+
+Example: three ranks, each with its last calls in one group, and where it is.
+
+    rank 0    all_reduce #4, done    all_reduce #5 at train.py:10, not done
+    rank 1    all_reduce #4, done    all_reduce #5 at train.py:10, not done
+    rank 2    all_reduce #4, done                                              is at data.py:31 in load
+
+No number has two different calls, so there is no mismatch. Ranks 0 and 1 wait in #5; rank 2 has not entered it, and
+waits in no other call: "rank 2 never entered all_reduce #5 that ranks 0, 1 entered at train.py:10; it is at data.py:31
+in load". If rank 2 had called a broadcast as #5, it would be blamed for that: of the calls with one number the one that
+fewer ranks made is wrong. If rank 2 waited in another group for rank 3, which does not wait, rank 3 would be blamed.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The launcher asks by a signal that a thread of the rank waits for. The thread writes the stacks of all threads, then the
 record. It answers while the main thread waits in a collective or runs an endless loop. Between two questions it looks
-whether an operation over nccl is late (`overdue`).
+whether an operation over nccl is late (`OverdueWatch`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.files import replace_file
-from phalanx.launch.overdue import WATCH_SECONDS, OverdueWatch
-from phalanx.launch.records import read_calls_here
+from phalanx.launch.records import WATCH_SECONDS, OverdueWatch, read_calls_here
 from phalanx.launch.stacks import write_stacks
 
 ASK = signal.SIGRTMIN + 9
@@ -74,7 +73,7 @@ class RankCalls:
     """Where it is or how it ended, as the end of a sentence that begins with its name."""
 
     def to_message(self, kept: int) -> dict[str, Any]:
-        """Return it as a message to another launcher, with so many of its latest calls in each group."""
+        """Return it as a message to another launcher, with at most `kept` of the latest calls in each group."""
         last = {call.group: call.number for call in self.calls}
         recent = [vars(call) for call in self.calls if call.number > last[call.group] - kept]
         return {**vars(self), "calls": recent, "groups": {name: list(ranks) for name, ranks in self.groups.items()}}

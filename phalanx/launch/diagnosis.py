@@ -6,8 +6,8 @@ import dataclasses
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.cgroups import oom_kills
@@ -19,15 +19,16 @@ from phalanx.launch.collectives import RankCalls, calls_path, read_calls
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.group import RankGroup, RankState, stack_path
-from phalanx.launch.output import RankConsole, log_path, log_tail
-from phalanx.launch.spec import Elastic, LaunchSpec
+from phalanx.launch.group import RankState, stack_path
+from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
-from phalanx.launch.startup_watch import Hang
+from phalanx.launch.watches import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
 
 _USUAL_STEPS = 3
+_SEE_STACK = "Its stack is in the .stack file next to its log."
 
 
 class Evidence:
@@ -152,18 +153,26 @@ class Evidence:
         guilty = next((state for state in states if state.rank == blame.rank), None)
         verb = "gave up waiting" if reports_lost_peer(found.cause) else "reported"
         raised = f"rank {found.rank} {verb}: {_first_line(found.cause)}"
-        return FailureReport(
-            cause=blame.cause,
-            details=(*blame.details, raised),
-            exit_code=found.exit_code,
-            rank=blame.rank,
-            label=self._spec.label(blame.rank),
-            host=socket.gethostname() if guilty is not None else "",
-            step=self._step(guilty.slot) if guilty is not None else None,
-            hint="The records of all ranks are in the .collectives.json files next to their logs.",
-            others_stopped=self._others(states),
-            logs=str(log_path(self._spec.log_dir, guilty.slot) if guilty is not None else self._spec.log_dir),
-        )
+        hint = "The records of all ranks are in the .collectives.json files next to their logs."
+        facts = {"rank": blame.rank, "label": self._spec.label(blame.rank), "exit_code": found.exit_code}
+        return self._report(states, guilty, blame.cause, (*blame.details, raised), hint, **facts)
+
+    def _report(
+        self,
+        states: Sequence[RankState],
+        guilty: RankState | None,
+        cause: str,
+        details: Sequence[str],
+        hint: str,
+        **more: Any,
+    ) -> FailureReport:
+        """Return the report about a rank of this machine; `guilty`: None where it is not one of this machine."""
+        facts: dict[str, Any] = {"exit_code": 1, "logs": str(self._spec.log_dir)}
+        if guilty is not None:
+            facts |= {"rank": guilty.rank, "label": guilty.label, "host": socket.gethostname()}
+            facts |= {"step": self._step(guilty.slot), "logs": str(log_path(self._spec.log_dir, guilty.slot))}
+        facts |= {"others_stopped": self._others(states), **more}
+        return FailureReport(cause=cause, details=tuple(details), hint=hint, **facts)
 
     def silent(self, states: Sequence[RankState]) -> list[RankState]:
         """Return the ranks that run and have reported no error."""
@@ -177,22 +186,11 @@ class Evidence:
         if not guilty:  # they wait for each other: show where
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
             return dataclasses.replace(found, details=(*found.details, *waits))
-        first = min(guilty, key=lambda state: (self._step(state.rank) or 0, state.rank))
+        first = min(guilty, key=lambda state: (self._step(state.slot) or 0, state.rank))
         others = [rank for rank in positions if rank != first.rank]
         lines = [f"rank {found.rank} gave up waiting: {_first_line(found.cause)}"]
         lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
-        return FailureReport(
-            cause=f"has not answered: it is {positions[first.rank]}",
-            details=tuple(lines),
-            exit_code=1,
-            rank=first.rank,
-            label=first.label,
-            host=socket.gethostname(),
-            step=self._step(first.rank),
-            hint="Its stack is in the .stack file next to its log.",
-            others_stopped=self._others(states),
-            logs=str(log_path(self._spec.log_dir, first.rank)),
-        )
+        return self._report(states, first, f"has not answered: it is {positions[first.rank]}", lines, _SEE_STACK)
 
     def last_progress(self, states: Sequence[RankState]) -> float | None:
         """Return when one of these ranks last completed a step or a batch of an evaluation; None before the first."""
@@ -200,7 +198,7 @@ class Evidence:
         return max(beats, default=None)
 
     def is_stuck(self, state: RankState, seconds: float) -> bool:
-        """Whether a rank has shown no progress for so long, nor for the time of some of its steps."""
+        """Whether a rank has shown no progress for this many seconds, nor for the time of some of its steps."""
         limit = max(seconds, _USUAL_STEPS * self.usual_step([state]))
         return time.time() - self._board.last_progress(state.slot) > limit
 
@@ -241,20 +239,11 @@ class Evidence:
         missing = [state for state in states if state.rank in hang.missing]
         lines = tuple(self._absence(state, hang) for state in missing)
         if not missing:
-            lines = (
-                f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes",
-            )
-        first = missing[0] if missing else None
-        return FailureReport(
-            cause=lines[0] if first is None else lines[0].removeprefix(f"rank {first.rank} "),
-            details=lines[1:],
-            exit_code=1,
-            rank=first.rank if first else None,
-            label=first.label if first else "",
-            hint="Its stack is in the .stack file next to its log." if first and first.alive else "",
-            others_stopped=self._others(states) if first else 0,
-            logs=str(log_path(self._spec.log_dir, first.rank) if first else self._spec.log_dir),
-        )
+            cause = f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes"
+            return self._report(states, None, cause, (), "", others_stopped=0)
+        first = missing[0]
+        cause = lines[0].removeprefix(f"rank {first.rank} ")
+        return self._report(states, first, cause, lines[1:], _SEE_STACK if first.alive else "", host="", step=None)
 
     def describe_slow_start(self, state: RankState, waited: float) -> str:
         """Describe where a rank is while no rank has joined."""
@@ -285,96 +274,6 @@ class Evidence:
     def close(self) -> None:
         """Close the heartbeat board."""
         self._board.close()
-
-
-class Members(Protocol):
-    """What a role knows of the group that trains."""
-
-    @property
-    def unchanged_since(self) -> float:
-        """When the ranks began to train in this group; infinity while it changes."""
-
-    @property
-    def members_here(self) -> list[RankState]:
-        """The ranks of this machine in that group; not those that wait for a place."""
-
-
-class StallWatch:
-    """Kills a rank that the others wait for without end, so that it is replaced; only stacks show which one it is."""
-
-    def __init__(
-        self,
-        elastic: Elastic,
-        group: RankGroup,
-        evidence: Evidence,
-        ask: Callable[[Callable[[list[RankCalls]], None], list[RankState]], None],
-        console: RankConsole,
-    ) -> None:
-        self._limit = elastic.stall_seconds
-        self._group, self._evidence, self._ask, self._console = group, evidence, ask, console
-        self._asked = False
-        self._ending: set[str] = set()
-
-    def end(self, find: Callable[[], list[RankState]]) -> None:
-        """Kill ranks that are stopped, and those that neither leave or join a group nor make progress.
-
-        `find` returns them, and is asked again before a rank is killed: it may have gone on meanwhile.
-        """
-        silent = find()
-        self._group.signal(signal.SIGKILL, [state for state in silent if state.stopped_since is not None])
-        stuck = [state for state in silent if state.stopped_since is None and state.key not in self._ending]
-        if stuck:
-            self._ending |= {state.key for state in stuck}
-            self._ask(lambda _: self._kill([state for state in find() if state in stuck]), stuck)
-
-    def _kill(self, stuck: list[RankState]) -> None:
-        self._ending.clear()
-        for state in stuck:
-            where = self._evidence.position(state)
-            state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"
-        self._group.signal(signal.SIGKILL, stuck)
-
-    def end_late(
-        self,
-        role: Members,
-        find_blame: Callable[[Callable[[Blame | None], None]], None],
-        report: Callable[[Blame | None], None],
-    ) -> None:
-        """Kill the rank that others have waited for too long over nccl; `report` it where it is not of this machine."""
-        if not self._asked and role.unchanged_since < time.monotonic():
-            self._asked = True
-            find_blame(lambda blame: self._kill_blamed(blame, report))
-
-    def _kill_blamed(self, blame: Blame | None, report: Callable[[Blame | None], None]) -> None:
-        self._asked = False
-        guilty = [state for state in self._group.alive if blame is not None and state.rank == blame.rank]
-        if blame is None or not guilty:
-            report(blame)
-            return
-        self._evidence.late.clear()
-        guilty[0].killed_for = f"{blame.cause}, and was killed"
-        self._group.signal(signal.SIGKILL, guilty[:1])
-
-    def check(self, role: Members) -> None:
-        """Ask for the stacks where no rank of the group has made progress for long."""
-        since = role.unchanged_since
-        if self._limit is None or self._asked or time.monotonic() - since < self._limit or not self._is_stalled(role):
-            return
-        self._asked = True
-        self._ask(lambda _: self._judge(role, since), role.members_here)
-
-    def _is_stalled(self, role: Members) -> bool:
-        last = self._evidence.last_progress(role.members_here)
-        return last is not None and self._limit is not None and time.time() - last >= self._limit
-
-    def _judge(self, role: Members, since: float) -> None:
-        self._asked = False
-        if role.unchanged_since != since or not self._is_stalled(role):  # meanwhile a rank was replaced, or has gone on
-            return
-        for state, where in self._evidence.find_stalled(role.members_here):
-            waited = f"made no step for {self._limit:g} s while others wait"
-            self._console.notice(f"rank {state.rank} {waited}: it is {where}")
-            self._group.signal(signal.SIGKILL, [state])
 
 
 def _extra_slots(spec: LaunchSpec) -> int:

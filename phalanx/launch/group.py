@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import kill_group
@@ -25,8 +25,8 @@ from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_r
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
-from phalanx.launch.spec import CallTarget, LaunchSpec
-from phalanx.launch.target import to_message
+from phalanx.launch.protocol import ProcessExited, ProcessRefused, ProcessStarted
+from phalanx.launch.spec import CallTarget, LaunchSpec, target_to_message
 
 _EVENT_BYTES = 1 << 18
 _STOPPED_BEFORE_START = -9
@@ -84,29 +84,6 @@ class RankState:
         return self.code is None
 
 
-def numbered(states: list[RankState]) -> list[RankState]:
-    """Return a machine's ranks in their new order: each keeps its number where possible, for its device's sake."""
-    kept = {state.local_rank: state for state in states if state.local_rank < len(states)}
-    rest = iter([state for state in states if kept.get(state.local_rank) is not state])
-    return [kept[number] if number in kept else next(rest) for number in range(len(states))]
-
-
-class Processes(Protocol):
-    """The processes of all machines, as `Membership` uses them."""
-
-    def send(self, state: RankState, message: dict[str, Any]) -> None:
-        """Send a message to a rank; one that has ended is reported as lost by another way."""
-
-    def start(self, count: int, generation: int) -> dict[str, int]:
-        """Start processes that will report that they are ready; return how many could be started on each machine."""
-
-    def retire(self, state: RankState) -> None:
-        """Forget a process that has ended."""
-
-    def address(self) -> dict[str, Any]:
-        """Return where the ranks' store is, as fields of a position."""
-
-
 class RankGroup:
     """This node's ranks. `start` puts their sockets and pipes on a selector, whose callbacks update `ranks`."""
 
@@ -121,11 +98,16 @@ class RankGroup:
         self._events.setblocking(False)
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
         self.ranks = {
-            f"r{rank}": RankState(rank, spec.label(rank), f"r{rank}", rank)
+            f"r{rank}": RankState(rank, spec.label(rank), f"r{rank}", rank, node.own, rank - node.first_rank)
             for rank in range(node.first_rank, node.first_rank + spec.ranks_per_node)
         }
         self.controls: dict[str, socket.socket] = {}
         """The control sockets of ranks that may get another position while they run, by key."""
+
+    @property
+    def states(self) -> list[RankState]:
+        """All ranks that are not retired."""
+        return list(self.ranks.values())
 
     @property
     def alive(self) -> list[RankState]:
@@ -153,7 +135,8 @@ class RankGroup:
         slot = next(number for number in itertools.count(first) if number not in used)
         for ended in [each for each in self.ranks.values() if each.slot == slot]:
             self.retire(ended)
-        state = RankState(slot, self._spec.label(slot), f"r{slot}g{generation}-{next(_ADDED)}", slot)
+        key = f"r{slot}g{generation}-{next(_ADDED)}"
+        state = RankState(slot, self._spec.label(slot), key, slot, self._node.own, slot - first)
         self.ranks[state.key] = state
         record_path(self._spec.log_dir, slot).unlink(missing_ok=True)
         self._start_rank(state, {JOINS_LATE: "1"})
@@ -179,7 +162,7 @@ class RankGroup:
     def _start_rank(self, state: RankState, more: Mapping[str, str] = MappingProxyType({})) -> None:
         common = {
             "do": "rank",
-            "target": to_message(self._spec.target),
+            "target": target_to_message(self._spec.target),
             "prelude": self._spec.prelude,
             "cwd": os.getcwd(),
             "path": sys.path,
@@ -245,18 +228,18 @@ class RankGroup:
         selector.register(pump, selectors.EVENT_READ, pass_on)
         return pump
 
-    def take_message(self, message: messages.Message) -> RankState | None:
-        """Note a message of the fork server about a rank; return the rank when it has just ended."""
-        state = self.ranks.get(message.get("started") or message.get("exited") or message.get("refused") or "")
+    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused) -> RankState | None:
+        """Note a message of the fork server; return the rank that it is about, if any."""
+        state = self.ranks.get(message.key)
         if state is None:
             return None
-        if "started" in message:
-            state.pid = message["pid"]
-            return None
-        state.code = message.get("code", _STOPPED_BEFORE_START)
-        state.ended = message.get("time", time.time())
-        if "refused" in message:
-            self._console.notice(f"rank {state.rank} could not be started: {message['why']}")
+        if isinstance(message, ProcessStarted):
+            state.pid = message.pid
+        elif isinstance(message, ProcessExited):
+            state.code, state.ended = message.code, message.time
+        else:
+            state.code, state.ended = _STOPPED_BEFORE_START, time.time()
+            self._console.notice(f"rank {state.rank} could not be started: {message.why}")
         return state
 
     def _take_events(self) -> None:

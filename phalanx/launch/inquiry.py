@@ -1,4 +1,4 @@
-"""Ask all ranks for their collectives and stacks, also those of other machines, and find the rank to blame."""
+"""Ask all ranks for their collectives and stacks, also those of other machines, and find the cause of a failure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from typing import Any
 from phalanx.host.reminders import duration_text
 from phalanx.launch.blame import Blame, find_blame
 from phalanx.launch.collectives import ASK, RankCalls
-from phalanx.launch.diagnosis import Evidence
-from phalanx.launch.environment import NodeInfo
-from phalanx.launch.failure import FailureReport
-from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.output import RankConsole
-from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.spec import LaunchSpec
-from phalanx.launch.startup_watch import Hang, StartWatch
+from phalanx.launch.failure import YIELD_SECONDS
+from phalanx.launch.group import RankState
+from phalanx.launch.roles import LauncherContext
+from phalanx.launch.watches import Hang, StartWatch
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
@@ -30,8 +26,8 @@ _NODES_SECONDS = 2.5
 _SENT_CALLS = 64
 """How many of the latest calls in each group go to another machine."""
 _USUAL_STEPS = 20
-
-Later = Callable[[float, Callable[[], None]], None]
+_REMOTE_SECONDS = 2.5
+"""How much longer a lost connection is not taken for the cause with several nodes: until a lost node is known."""
 
 
 @dataclass
@@ -46,72 +42,53 @@ class _Question:
 class Inquiry:
     """Asks ranks while the launcher goes on; a callback gets the result."""
 
-    def __init__(
-        self, node: NodeInfo, group: RankGroup, evidence: Evidence, rendezvous: Rendezvous, later: Later
-    ) -> None:
-        self._node, self._group, self._evidence, self._rendezvous = node, group, evidence, rendezvous
-        self._later = later
+    def __init__(self, context: LauncherContext) -> None:
+        self._context = context
         self._remote: _Question | None = None
 
     def find_blame(self, then: Callable[[Blame | None], None]) -> None:
         """Ask the ranks of all machines, and call `then` with the rank to blame."""
-        if not self._rendezvous.has_other_nodes:
+        if not self._context.rendezvous.has_other_nodes:
             self.ask_ranks(lambda calls: then(find_blame(calls)))
             return
         if self._remote is not None:  # a notice and a failure may ask at the same time: both get the answers
             self._remote.then.append(then)
             return
         question = self._remote = _Question([then])
-        self._rendezvous.ask_calls()
-        self._later(_NODES_SECONDS, lambda: self._finish(question))
+        self._context.rendezvous.ask_calls()
+        self._context.later(_NODES_SECONDS, lambda: self._finish(question))
 
     def ask_ranks(
         self, then: Callable[[list[RankCalls]], None], ranks: list[RankState] | None = None, *, insist: bool = True
     ) -> None:
         """Ask ranks of this machine for stacks and records; with `insist` one that holds the lock for its stack."""
         asked = time.time()
-        states = list(self._group.ranks.values()) if ranks is None else ranks
-        self._group.signal(ASK, [state for state in states if state.alive])
+        states = self._context.group.states if ranks is None else ranks
+        self._context.group.signal(ASK, [state for state in states if state.alive])
 
         def poll(deadline: float, *, insisted: bool) -> None:
-            due = [state for state in states if not self._evidence.has_answered(state, asked)]
+            due = [state for state in states if not self._context.evidence.has_answered(state, asked)]
             if due and time.time() < deadline:
-                self._later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
+                self._context.later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
             elif due and not insisted:
-                self._group.signal(signal.SIGQUIT, due)
-                self._later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
+                self._context.group.signal(signal.SIGQUIT, due)
+                self._context.later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
             else:
-                then(self._evidence.collect_calls(states, asked))
+                then(self._context.evidence.collect_calls(states, asked))
 
         poll(asked + _ANSWER_SECONDS, insisted=not insist)
 
-    def name_missing(self, hang: Hang, then: Callable[[FailureReport], None]) -> None:
-        """Ask the ranks that never joined where they are, and call `then` with the report."""
-        missing = [state for state in self._group.alive if state.rank in hang.missing]
-        states = list(self._group.ranks.values())
-        self.ask_ranks(lambda _: then(self._evidence.explain_hang(hang, states)), missing)
-
-    def describe_start(self, watch: StartWatch, notice: Callable[[str], None]) -> None:
-        """Say where the first rank is, while none has joined."""
-        first = next(iter(self._group.ranks.values()))
-
-        def describe(_: list[RankCalls]) -> None:
-            if watch.quiet:
-                notice(self._evidence.describe_slow_start(first, watch.waited(time.monotonic())))
-
-        self.ask_ranks(describe, [first])
-
     # --- several machines ---------------------------------------------------------------------------------------
 
-    def take_question(self, number: int, *, own: bool) -> None:
+    def take_question(self, number: int, own: bool) -> None:
         """Answer a question of this or another machine."""
         if own and self._remote is not None:
             self._remote.number = number
 
         def answer(calls: list[RankCalls]) -> None:
-            self._rendezvous.send_calls(number, [each.to_message(_SENT_CALLS) for each in calls])
+            self._context.rendezvous.send_calls(number, [each.to_message(_SENT_CALLS) for each in calls])
             if own:
-                self._take(number, self._node.node_rank, calls)
+                self._take(number, self._context.node.node_rank, calls)
 
         self.ask_ranks(answer)
 
@@ -122,7 +99,7 @@ class Inquiry:
     def _take(self, number: int, node_rank: int, calls: list[RankCalls]) -> None:
         if (question := self._remote) is not None and question.number == number:
             question.answers[node_rank] = calls
-            if len(question.answers) == self._node.num_nodes:
+            if len(question.answers) == self._context.node.num_nodes:
                 self._finish(question)
 
     def _finish(self, question: _Question) -> None:
@@ -136,17 +113,10 @@ class Inquiry:
 class StallNotice:
     """Reports once, without ending anything, which rank the others have waited for longer than is usual."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        node: NodeInfo,
-        group: RankGroup,
-        evidence: Evidence,
-        inquiry: Inquiry,
-        console: RankConsole,
-    ) -> None:
-        self._limit = spec.stall_notice if node.world_size > 1 and node.node_rank == 0 else 0.0
-        self._group, self._evidence, self._inquiry, self._console = group, evidence, inquiry, console
+    def __init__(self, context: LauncherContext, inquiry: Inquiry) -> None:
+        self._context, self._inquiry = context, inquiry
+        compares = context.node.world_size > 1 and context.node.node_rank == 0
+        self._limit = context.spec.stall_notice if compares else 0.0
         self._next = time.monotonic() + self._limit
         self._reported = 0.0
         self.blame: Blame | None = None
@@ -162,8 +132,9 @@ class StallNotice:
         if not self._limit or now < self._next:
             return
         self._next = now + self._limit / 2
-        limit = max(self._limit, _USUAL_STEPS * self._evidence.usual_step(self._group.alive))
-        last = self._evidence.last_progress(self._group.alive)
+        evidence, ranks = self._context.evidence, self._context.group.alive
+        limit = max(self._limit, _USUAL_STEPS * evidence.usual_step(ranks))
+        last = evidence.last_progress(ranks)
         if last is None or time.time() - last >= limit:
             self._inquiry.ask_ranks(lambda calls: self._judge(calls, limit), insist=False)
 
@@ -177,4 +148,71 @@ class StallNotice:
         if blame is not None and blame.since > self._reported:
             self._reported, self.blame = blame.since, blame
             waited = duration_text(time.time() - blame.since)
-            self._console.notice(f"the ranks have waited for {waited}: {blame}")
+            self._context.console.notice(f"the ranks have waited for {waited}: {blame}")
+
+
+class Diagnosis:
+    """Finds the cause of a failure: at once after a real error, a little later after ranks that only lost others."""
+
+    def __init__(self, context: LauncherContext) -> None:
+        self._context = context
+        self.inquiry = Inquiry(context)
+        self.notice = StallNotice(context, self.inquiry)
+        self._silent_nodes: list[str] = []
+        self.is_pending = False
+        """Whether a rank has failed, and its cause is not known yet."""
+        self.is_asking = False
+        """Whether ranks were asked, and what they answer ends the attempt."""
+
+    def assess(self, ended: RankState) -> None:
+        """Take a rank that has failed."""
+        aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
+        if aborted or self._context.evidence.of(ended).lost_peer:
+            self.find_soon()
+        else:
+            self.find()
+
+    def find_soon(self) -> None:
+        """Look for the cause when other ranks have had the time to report theirs."""
+        if not self.is_pending:
+            self.is_pending = True
+            more = _REMOTE_SECONDS if self._context.rendezvous.has_other_nodes else 0.0
+            self._context.later(YIELD_SECONDS + more, self.find)
+
+    def find(self) -> None:
+        """Look for the cause; where every rank only waited, compare what all have called, and where they are."""
+        if self.is_asking or self._context.is_stopping():
+            return
+        evidence, states = self._context.evidence, self._context.group.states
+        if not evidence.only_waited(states):
+            self._context.fail(evidence.find_failure(states))
+        else:
+            self.is_asking = self.is_pending = True
+            self.inquiry.find_blame(self.report)
+
+    def take_silent_nodes(self, hosts: list[str]) -> None:
+        """Note which machines have no heartbeat at present."""
+        self._silent_nodes = hosts
+
+    def report(self, blame: Blame | None) -> None:
+        """End the attempt with the rank to blame."""
+        nodes = self._silent_nodes if self._context.rendezvous.has_other_nodes else None
+        states = self._context.group.states
+        self._context.fail(self._context.evidence.explain_waiting(states, blame or self.notice.blame, nodes))
+
+    def name_missing(self, hang: Hang) -> None:
+        """Ask the ranks that never joined where they are, and end the attempt with that."""
+        self.is_asking = True
+        evidence, states = self._context.evidence, self._context.group.states
+        missing = [state for state in states if state.alive and state.rank in hang.missing]
+        self.inquiry.ask_ranks(lambda _: self._context.fail(evidence.explain_hang(hang, states)), missing)
+
+    def describe_start(self, watch: StartWatch) -> None:
+        """Say where the first rank is, while none has joined."""
+        first, context = self._context.group.states[0], self._context
+
+        def describe(_: list[RankCalls]) -> None:
+            if watch.quiet:
+                context.console.notice(context.evidence.describe_slow_start(first, watch.waited(time.monotonic())))
+
+        self.inquiry.ask_ranks(describe, [first])

@@ -14,12 +14,12 @@ from phalanx.errors import EXIT_USAGE
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 _PATIENCE = 6.0
-"""So many times longer than a stopped process is waited for one that may be in a long batch."""
+"""Multiplier on `silence_seconds` for ranks that may be in a long step."""
 _LEAST_PATIENCE = 30.0
 """Seconds, also where heartbeats are expected more often."""
 _MANY_FAILURES = 4
 RECENT_SECONDS = 3600.0
-"""Failures of a machine's ranks count for so long where machines are compared."""
+"""How long a failure of a machine's ranks counts where machines are compared."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sizes:
             self._fixed, self.allowed, self.most = why, (size,), size
 
     def below(self, ranks: int) -> int:
-        """Return the largest number that so many ranks are enough for; 0 where there is none."""
+        """Return the largest allowed number up to `ranks`; 0 where there is none."""
         return next((size for size in self.allowed if size <= ranks), 0)
 
     def refusal(self, size: int) -> str | None:

@@ -7,25 +7,29 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
+import importlib
+import importlib.machinery
 import multiprocessing.process
 import os
+import runpy
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.host import messages
+from phalanx.host.processes import PACKAGE
 from phalanx.launch.collectives import answer_launcher, write_calls
-from phalanx.launch.error_file import exit_code_of, record_exception
+from phalanx.launch.error_file import exit_code_of, name_loader, note_loaders, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
-from phalanx.launch.loader_workers import name_loader, note_loaders
 from phalanx.launch.point_to_point import record_messages
 from phalanx.launch.records import Joined
-from phalanx.launch.target import call, from_message, run_target
+from phalanx.launch.spec import ModuleTarget, ScriptTarget, Target, target_from_message
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
 from phalanx.observe.sinks import FdSink, announce
@@ -47,7 +51,7 @@ def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
         _set_up(request, log, stack, events, control)
         if request["prelude"]:
             call(request["prelude"])
-        run_target(from_message(request["target"]), request["path"])
+        run_target(target_from_message(request["target"]), request["path"])
 
     leave(run_to_end(program, lambda error: record_to_log(error, request, log)))
 
@@ -146,6 +150,53 @@ def announce_joining(rank: int) -> None:
     # device_mesh took its own reference when it was imported.
     for module in (torch.distributed, distributed_c10d, device_mesh):
         setattr(module, original.__name__, init_process_group)
+
+
+def run_target(target: Target, caller_path: list[str]) -> None:
+    """Run the target in this process, as its main program."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    # The fork server was started elsewhere; spawned children resolve a relative main path against this.
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    if isinstance(target, ScriptTarget):
+        _run_script(target, main)
+    elif isinstance(target, ModuleTarget):
+        sys.argv = ["-m", *target.args]
+        sys.orig_argv = [sys.executable, "-m", target.name, *target.args]
+        sys.path[:] = [os.getcwd(), *_interpreter_path()]
+        # What the interpreter itself calls for -m: packages, __main__ modules and its messages behave the same.
+        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
+    else:
+        sys.path[:] = [entry or os.getcwd() for entry in caller_path]
+        call(target.function, target.payload)
+
+
+def _run_script(target: ScriptTarget, main: types.ModuleType) -> None:
+    path = os.path.abspath(target.path)
+    sys.argv = [str(target.path), *target.args]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    sys.path[:] = [str(Path(path).resolve().parent), *_interpreter_path()]
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__["__cached__"] = None
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Import `package.module:name` and call it."""
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(*arguments)
+
+
+def _interpreter_path() -> list[str]:
+    """Return the interpreter's own import path; a folder that `python -m phalanx...` put first goes last."""
+    package_root = os.path.dirname(os.path.realpath(PACKAGE))
+    if sys.path[0] != package_root or package_root in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        return list(sys.path)
+    others = sys.path[1:]
+    return others if package_root in others else [*others, package_root]
 
 
 def leave(code: int) -> NoReturn:

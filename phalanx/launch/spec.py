@@ -91,6 +91,25 @@ class CallTarget:
 
 Target = ScriptTarget | ModuleTarget | CallTarget
 
+
+def target_to_message(target: Target) -> dict[str, Any]:
+    """Return a target as a message to the rank."""
+    if isinstance(target, ScriptTarget):
+        return {"script": str(target.path), "args": list(target.args)}
+    if isinstance(target, ModuleTarget):
+        return {"module": target.name, "args": list(target.args)}
+    return {"call": target.function, "payload": target.payload}
+
+
+def target_from_message(message: dict[str, Any]) -> Target:
+    """Read back what `target_to_message` wrote."""
+    if "script" in message:
+        return ScriptTarget(message["script"], tuple(message["args"]))
+    if "module" in message:
+        return ModuleTarget(message["module"], tuple(message["args"]))
+    return CallTarget(message["call"], message["payload"])
+
+
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
@@ -122,9 +141,9 @@ class Elastic:
     spares: int = 0
     """Ranks that are started in advance, and wait until one is lost."""
     silence_seconds: float = 10.0
-    """A rank that is stopped for so long is killed and replaced."""
+    """After how many seconds a rank that is stopped is killed and replaced."""
     stall_seconds: float | None = None
-    """A rank that does not wait while all others wait for it so long is killed and replaced; None: never."""
+    """After how many seconds a rank that all others wait for is killed and replaced; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

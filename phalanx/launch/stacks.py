@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from phalanx.launch.error_file import LAUNCHER_FILES
+from phalanx.launch.error_file import is_launchers
 from phalanx.observe.collectives import is_loops, is_users
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
@@ -31,7 +30,7 @@ class Frame:
     @property
     def is_launchers(self) -> bool:
         """Whether it belongs to this package or to the way modules are run."""
-        return self.file.startswith((*LAUNCHER_FILES, "<frozen runpy", "<string>")) or self.file == runpy.__file__
+        return self.file.startswith("<string>") or is_launchers(self.file)
 
     @property
     def is_users(self) -> bool:

@@ -12,8 +12,8 @@ from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.follower import Outcome, run_attempts
 from phalanx.launch.forkserver.client import fork_server
+from phalanx.launch.launcher_loop import Outcome, run_attempts
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.scratch import scratch_folder

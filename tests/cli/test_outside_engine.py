@@ -18,13 +18,13 @@ import sys
 
 from phalanx.engine import Engine
 from phalanx.errors import UsageError
-from phalanx.launch.spec import LaunchResult
-from phalanx.launch.target import to_message
+from phalanx.launch.spec import LaunchResult, target_to_message
 
 RANK = """
 import json, sys
-from phalanx.launch.target import from_message, run_target
-run_target(from_message(json.loads(sys.argv[1])), sys.path)
+from phalanx.launch.rank import run_target
+from phalanx.launch.spec import target_from_message
+run_target(target_from_message(json.loads(sys.argv[1])), sys.path)
 """
 
 
@@ -38,7 +38,7 @@ class Subprocesses:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        command = [sys.executable, "-c", RANK, json.dumps(to_message(spec.target))]
+        command = [sys.executable, "-c", RANK, json.dumps(target_to_message(spec.target))]
         shared = {**os.environ, **spec.env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared |= {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
         started = [

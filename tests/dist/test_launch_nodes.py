@@ -9,7 +9,7 @@ import pytest
 from ranks import run_script
 
 from phalanx.errors import UsageError
-from phalanx.launch import startup_watch
+from phalanx.launch import watches
 
 SUM = """
 import os, torch, torch.distributed as dist
@@ -114,7 +114,7 @@ def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
 
 
 def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
-    monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.3, 30.0))
+    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (0.3, 30.0))
     endpoint = _free_endpoint()
     runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
     for run in runs:

@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.launch import overdue
+from phalanx.launch import records
 from phalanx.loop.hooks import Callback
 
 QUEUED = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from phalanx.launch import overdue
+from phalanx.launch import records
 
 def look():
     while True:
@@ -31,9 +31,9 @@ def look():
         watch.check()
 
 dist.init_process_group("gloo")
-watch = overdue.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
-overdue._is_late = lambda record, now: now - overdue.began(record) > 1.5  # gloo itself raises at the timeout
-overdue._MOST_SKIPPED = 0
+watch = records.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
+records._is_late = lambda record, now: now - records.began(record) > 1.5  # gloo itself raises at the timeout
+records._MOST_SKIPPED = 0
 threading.Thread(target=look, daemon=True).start()
 group = dist.new_group([0, 1])
 given = [torch.ones(4) for _ in range(4)]
@@ -65,7 +65,7 @@ import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from phalanx import torch_records
-from phalanx.launch.overdue import OverdueWatch
+from phalanx.launch.records import OverdueWatch
 
 dist.init_process_group("gloo")
 if sys.argv[1] == "short":  # gloo itself would raise
@@ -108,9 +108,9 @@ class StuckOnce(Callback):
 
     def on_fit_start(self, trainer):
         if not any(thread.name == "looks" for thread in threading.enumerate()):
-            overdue._is_late = lambda record, now: now - overdue.began(record) > 1.5
-            overdue._MOST_SKIPPED = 0
-            watch = overdue.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
+            records._is_late = lambda record, now: now - records.began(record) > 1.5
+            records._MOST_SKIPPED = 0
+            watch = records.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
             threading.Thread(target=self.look, args=(watch,), name="looks", daemon=True).start()
 
     def look(self, watch):

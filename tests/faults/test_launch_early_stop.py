@@ -16,10 +16,11 @@ import psutil
 import pytest
 from ranks import RecordingConsole, run_script, warm_pid
 
-from phalanx.launch import LaunchSpec, ScriptTarget, startup_watch
+from phalanx.launch import LaunchSpec, ScriptTarget, watches
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.forkserver import client
 from phalanx.launch.group import RankGroup
+from phalanx.launch.protocol import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,8 +122,8 @@ def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_p
             group.start(0, dict(os.environ), selector, tmp_path)
             # Right behind the request to fork: it arrives before the child has done anything.
             group.signal(signal.SIGTERM)
-            while group.take_message(session.receive()) is None:
-                continue
+            while group.alive:
+                group.take_message(parse(session.receive()))
             group.close(selector)
         assert [state.code for state in group.ranks.values()] == [-signal.SIGTERM]
     session.close()
@@ -197,7 +198,7 @@ def test_a_single_machine_reports_what_it_waits_for_and_stops_on_a_signal(
                 asked.append(time.monotonic())
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.05, 30.0))
+    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (0.05, 30.0))
     endpoint = _free_endpoint()
     run = launch_script("pass", Impatient(), num_nodes=2, node_rank=node_rank, rdzv_endpoint=endpoint)
     waiting = f"waiting for 1 of 2 machines at {endpoint}{silence}"

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import phalanx
 from phalanx.errors import RankFailedError
-from phalanx.launch.resize import request_ranks
+from phalanx.launch.elastic import request_ranks
 from phalanx.models.gpt import gpt
 from phalanx.reliability.faults import Fault
 
@@ -91,6 +91,13 @@ def assert_equal(one, other) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory, fork_server):
+    """The weights of a run in a fixed order that nothing disturbs, which several tests compare with."""
+    weights, _ = train(tmp_path_factory.mktemp("quiet"), "quiet", **FIXED)
+    return weights
+
+
 def recoveries(events):
     return [event for event in events if event["event"] == "recovered"]
 
@@ -98,8 +105,9 @@ def recoveries(events):
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
+# Plain ddp is `test_buffers_are_those_of_the_last_step`, and with an average of the weights here.
 @pytest.mark.parametrize(
-    "settings", [{}, FIXED, pytest.param({"compression": "topk"}, marks=long_proof), {"ema_decay": 0.9}], ids=str
+    "settings", [FIXED, pytest.param({"compression": "topk"}, marks=long_proof), {"ema_decay": 0.9}], ids=str
 )
 def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_quiet_run(tmp_path, settings, fork_server):
     quiet, _ = train(tmp_path, "quiet", **settings)
@@ -113,8 +121,7 @@ def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_quiet_run(tmp_
         assert_equal(quiet, hit)
 
 
-def test_several_at_once_a_stopped_one_and_an_exception(tmp_path, fork_server):
-    quiet, _ = train(tmp_path, "quiet", **FIXED)
+def test_several_at_once_a_stopped_one_and_an_exception(tmp_path, quiet):
     faults = [(1, 8, KILL), (2, 8, KILL), (3, 8, KILL), (1, 16, STOP), (2, 24, None)]
     hit, events = train(tmp_path, "hit", faults, **FIXED)
     reasons = " ".join(event["reason"] for event in recoveries(events))
@@ -129,16 +136,14 @@ def test_buffers_are_those_of_the_last_step(tmp_path, fork_server):
     assert_equal(quiet, hit)
 
 
-def test_where_all_ranks_are_lost_they_start_again_from_a_checkpoint(tmp_path, fork_server):
-    quiet, _ = train(tmp_path, "quiet", **FIXED)
+def test_where_all_ranks_are_lost_they_start_again_from_a_checkpoint(tmp_path, quiet):
     everyone = [(rank, 20, KILL) for rank in range(4)]
     hit, events = train(tmp_path, "hit", everyone, checkpoint_frequency="5 steps", **FIXED)
     assert sum(event["event"] == "run_started" for event in events) == 2
     assert_equal(quiet, hit)
 
 
-def test_without_restarts_left_the_run_goes_on_with_fewer_ranks(tmp_path, fork_server):
-    quiet, _ = train(tmp_path, "quiet", **FIXED)
+def test_without_restarts_left_the_run_goes_on_with_fewer_ranks(tmp_path, quiet):
     hit, events = train(tmp_path, "hit", [(1, 10, KILL)], ranks=(1, 4), max_restarts=0, **FIXED)
     assert [event["world_size"] for event in recoveries(events)] == [2], "the largest power of two below 3"
     assert_equal(quiet, hit)
@@ -147,12 +152,6 @@ def test_without_restarts_left_the_run_goes_on_with_fewer_ranks(tmp_path, fork_s
 def test_without_restarts_and_without_a_range_the_run_fails(tmp_path, fork_server):
     with pytest.raises(RankFailedError, match="SIGKILL"):
         train(tmp_path, "hit", [(1, 10, KILL)], max_restarts=0)
-
-
-def test_too_many_failures_end_the_run(tmp_path, fork_server):
-    faults = [(1, 10, KILL), (2, 15, KILL), (1, 20, KILL)]
-    with pytest.raises(RankFailedError, match="SIGKILL"):
-        train(tmp_path, "hit", faults, max_restarts=2)
 
 
 @pytest.mark.parametrize("settings", [FIXED, pytest.param({}, marks=long_proof)], ids=["fixed order", "auto"])
@@ -346,20 +345,21 @@ def test_an_odd_rank_is_replaced(tmp_path, what, settings, fork_server):
     assert [event["lost"] for event in recoveries(events)] == [[1]]
 
 
-def test_spare_ranks_take_over(tmp_path, fork_server):
-    quiet, _ = train(tmp_path, "quiet", **FIXED)
+def test_spare_ranks_take_over(tmp_path, quiet):
     hit, events = train(tmp_path, "hit", [(1, 20, KILL)], spares=1, **FIXED)
     assert len(recoveries(events)) == 1
     assert (tmp_path / "hit" / "slot-4").exists(), "the spare rank was used, not one that was started after the loss"
     assert_equal(quiet, hit)
 
 
-def test_ranks_that_are_lost_while_the_others_form_a_group(tmp_path, fork_server):
-    """A rank stops some step times after another was killed: while survivors leave, connect, or get the state."""
-    quiet, _ = train(tmp_path, "quiet", **FIXED)
+def test_ranks_that_are_lost_while_the_others_form_a_group(tmp_path, quiet):
+    """A rank stops some step times after another was killed: while survivors leave, and while they connect.
+
+    `test_membership` has a second loss in every state, `test_chaos` losses at random moments.
+    """
     faults = [
         fault
-        for number, phase in enumerate((1, 3, 5, 8, 11))
+        for number, phase in enumerate((1, 8))
         for fault in (Fault("kill", 5 + 6 * number, 2), Fault("stop", 5 + 6 * number, 3, phase=float(phase)))
     ]
     plan = phalanx.FaultPlan(*faults, folder=tmp_path / "marks")

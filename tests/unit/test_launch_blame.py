@@ -167,11 +167,13 @@ def test_ranks_in_words():
 
 def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     node = SimpleNamespace(node_rank=0, num_nodes=2)
-    group = SimpleNamespace(ranks={}, alive=[], signal=lambda number, states: None)
+    group = SimpleNamespace(states=[], signal=lambda number, states: None)
     evidence = SimpleNamespace(collect_calls=lambda states, asked: [])
     rendezvous = SimpleNamespace(has_other_nodes=True, ask_calls=lambda: None, send_calls=lambda number, calls: None)
     later: list[object] = []
-    inquiry = Inquiry(node, group, evidence, rendezvous, lambda seconds, call: later.append(call))
+    schedule = lambda seconds, call: later.append(call)  # noqa: E731
+    facts = {"node": node, "group": group, "evidence": evidence, "rendezvous": rendezvous, "later": schedule}
+    inquiry = Inquiry(SimpleNamespace(**facts))
     answered: list[str] = []
     inquiry.find_blame(lambda blame: answered.append("failure"))
     inquiry.find_blame(lambda blame: answered.append("notice"))

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.attempt import Attempt
 from phalanx.launch.board import Board
+from phalanx.launch.elastic import ElasticControl, ScaleRequests
 from phalanx.launch.environment import NodeInfo
-from phalanx.launch.following import Following
 from phalanx.launch.group import RankState
-from phalanx.launch.resize import Requests
-from phalanx.launch.roles import Hands, Leading
+from phalanx.launch.inquiry import Diagnosis
+from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.launch.takeover import TakingOver
 from phalanx.world.env import read_rank_env
@@ -69,11 +68,13 @@ def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(boar
 
 
 @pytest.fixture
-def hands(tmp_path):
+def context(tmp_path):
     """What a launcher with one rank has; `sent` and `failed` note what it does."""
     near, far = socket.socketpair()
     state = RankState(1, "r1", "r1", 1)
-    group: Any = SimpleNamespace(ranks={"r1": state}, alive=[state], controls={"r1": near}, signal=lambda *_: None)
+    group: Any = SimpleNamespace(
+        ranks={"r1": state}, states=[state], alive=[state], controls={"r1": near}, signal=lambda *_: None
+    )
     group.retire = lambda state: None
     elastic = Elastic((3, 2, 1), silence_seconds=0.0)
     spec = LaunchSpec(target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=elastic, max_restarts=3)
@@ -82,11 +83,19 @@ def hands(tmp_path):
     selector = selectors.DefaultSelector()
     sent: list[tuple[str, dict]] = []
     failed: list[dict] = []
-    made = Hands(
-        spec, group, node, selector, lambda seconds, action: None, lambda event: None,
-        lambda to, message: sent.append((to, message)), lambda report, **how: failed.append(how), lambda *_: False,
-    )  # fmt: skip
-    yield SimpleNamespace(hands=made, sent=sent, failed=failed)
+    made = LauncherContext(
+        spec,
+        node,
+        group,
+        evidence=SimpleNamespace(is_stuck=lambda *_: False),
+        console=SimpleNamespace(handle=lambda event: None, notice=lambda text: None),
+        rendezvous=SimpleNamespace(post=lambda to, message: sent.append((to, message))),
+        selector=selector,
+        later=lambda seconds, action: None,
+        fail=lambda report, **how: failed.append(how),
+        is_stopping=lambda: False,
+    )
+    yield SimpleNamespace(context=made, sent=sent, failed=failed)
     selector.close()
     near.close()
     far.close()
@@ -97,37 +106,34 @@ def form(**fields) -> dict[str, Any]:
     return {"to": "r1", "message": {"form": {**given, "began": 0.0, "reason": "", "failures": 2, **fields}}}
 
 
-def test_failures_that_the_lost_launcher_counted_are_not_forgotten(hands):
-    following = Following(hands.hands, "00001")
+def test_failures_that_the_lost_launcher_counted_are_not_forgotten(context):
+    following = MemberRole(context.context, "00001")
     following.take_mail(form())
     following.follow("00002")
-    assert hands.sent[-1][1]["failures"] == 2
-    takeover = TakingOver(hands.hands, following, {"00001": "a"}, ["00003"])
+    assert context.sent[-1][1]["failures"] == 2
+    takeover = TakingOver(context.context, following, {"00001": "a"}, ["00003"])
     others = {"sender": "00003", "hello": [], "generation": 4, "failures": 3}
     takeover.take_hello(others)
     assert takeover.lead(0, ("127.0.0.1", 1)).failures == 4, "and the loss of that machine"
 
 
-def test_a_machine_that_reports_after_another_took_over_is_left_out(hands):
+def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
     """Its launcher ends; the others, which it must not stop, go on."""
-    following = Following(hands.hands, "00001")
+    following = MemberRole(context.context, "00001")
     following.take_mail(form())
-    takeover = TakingOver(hands.hands, following, {"00001": "a"}, ["00003"])
+    takeover = TakingOver(context.context, following, {"00001": "a"}, ["00003"])
     deadline = time.monotonic() + 10
     takeover.deadline = 0.0
     assert takeover.is_complete
     assert time.monotonic() < deadline
-    attempt: Any = Attempt.__new__(Attempt)
-    attempt._takeover, attempt._waiting_mail = None, []
-    attempt._role = takeover.lead(0, ("127.0.0.1", 1))
-    assert isinstance(attempt._role, Leading)
-    hands.sent.clear()
-    attempt._take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
-    assert attempt._waiting_mail == []
-    ((to, message),) = hands.sent
+    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
+    control.role = takeover.lead(0, ("127.0.0.1", 1))
+    context.sent.clear()
+    control.take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
+    ((to, message),) = context.sent
     assert (to, list(message)) == ("00003", ["left_out"])
     following.take_mail({"sender": "00002", **message})
-    assert hands.failed == [{"final": True}]
+    assert context.failed == [{"final": True}]
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(hands):
 
 def test_a_request_that_cannot_be_answered_is_reported_once_and_ends_nothing(tmp_path):
     notices: list[str] = []
-    requests = Requests(tmp_path / "logs", notices.append)
+    requests = ScaleRequests(tmp_path / "logs", notices.append)
     requests.answer(lambda ranks, why: None)
     assert notices == [], "there is none"
     (tmp_path / "logs" / "ranks.request").mkdir(parents=True)  # cannot be read as a file

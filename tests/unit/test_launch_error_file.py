@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import phalanx
-from phalanx.launch.error_file import users_traceback
+from phalanx.launch.error_file import is_launchers, users_traceback
 
 LIBRARY = Path(phalanx.__file__).parent / "loop" / "stand_in.py"
 
@@ -71,3 +73,16 @@ def test_the_exception_before_is_cut_too():
     lines = users_traceback(_caught(lambda: _call_from_the_library(chained)))
     assert "ValueError: bad batch" in lines
     assert _files(lines) == ["test_launch_error_file.py", "test_launch_error_file.py"]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_around"),
+    [
+        ("launch/rank.py", True),
+        ("engines/any/worker.py", True),
+        ("engines/any/data.py", False),
+        ("loop/step.py", False),
+    ],
+)
+def test_files_around_every_target_are_known_without_an_engines_name(file, is_around):
+    assert is_launchers(str(Path(phalanx.__file__).parent / file)) is is_around

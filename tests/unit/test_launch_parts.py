@@ -16,7 +16,7 @@ from phalanx.host.gpus import count_gpus, count_visible
 from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause
-from phalanx.launch.follower import Outcome, may_restart
+from phalanx.launch.launcher_loop import Outcome, may_restart
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
 from phalanx.launch.spec import check_endpoint, split_endpoint

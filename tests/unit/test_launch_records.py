@@ -6,8 +6,7 @@ import pytest
 
 from phalanx.launch.blame import find_blame
 from phalanx.launch.collectives import Call, RankCalls
-from phalanx.launch.overdue import _is_late
-from phalanx.launch.records import to_calls, with_batch_ends
+from phalanx.launch.records import _is_late, to_calls, with_batch_ends
 
 FRAMES = [
     {"name": "isend", "filename": "/usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", "line": 9},

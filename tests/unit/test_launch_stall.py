@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch.diagnosis import Evidence, StallWatch
+from phalanx.launch.diagnosis import Evidence
+from phalanx.launch.elastic import StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState, stack_path
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
@@ -21,7 +22,7 @@ WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.for
 @pytest.fixture
 def machine(tmp_path):
     """Three processes: two ranks, of which the second sleeps, and a spare one, which waits for a place."""
-    target, elastic = CallTarget("module:function", ""), Elastic((2,), 1)
+    target, elastic = CallTarget("module:function", ""), Elastic((2,), 1, stall_seconds=0.0)
     spec = LaunchSpec(target=target, ranks_per_node=2, log_dir=tmp_path, elastic=elastic)
     evidence = Evidence(spec, NodeInfo(0, 1, 0, 2, "127.0.0.1", 1))
     states = [RankState(number, f"r{number}", f"r{number}", number) for number in range(3)]
@@ -32,9 +33,12 @@ def machine(tmp_path):
     killed: list[tuple[int, list[str]]] = []
     group = SimpleNamespace(signal=lambda number, which: killed.append((number, [each.key for each in which])))
     questions: list = []
-    ask = lambda then, which: questions.append((then, [each.key for each in which]))  # noqa: E731
+    inquiry = SimpleNamespace(
+        ask_ranks=lambda then, which: questions.append((then, [each.key for each in which])),
+    )
     console = SimpleNamespace(notice=lambda text: None)
-    watch = StallWatch(Elastic((2,), stall_seconds=0.0), group, evidence, ask, console)
+    context = SimpleNamespace(spec=spec, group=group, evidence=evidence, console=console)
+    watch = StallWatch(context, SimpleNamespace(inquiry=inquiry, report=None))
     role = SimpleNamespace(unchanged_since=time.monotonic() - 1, members_here=states[:2])
     yield SimpleNamespace(watch=watch, role=role, questions=questions, killed=killed)
     evidence.close()

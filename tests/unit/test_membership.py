@@ -64,7 +64,7 @@ class Case:
 
     def join(self, *states) -> None:
         for state in states:
-            self.members.take(state, {"joined": self.members.generation})
+            self.members.take(state, {"joined": self.members.group.generation})
 
     def ready(self, *states, step: int = 5) -> None:
         for state in states:
@@ -221,8 +221,56 @@ def test_ranks_lost_together_are_one_failure():
     assert case.lose(case.ranks[1])
     assert case.members.failures == 1
     case.ready(case.ranks[2], rank_state(7), rank_state(8))
-    case.join(*case.members.members)
+    case.join(*case.members.group.members)
     assert not case.lose(case.ranks[2])
+
+
+def test_losses_beyond_max_restarts_end_the_run():
+    case = Case(3, max_restarts=2)
+    case.join(*case.ranks)
+    for number in (7, 8):
+        assert case.lose(case.members.group.members[1])
+        case.ready(*case.members.group.members, rank_state(number), step=number)
+        case.join(*case.members.group.members)
+    assert not case.lose(case.members.group.members[1])
+    assert "max_restarts = 2 is used up" in case.reports[-1]["text"]
+
+
+@pytest.mark.parametrize("reached", ["leaving", "some are ready", "forming", "some have joined"])
+def test_a_second_loss_in_any_state_of_a_change_is_survived(three, reached):
+    zero, one, two = three.ranks
+    assert three.lose(zero)
+    if reached == "some are ready":
+        three.ready(one)
+    elif reached != "leaving":
+        three.ready(one, two, rank_state(7))
+    if reached == "some have joined":
+        three.join(one)
+    formed = reached in ("forming", "some have joined")
+    generation = three.members.group.generation
+    three.processes.sent.clear()
+    assert three.lose(two)
+    assert three.members.failures == (2 if formed else 1), "losses before the next generation are one failure"
+    left = [member.key for member in three.members.group.members if member.key not in three.members.group.steps]
+    assert three.processes.take("abort") == left
+    three.ready(*three.members.group.members, *(rank_state(number) for number in ((8,) if formed else (7, 8))))
+    assert three.members.group.generation == generation + 1
+    three.join(*three.members.group.members)
+    assert three.members.group.is_settled
+    assert [member.rank for member in three.members.group.members] == [0, 1, 2]
+
+
+def test_a_spare_rank_takes_the_place_of_a_lost_one_and_another_spare_is_started():
+    case = Case(3, spares=1)
+    case.join(*case.ranks)
+    assert case.processes.started == 1
+    case.ready(spare := rank_state(3), step=-1)
+    assert case.lose(case.ranks[1])
+    assert case.processes.started == 1, "the spare one is there already"
+    case.ready(case.ranks[0], case.ranks[2])
+    assert spare in case.members.group.members
+    case.join(*case.members.group.members)
+    assert case.processes.started == 2
 
 
 def test_a_failure_that_needs_a_restart_is_counted_by_the_restart():
@@ -246,7 +294,7 @@ def test_a_request_for_more_ranks_than_there_is_room_for_is_refused():
     refused = case.members.resize(4, "a request")
     assert refused is not None
     assert "room" in refused
-    assert case.members.is_settled
+    assert case.members.group.is_settled
 
 
 def test_a_rank_in_a_long_step_is_not_killed_for_a_request(monkeypatch):
@@ -278,15 +326,15 @@ def scaled(case: Case, size: int) -> None:
     """Join, and go on with fewer ranks."""
     case.join(*case.ranks)
     case.members.resize(size, "a request")
-    case.ready(*case.members.members)
-    case.join(*case.members.members)
+    case.ready(*case.members.group.members)
+    case.join(*case.members.group.members)
 
 
 def test_ranks_that_were_scaled_away_end_and_do_not_count_as_ranks_that_are_left():
     case = Case(4, sizes=(4, 3, 2, 1), max_restarts=0)
     scaled(case, 2)
     assert case.processes.take("end") == ["r2", "r3"]
-    assert case.members.spares == []
+    assert case.members.group.spares == []
     assert case.lose(case.ranks[1])
     assert [(report["action"], report["size"]) for report in case.reports] == [("shrink", 1)]
     case.ready(case.ranks[0])
@@ -297,7 +345,7 @@ def test_ranks_that_were_scaled_away_end_and_do_not_count_as_ranks_that_are_left
 def test_a_rank_that_was_scaled_away_and_waits_does_not_hold_the_state():
     case = Case(3, sizes=(3, 2, 1), spares=1)
     scaled(case, 1)
-    assert [state.key for state in case.members.spares] == ["r1"]
+    assert [state.key for state in case.members.group.spares] == ["r1"]
     assert not case.lose(case.ranks[0]), "newer than its state are the checkpoints"
     case = Case(3, sizes=(3, 2, 1), spares=1)
     scaled(case, 1)
@@ -312,7 +360,7 @@ def test_ranks_for_which_a_size_has_no_place_wait_for_more():
     case.join(*case.ranks)
     case.lose(case.ranks[3])
     case.ready(*case.ranks[:3])
-    assert [len(case.members.members), len(case.members.spares)] == [2, 1]
+    assert [len(case.members.group.members), len(case.members.group.spares)] == [2, 1]
     assert case.processes.take("end") == []
 
 
@@ -323,7 +371,7 @@ def test_where_the_data_shards_itself_the_number_of_ranks_stays():
     refused = "1 ranks are not possible here. Possible: 2. The data shards itself."
     assert case.members.resize(1, "a request") == refused
     case.members.take_arrival("b", 2, "the machine b")
-    assert case.members.is_settled
+    assert case.members.group.is_settled
     assert not case.lose(case.ranks[1]), "a restart has as many ranks, fewer could not go on"
 
 
@@ -337,7 +385,7 @@ def test_machines_that_arrive_together_are_all_taken_in():
     case.ready(*case.ranks)
     assert case.forms()
     case.ready(second)
-    case.join(*case.members.members)
+    case.join(*case.members.group.members)
     assert case.processes.take("regroup") == ["r0", "r1"]
 
 
@@ -345,9 +393,9 @@ def test_a_machine_that_is_lost_before_its_ranks_are_ready_is_not_waited_for():
     case = Case(2, sizes=(4, 3, 2), room=0)
     case.join(*case.ranks)
     case.members.take_arrival("b", 2, "the machine b")
-    assert not case.members.is_settled
+    assert not case.members.group.is_settled
     case.members.lose_node("b")
-    assert case.members.is_settled
+    assert case.members.group.is_settled
 
 
 def test_spare_ranks_for_which_there_is_no_room_are_reported_once():
@@ -364,13 +412,13 @@ def test_a_slow_rank_is_left_out_with_the_next_loss_and_its_late_answer_is_not_t
     case.join(*case.ranks)
     slow, lost = case.ranks[2], case.ranks[3]
     case.members.exclude([slow.rank])
-    assert case.members.members == case.ranks, "nothing changes before a loss"
+    assert case.members.group.members == case.ranks, "nothing changes before a loss"
     case.lose(lost)
-    assert slow not in case.members.members
+    assert slow not in case.members.group.members
     assert [kind for key, kind in case.processes.sent if key == slow.key] == ["abort", "end"]
     assert [report["lost"] for report in case.reports if report["event"] == "rank_lost"] == [3, 2]
     case.ready(slow)
-    assert case.members.spares == []
+    assert case.members.group.spares == []
     assert case.processes.started == 1, "the lost one is replaced, the slow one is not"
 
 
@@ -388,4 +436,4 @@ def test_a_slow_rank_stays_where_the_group_cannot_be_smaller():
     case.join(*case.ranks)
     case.members.exclude([0])
     case.lose(case.ranks[2])
-    assert case.ranks[0] in case.members.members
+    assert case.ranks[0] in case.members.group.members

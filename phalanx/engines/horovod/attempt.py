@@ -26,8 +26,8 @@ from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
 from phalanx.launch.group import RankState, remove_empty
+from phalanx.launch.launcher_loop import SUCCESS_CODES, LauncherLoop, Outcome, ended_well, stopped
 from phalanx.launch.output import RankConsole, RankLog
 from phalanx.launch.spec import LaunchSpec
 
@@ -98,7 +98,7 @@ _KILL_SECONDS = 2.0
 _LAST_LINES = 8
 
 
-class HorovodAttempt(Follower):
+class HorovodAttempt(LauncherLoop):
     """Runs once."""
 
     def __init__(

@@ -20,10 +20,9 @@ from phalanx.errors import UsageError
 from phalanx.host.processes import own_python
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.environment import shared_environment, threads_per_rank
-from phalanx.launch.follower import Outcome, run_attempts
+from phalanx.launch.launcher_loop import Outcome, run_attempts
 from phalanx.launch.output import RankConsole
-from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
-from phalanx.launch.target import to_message
+from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks, target_to_message
 
 _SCRIPT_SECONDS = 30.0
 
@@ -74,7 +73,7 @@ class HorovodRun:
         if self.timeline is not None:
             words += ["--timeline-filename", str(Path(self.timeline).absolute())]
         request = {
-            "target": to_message(spec.target),
+            "target": target_to_message(spec.target),
             "path": [entry or os.getcwd() for entry in sys.path],
             "log_dir": str(spec.log_dir.absolute()),
             "events": events,

@@ -25,8 +25,8 @@ from phalanx.host.messages import Message
 from phalanx.launch.collectives import answer_launcher
 from phalanx.launch.group import open_stack
 from phalanx.launch.output import open_log
-from phalanx.launch.rank import buffer_lines, leave, lift, record_to_log, run_to_end
-from phalanx.launch.target import from_message, run_target
+from phalanx.launch.rank import buffer_lines, leave, lift, record_to_log, run_target, run_to_end
+from phalanx.launch.spec import target_from_message
 
 STARTED = "horovod_rank_started"
 ENDED = "horovod_rank_ended"
@@ -52,7 +52,7 @@ def main() -> NoReturn:
     if request["loopback"]:
         bind_to_loopback()
     code = run_to_end(
-        lambda: run_target(from_message(request["target"]), request["path"]),
+        lambda: run_target(target_from_message(request["target"]), request["path"]),
         lambda error: record_to_log(error, request, log),
     )
     _report(launcher, {"event": ENDED, "rank": rank, "code": code})

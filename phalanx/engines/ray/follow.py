@@ -19,7 +19,7 @@ from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.error_file import record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.follower import SUCCESS_CODES, Follower, stopped
+from phalanx.launch.launcher_loop import SUCCESS_CODES, LauncherLoop, stopped
 from phalanx.launch.output import LineSplitter, RankConsole, log_path, log_tail
 from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec
 from phalanx.observe.guard import Guard
@@ -64,7 +64,7 @@ class WorkerLocation:
         return beat.step if beat else self.step
 
 
-class RayFollower(Follower):
+class RayFollower(LauncherLoop):
     """Runs once. Messages and signals are polled for: Ray has no descriptor to wait on."""
 
     def __init__(self, spec: LaunchSpec, console: RankConsole, inbox: SignalInbox, run: RayRun) -> None:

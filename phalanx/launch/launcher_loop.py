@@ -60,7 +60,7 @@ def may_restart(outcome: Outcome, *, failures: int, max_restarts: int) -> bool:
     return failed and outcome.exit_code not in (EXIT_PREEMPTED, EXIT_USAGE) and failures < max_restarts
 
 
-class Follower:
+class LauncherLoop:
     """Follows one run to its end in the caller's thread, by callbacks of the selector and timers.
 
     The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks, which are killed after a grace period, or at a

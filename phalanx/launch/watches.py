@@ -1,12 +1,17 @@
-"""Start-up: notices of what the launch waits for, and detection of ranks that never reach init_process_group."""
+"""Watches of a launcher: what depends on the clock. Those of a start: notices, and ranks that never join.
+
+Others are `StallNotice` (`inquiry`) and, in an elastic run, `ElasticControl` (`elastic`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch.forkserver.preload import extra_modules
+from phalanx.launch.group import RankState
 from phalanx.launch.spec import LaunchSpec
 
 IMPORT_MOMENTS = (15.0, *MOMENTS)
@@ -15,10 +20,22 @@ MACHINES_MOMENTS = (2.0, *MOMENTS)
 """The user has to start the other machines: report early which are missing."""
 
 
+class Watch(Protocol):
+    """Something to look at when nothing happens."""
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `check` may next have something to do; None: not before something else happens."""
+
+    def check(self, now: float) -> None:
+        """Do what is due; called after every round of events, and at the deadline at the latest."""
+
+
 class StartupNotices:
     """First torch is imported, then the machines gather, then the ranks are forked. Each phase has its own clock."""
 
-    def __init__(self, spec: LaunchSpec, now: float, *, serving: bool) -> None:
+    def __init__(self, spec: LaunchSpec, now: float, notice: Callable[[str], None], *, serving: bool) -> None:
+        self._notice = notice
         self._endpoint = spec.rdzv_endpoint
         self._machines = spec.num_nodes
         self._imports = " and ".join(["torch", *extra_modules(spec.env)[:1]])
@@ -65,17 +82,15 @@ class StartupNotices:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `take_notice` may next return a notice."""
+        """When the next notice may be due."""
         return None if self._reminder is None else self._reminder.next_moment
 
-    def take_notice(self, now: float) -> str | None:
-        """Return the notice that is due now, if any."""
-        if self._reminder is None or not self._reminder.is_due(now):
-            return None
-        waited = now - self._reminder.began
-        if self.activity.startswith("waiting"):
-            return self.activity
-        return f"still {self.activity} after {duration_text(waited)}"
+    def check(self, now: float) -> None:
+        """Give the notice that is due now, if any."""
+        if self._reminder is not None and self._reminder.is_due(now):
+            waits = self.activity.startswith("waiting")
+            waited = duration_text(now - self._reminder.began)
+            self._notice(self.activity if waits else f"still {self.activity} after {waited}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,9 @@ class StartWatch:
     spec: LaunchSpec
     ranks: tuple[int, ...]
     world_size: int
+    on_hang: Callable[[Hang], None]
+    on_slow: Callable[[StartWatch], None]
+    """Called when no rank has come for long, and again at growing intervals."""
     _begun: set[int] = field(default_factory=set)
     _all_begun: float | None = None
     _rounds: dict[int, int] = field(default_factory=dict)
@@ -101,12 +119,15 @@ class StartWatch:
     _ended: set[int] = field(default_factory=set)
     _reminder: Reminder | None = None
 
-    def take_start(self, rank: int, now: float) -> None:
-        """Note that a rank has been forked."""
-        self._begun.add(rank)
+    def take_process(self, state: RankState, now: float) -> None:
+        """Note that a rank has been forked, has ended, or could not be started."""
+        self._begun.add(state.slot)
         if self._all_begun is None and len(self._begun) == len(self.ranks):
             self._all_begun = now
             self._reminder = Reminder(now)
+        if not state.alive:
+            self._ended.add(state.slot)
+            self._waiting.pop(state.slot, None)
 
     def take_event(self, event: dict[str, Any], now: float) -> None:
         """Note a rank entering or leaving init_process_group."""
@@ -118,12 +139,6 @@ class StartWatch:
             self._waiting[rank] = now
         elif event["event"] == "joined":
             self._waiting.pop(rank, None)
-
-    def take_exit(self, rank: int, now: float) -> None:
-        """Note that a rank has ended, or could not be started."""
-        self.take_start(rank, now)
-        self._ended.add(rank)
-        self._waiting.pop(rank, None)
 
     @property
     def quiet(self) -> bool:
@@ -147,24 +162,22 @@ class StartWatch:
         # A rank alone need not join anything.
         return self._reminder.next_moment if self._reminder and self.quiet and self.world_size > 1 else None
 
+    @property
     def next_deadline(self) -> float | None:
-        """Return when `find_hang` or `wants_notice` may next have something to say."""
+        """When a limit or a notice may next be due."""
         deadlines = (self._start_deadline, self._join_deadline, self._notice_moment)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    def find_hang(self, now: float) -> Hang | None:
-        """Return the missing ranks once a rank has waited too long, else None."""
+    def check(self, now: float) -> None:
+        """Report the missing ranks once a rank has waited too long, or that all are slow."""
         if self._start_deadline is not None and now >= self._start_deadline:
-            return Hang(self.ranks, self.spec.start_timeout or 0.0, none_came=True)
-        if self._join_deadline is None or now < self._join_deadline:
-            return None
-        rounds = max(self._rounds.values())
-        missing = tuple(rank for rank in self.ranks if self._rounds.get(rank, 0) < rounds)
-        return Hang(missing, self.spec.join_timeout or 0.0)
-
-    def wants_notice(self, now: float) -> bool:
-        """Return True when no rank has come for long, and again at growing intervals."""
-        return self._notice_moment is not None and self._reminder is not None and self._reminder.is_due(now)
+            self.on_hang(Hang(self.ranks, self.spec.start_timeout or 0.0, none_came=True))
+        elif self._join_deadline is not None and now >= self._join_deadline:
+            rounds = max(self._rounds.values())
+            missing = tuple(rank for rank in self.ranks if self._rounds.get(rank, 0) < rounds)
+            self.on_hang(Hang(missing, self.spec.join_timeout or 0.0))
+        elif self._notice_moment is not None and self._reminder is not None and self._reminder.is_due(now):
+            self.on_slow(self)
 
     def waited(self, now: float) -> float:
         """Return for how long all ranks have been running."""

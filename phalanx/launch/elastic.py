@@ -1,0 +1,238 @@
+"""What an elastic run adds to a launcher: its role, ranks that are stuck, requests for another number of ranks.
+
+`request_ranks` is for another process (`phalanx runs scale`), which asks by small files in the run's log folder.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.host.files import replace_file
+from phalanx.launch.blame import Blame
+from phalanx.launch.group import RankState
+from phalanx.launch.inquiry import Diagnosis
+from phalanx.launch.leader import LeaderRole
+from phalanx.launch.roles import LauncherContext, MemberRole
+from phalanx.launch.takeover import TakingOver
+
+_REQUEST, _ANSWER = "ranks.request", "ranks.answer"
+_POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 20.0
+
+Role = LeaderRole | MemberRole
+
+
+class ElasticControl:
+    """Decides about lost ranks, or follows the launcher that does; a watch of the attempt."""
+
+    def __init__(self, context: LauncherContext, diagnosis: Diagnosis, failures: int) -> None:
+        """`failures`: how many were survived before this attempt."""
+        self._context, self._failures_before = context, failures
+        node = context.node
+        self.role: Role = (
+            LeaderRole(context, failures=failures) if node.own == node.leader else MemberRole(context, node.leader)
+        )
+        self._stall = StallWatch(context, diagnosis)
+        self._requests = ScaleRequests(context.spec.log_dir, context.console.notice)
+        self._all_ended = False
+        self._takeover: TakingOver | None = None
+        self._address = ("", 0)
+        self._waiting_mail: list[dict[str, Any]] = []
+
+    @property
+    def handlers(self) -> dict[str, Callable[..., None]]:
+        """By kind, what to do about a message of the store agent."""
+        return {"mail": self.take_mail, "lost_nodes": self._take_lost_nodes, "leader": self._take_lost_leader}
+
+    @property
+    def next_deadline(self) -> float:
+        """When `check` may next have something to do."""
+        return self.role.next_deadline
+
+    def check(self, now: float) -> None:
+        """Kill ranks that are stopped or stuck, answer requests, and take over when all machines have reported."""
+        self._stall.end(self.role.find_silent)
+        if isinstance(self.role, LeaderRole) and self.role.members.group.is_settled:
+            self._requests.answer(self.role.members.resize)
+        if self._takeover is not None and self._takeover.is_complete:
+            self._lead(self._takeover)
+        self._stall.check(self.role)
+
+    def end_late(self) -> None:
+        """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
+        self._stall.end_late(self.role)
+
+    def exclude(self, ranks: list[int]) -> None:
+        """Go on without slow ranks after the next loss."""
+        if isinstance(self.role, LeaderRole):
+            self.role.members.exclude(ranks)
+
+    # --- several machines ---------------------------------------------------------------------------------------
+
+    def take_mail(self, mail: dict[str, Any]) -> None:
+        """Take a message of another launcher."""
+        if self._takeover is not None and "hello" in mail:
+            self._takeover.take_hello(mail)
+        elif self._takeover is not None or ("hello" in mail and not isinstance(self.role, LeaderRole)):
+            self._waiting_mail.append(mail)  # before this launcher knows that it takes over
+        else:
+            self._all_ended = self.role.take_mail(mail) or self._all_ended
+
+    def all_ended(self) -> bool:
+        """Whether all machines have ended; called when this one has."""
+        return self._all_ended or self.role.all_ended()
+
+    def _take_lost_nodes(self, hosts: dict[str, str]) -> None:
+        if isinstance(self.role, LeaderRole):
+            self.role.take_lost_nodes(hosts)
+
+    def _take_lost_leader(
+        self, leader: str, lost: dict[str, str], address: tuple[str, int] | None = None, others: Sequence[str] = ()
+    ) -> None:
+        """Follow another launcher after the machine that decided was lost; with an `address` take over."""
+        if not isinstance(self.role, MemberRole):
+            return
+        self._context.console.notice(f"the machine {', '.join(lost.values())}, which decided about the ranks, was lost")
+        if address is None:
+            self.role.follow(leader)
+            return
+        self._takeover = TakingOver(self._context, self.role, lost, list(others))
+        self._address = address
+        self._take_waiting_mail()
+
+    def _lead(self, takeover: TakingOver) -> None:
+        self._takeover = None
+        self.role = takeover.lead(self._failures_before, self._address)
+        self.role.listen()
+        self._take_waiting_mail()
+
+    def _take_waiting_mail(self) -> None:
+        waiting, self._waiting_mail = self._waiting_mail, []
+        for mail in waiting:
+            self.take_mail(mail)
+
+
+class StallWatch:
+    """Kills a rank that the others wait for without end, so that it is replaced; only stacks show which one it is."""
+
+    def __init__(self, context: LauncherContext, diagnosis: Diagnosis) -> None:
+        assert context.spec.elastic is not None, "only then there is a role"
+        self._limit = context.spec.elastic.stall_seconds
+        self._group, self._evidence, self._console = context.group, context.evidence, context.console
+        self._inquiry, self._report = diagnosis.inquiry, diagnosis.report
+        self._asked = False
+        self._ending: set[str] = set()
+
+    def end(self, find: Callable[[], list[RankState]]) -> None:
+        """Kill ranks that are stopped, and those that neither leave or join a group nor make progress.
+
+        `find` returns them, and is asked again before a rank is killed: it may have gone on meanwhile.
+        """
+        silent = find()
+        self._group.signal(signal.SIGKILL, [state for state in silent if state.stopped_since is not None])
+        stuck = [state for state in silent if state.stopped_since is None and state.key not in self._ending]
+        if stuck:
+            self._ending |= {state.key for state in stuck}
+            self._inquiry.ask_ranks(lambda _: self._kill([state for state in find() if state in stuck]), stuck)
+
+    def _kill(self, stuck: list[RankState]) -> None:
+        self._ending.clear()
+        for state in stuck:
+            where = self._evidence.position(state)
+            state.killed_for = f"did not go on after other ranks were lost, and was killed: it was {where}"
+        self._group.signal(signal.SIGKILL, stuck)
+
+    def end_late(self, role: Role) -> None:
+        """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
+        if not self._asked and role.unchanged_since < time.monotonic():
+            self._asked = True
+            self._inquiry.find_blame(self._kill_blamed)
+
+    def _kill_blamed(self, blame: Blame | None) -> None:
+        self._asked = False
+        guilty = [state for state in self._group.alive if blame is not None and state.rank == blame.rank]
+        if blame is None or not guilty:
+            self._report(blame)
+            return
+        self._evidence.late.clear()
+        guilty[0].killed_for = f"{blame.cause}, and was killed"
+        self._group.signal(signal.SIGKILL, guilty[:1])
+
+    def check(self, role: Role) -> None:
+        """Ask for the stacks where no rank of the group has made progress for long."""
+        since = role.unchanged_since
+        if self._limit is None or self._asked or time.monotonic() - since < self._limit or not self._is_stalled(role):
+            return
+        self._asked = True
+        self._inquiry.ask_ranks(lambda _: self._judge(role, since), role.members_here)
+
+    def _is_stalled(self, role: Role) -> bool:
+        last = self._evidence.last_progress(role.members_here)
+        return last is not None and self._limit is not None and time.time() - last >= self._limit
+
+    def _judge(self, role: Role, since: float) -> None:
+        self._asked = False
+        if role.unchanged_since != since or not self._is_stalled(role):  # meanwhile a rank was replaced, or has gone on
+            return
+        for state, where in self._evidence.find_stalled(role.members_here):
+            waited = f"made no step for {self._limit:g} s while others wait"
+            self._console.notice(f"rank {state.rank} {waited}: it is {where}")
+            self._group.signal(signal.SIGKILL, [state])
+
+
+def request_ranks(log_dir: Path, ranks: int) -> None:
+    """Ask the launcher of a run for another number of ranks; UsageError where it refuses, or does not answer."""
+    answer = log_dir / _ANSWER
+    answer.unlink(missing_ok=True)
+    replace_file(log_dir / _REQUEST, json.dumps({"ranks": ranks}))
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    try:
+        while not answer.exists():
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"the launcher of {log_dir.parent} did not answer within {_ANSWER_SECONDS:g} s.",
+                    hint="Only a run that was started elastic can be resized: --num-workers 2:8, or --max-restarts N.",
+                )
+            time.sleep(_POLL_SECONDS)
+    finally:
+        (log_dir / _REQUEST).unlink(missing_ok=True)  # also after Ctrl-C: it must not be carried out later
+    refused = json.loads(answer.read_text())["refused"]
+    answer.unlink(missing_ok=True)
+    if refused:
+        raise UsageError(refused)
+
+
+class ScaleRequests:
+    """The requests in a log folder, for the launcher; what goes wrong with one is reported and ends nothing."""
+
+    def __init__(self, log_dir: Path, notice: Callable[[str], None]) -> None:
+        self._log_dir, self._notice = log_dir, notice
+        self._problem = ""
+
+    def answer(self, resize: Callable[[int, str], str | None]) -> None:
+        """Carry out a request, if there is one."""
+        try:
+            self._answer(resize)
+        except OSError as error:  # a full disk, no permission: the run goes on
+            problem = f"a request for another number of ranks cannot be read or answered: {error}"
+            if problem != self._problem:
+                self._notice(problem)
+            self._problem = problem
+
+    def _answer(self, resize: Callable[[int, str], str | None]) -> None:
+        request = self._log_dir / _REQUEST
+        try:
+            wanted = json.loads(request.read_text())["ranks"]
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError):  # not written by `request_ranks`
+            wanted = 0
+        request.unlink(missing_ok=True)
+        refused = resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
+        replace_file(self._log_dir / _ANSWER, json.dumps({"refused": refused}))
