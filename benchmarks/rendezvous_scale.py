@@ -59,8 +59,8 @@ class CountedNodes(NodeGroup):
         self.calls: Counter[str] = Counter()
         super().__init__(request)
 
-    def _sign(self, store: Any) -> Any:
-        return Counting(super()._sign(store), self.calls)
+    def _sign(self, prefix: str) -> Any:
+        return Counting(super()._sign(prefix), self.calls)
 
 
 def join_phalanx(number: int, nodes: int, port: int, seconds: float) -> tuple[int, Any]:
@@ -127,7 +127,7 @@ def measure(rival: str, nodes: int, seconds: float) -> dict[str, Any]:
     """Form one group; return its time and messages per machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     parts = [list(range(nodes))[first : first + _THREADS] for first in range(0, nodes, _THREADS)]
     gate, results = context.Barrier(len(parts) + 1), context.Queue()
     workers = [
