@@ -28,10 +28,9 @@ Entry = dict[str, Any]
 """What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
 
 _POLL_SECONDS = 0.05
-_BEAT_SECONDS = 1.0
-"""Seconds between two heartbeats of a machine that waits for its place."""
-_SILENT_SECONDS = 5.0
-"""A waiting machine without a heartbeat for this long does not count; it may have been started again."""
+_WAITING_BEATS_PER_SECOND = 1_000
+_MISSED_BEATS = 5
+"""A waiting machine that has missed this many heartbeats does not count; it may have been started again."""
 _ARRIVALS, _PRESENT, _DECIDED, _NODES = "arrivals", "present", "decided", "nodes"
 _NAMED = 8
 """How many machines an error names."""
@@ -48,6 +47,9 @@ class Gathering:
         """How many ranks are enough; None: those of all machines."""
         self._seconds: float = request["seconds"]
         self._deadline = time.monotonic() + self._seconds
+        # 64 machines that wait send a heartbeat every second, 4,096 every 4 s: the store's load does not grow.
+        self._beat_seconds = max(1.0, self._num_nodes / _WAITING_BEATS_PER_SECOND)
+        self._silent_seconds = _MISSED_BEATS * self._beat_seconds
         self.own = _name(store.add(_ARRIVALS, 1))
         self._beats = 0
         self._beat()
@@ -72,7 +74,7 @@ class Gathering:
             report(self._store.add(_PRESENT, 0))
             if self._is_there(place):
                 break
-            if time.monotonic() > self._deadline + _SILENT_SECONDS:  # the leader's own error says more
+            if time.monotonic() > self._deadline + self._silent_seconds:  # the leader's own error says more
                 raise self._too_few()
             self._beat()
         found: Message = json.loads(self._store.get(place))
@@ -85,7 +87,7 @@ class Gathering:
         from torch.distributed import DistStoreError
 
         try:
-            self._store.wait([key], timedelta(seconds=_BEAT_SECONDS))
+            self._store.wait([key], timedelta(seconds=self._beat_seconds))
         except DistStoreError:  # not yet; a lost connection is another error
             return False
         return True
@@ -138,7 +140,7 @@ class Gathering:
         self._others.watch(self.entries)
         beats = self._store.multi_get([f"beat/{name}" for name in self.entries])
         self._others.take(dict(zip(self.entries, beats, strict=True)))
-        silent = set(self._others.silent(_SILENT_SECONDS))
+        silent = set(self._others.silent(self._silent_seconds))
         present = {name: self.entries[name] for name in names if name in self.entries and name not in silent}
         if len(present) != self._present:
             self._store.add(_PRESENT, len(present) - self._present)
@@ -182,7 +184,7 @@ class Gathering:
         )
 
     def _too_few(self) -> PhalanxError:
-        silent = set(self._others.silent(_SILENT_SECONDS))
+        silent = set(self._others.silent(self._silent_seconds))
         present = [entry for name, entry in self.entries.items() if name not in silent]
         came = [f"{entry['host']} ({entry['ranks']} ranks)" for entry in present]
         within = f"at {self._endpoint} within {self._seconds:.0f} s"
