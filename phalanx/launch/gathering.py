@@ -31,7 +31,9 @@ _POLL_SECONDS = 0.05
 _WAITING_BEATS_PER_SECOND = 1_000
 _MISSED_BEATS = 5
 """A waiting machine that has missed this many heartbeats does not count; it may have been started again."""
-_ARRIVALS, _PRESENT, _DECIDED, _NODES = "arrivals", "present", "decided", "nodes"
+_ARRIVALS, _PRESENT = "arrivals", "present"
+DECIDED, NODES = "decided", "nodes"
+"""Keys of what all machines have in common, and of the entries of those that take part, if their number may change."""
 _NAMED = 8
 """How many machines an error names."""
 
@@ -69,7 +71,7 @@ class Gathering:
         """Wait for this machine's place; None: the others have begun without it. `report`: how many are present."""
         place = f"place/{self.own}"
         while True:
-            if self._store.check([_DECIDED]) and not self._store.check([place]):
+            if self._store.check([DECIDED]) and not self._store.check([place]):
                 return None
             report(self._store.add(_PRESENT, 0))
             if self._is_there(place):
@@ -92,16 +94,6 @@ class Gathering:
             return False
         return True
 
-    def read_decision(self) -> Message:
-        """Return what all machines of the run have in common: for one that comes late."""
-        found: Message = json.loads(self._store.get(_DECIDED))
-        return found
-
-    def read_entries(self) -> dict[str, Entry]:
-        """Return the entries of all machines that take part, in their order; where their number may change."""
-        found: dict[str, Entry] = json.loads(self._store.get(_NODES))
-        return found
-
     # --- the leader ---------------------------------------------------------------------------------------------
 
     def lead(self, expected: int, report: Callable[[int], None], facts: Message) -> Message:
@@ -120,8 +112,11 @@ class Gathering:
     def _wait_for_nodes(self, expected: int, report: Callable[[int], None]) -> dict[str, Entry]:
         """Return the entries of those that take part: all that are there, if their number may change."""
         while True:
-            present = self._count()
-            report(len(present))
+            present = self._read_present()
+            if len(present) != self._present:
+                self._store.add(_PRESENT, len(present) - self._present)
+                self._present = len(present)
+                report(self._present)
             if len(present) >= expected:
                 return present if self._least is not None else dict(list(present.items())[: self._num_nodes])
             if time.monotonic() > self._deadline:
@@ -130,8 +125,8 @@ class Gathering:
                 return present
             time.sleep(_POLL_SECONDS)
 
-    def _count(self) -> dict[str, Entry]:
-        """Return the entries of the machines that are present, in the order of arrival, and publish their number."""
+    def _read_present(self) -> dict[str, Entry]:
+        """Return the entries of the machines that are present, in the order of arrival."""
         self._beat()
         names = [_name(number) for number in range(1, self._store.add(_ARRIVALS, 0) + 1)]
         new = self._written([name for name in names if name not in self.entries])
@@ -141,11 +136,7 @@ class Gathering:
         beats = self._store.multi_get([f"beat/{name}" for name in self.entries])
         self._others.take(dict(zip(self.entries, beats, strict=True)))
         silent = set(self._others.silent(self._silent_seconds))
-        present = {name: self.entries[name] for name in names if name in self.entries and name not in silent}
-        if len(present) != self._present:
-            self._store.add(_PRESENT, len(present) - self._present)
-            self._present = len(present)
-        return present
+        return {name: self.entries[name] for name in names if name in self.entries and name not in silent}
 
     def _written(self, names: list[str]) -> list[str]:
         """Return the machines whose entries are there: one may have been killed after it had counted itself."""
@@ -164,9 +155,9 @@ class Gathering:
             too_many = refusal(self.without_this_one())
             places |= {node: too_many for node in self.entries if node not in places}
         else:
-            self._store.set(_NODES, json.dumps(entries))
+            self._store.set(NODES, json.dumps(entries))
         self._set_places(places)
-        self._store.set(_DECIDED, json.dumps(facts))  # last: a machine without a place has come late from now on
+        self._store.set(DECIDED, json.dumps(facts))  # last: a machine without a place has come late from now on
         self.entries = entries
         return places[self.own]
 
@@ -184,8 +175,7 @@ class Gathering:
         )
 
     def _too_few(self) -> PhalanxError:
-        silent = set(self._others.silent(self._silent_seconds))
-        present = [entry for name, entry in self.entries.items() if name not in silent]
+        present = self._read_present().values() if self.entries else ()
         came = [f"{entry['host']} ({entry['ranks']} ranks)" for entry in present]
         within = f"at {self._endpoint} within {self._seconds:.0f} s"
         if self._least is not None:

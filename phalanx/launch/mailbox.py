@@ -93,13 +93,14 @@ class Mailbox:
         """The heartbeats of the machines that this one watches."""
         self._contact = time.monotonic()
         self._wakeup = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="phalanx-mailbox", daemon=True)
         self._closed = False
         self.failed = False
         """Whether the store has ended: its machine is lost, or its launcher has ended."""
 
     def start(self) -> None:
         """Exchange messages and heartbeats in a thread from now on."""
-        threading.Thread(target=self._run, name="phalanx-mailbox", daemon=True).start()
+        self.thread.start()
 
     def post(self, to: str, message: Mail) -> None:
         """Send a message to the launcher of a machine, or to `ALL`."""
@@ -176,24 +177,15 @@ class Mailbox:
         self.others.take(dict(zip(nodes, self._store.multi_get(keys), strict=True)))
 
 
-def is_refused(address: tuple[str, int], seconds: float) -> bool:
-    """Whether a machine answers that no process listens there: it is up, and its launcher has ended."""
-    try:
-        with socket.create_connection(address, timeout=seconds):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-
-
-def answers(address: tuple[str, int], seconds: float) -> bool:
-    """Whether a process listens at an address."""
+def listens(address: tuple[str, int], seconds: float) -> bool | None:
+    """Whether a process listens at an address: False if its machine refuses, None if it does not answer in time."""
     try:
         with socket.create_connection(address, timeout=seconds):
             return True
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except OSError:
+        return None
 
 
 def may_continue(members: list[str], alive: list[str], ended: list[str], leader: str) -> bool:

@@ -8,6 +8,7 @@ machines may come late or be lost: one launcher, at first that of the machine wi
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -20,8 +21,8 @@ from phalanx.host.addresses import own_address
 from phalanx.host.messages import Message
 from phalanx.host.signed_store import VARIABLE, sign_store
 from phalanx.launch.blame import ranks_text
-from phalanx.launch.gathering import Entry, Gathering, agree_on_round, check_same
-from phalanx.launch.mailbox import ALL, Mail, Mailbox, answers, is_refused, may_continue
+from phalanx.launch.gathering import DECIDED, NODES, Entry, Gathering, agree_on_round, check_same
+from phalanx.launch.mailbox import ALL, Mail, Mailbox, listens, may_continue
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class NodeGroup:
         }
         if self._may_change:
             self._address = own_address(self._host)
-            self._standby = open_store(self._address, 0, self._silence, is_master=True)
+            self._standby = open_store(self._address, 0, self._seconds, is_master=True)
             self._entry["standby"] = [self._address, self._standby.port]
 
     def _sign(self, prefix: str) -> Store:
@@ -85,6 +86,7 @@ class NodeGroup:
         self._attempt = attempt
         if self._mailbox is not None:  # the others wait for the failure that ended the attempt before
             self._mailbox.close(_SEND_SECONDS)
+            self._mailbox = None
         self._ended, self._finished, self._silent = set(), set(), []
         self._knows_failure = False
         try:
@@ -95,13 +97,8 @@ class NodeGroup:
             raise self._leader_is_lost() from error
 
     def _gather(self, send: Callable[[Message], None]) -> dict[str, Any]:
-        reported = 0
-
         def report(present: int) -> None:
-            nonlocal reported
-            if present != reported:
-                reported = present
-                send({"arrived": present, "attempt": self._attempt})
+            send({"arrived": present, "attempt": self._attempt})
 
         self._round = agree_on_round(self._sign("phalanx"), max(self._attempt, self._round + 1))
         self._attempt_store = self._sign(f"phalanx/{self._round}")
@@ -111,9 +108,10 @@ class NodeGroup:
         if place is None and not self._may_change:
             raise gathering.without_this_one()
         if place is None:
-            return self._join_late(gathering.read_decision())
+            return self._join_late(json.loads(self._attempt_store.get(DECIDED)))
         self._run_id, self._leader = place["run_id"], place["leader"]
-        self._nodes = gathering.entries if self._leads else gathering.read_entries() if self._may_change else {}
+        if not self._leads:
+            self._nodes = json.loads(self._attempt_store.get(NODES)) if self._may_change else {}
         self._open_mailbox(place["num_nodes"])
         machines = [[node, entry["host"], entry["ranks"]] for node, entry in self._nodes.items() if self._may_change]
         return {**place, "master_addr": self._host, "own": self._own, "machines": machines}
@@ -123,9 +121,9 @@ class NodeGroup:
         self._rank_store = open_store(self._host, 0, self._seconds, is_master=True)
         # Another machine may lead after a restart: the run keeps its name.
         facts = {"master_port": self._rank_store.port, "run_id": self._run_id or self._request["launch_id"]}
+        expected = len(self._nodes) or self._request["num_nodes"]  # after a restart: those that were there
         try:
-            # After a restart: those that were there.
-            return gathering.lead(len(self._nodes) or self._request["num_nodes"], report, facts)
+            return gathering.lead(expected, report, facts)
         finally:
             self._nodes = gathering.entries
 
@@ -206,7 +204,7 @@ class NodeGroup:
         """Let all machines know one that has come late: each may have to take over."""
         self._nodes[node] = entry
         self._watch()
-        self.post(node, {"nodes": self._nodes})
+        self.post(node, {"nodes": dict(self._nodes)})
         self.post(ALL, {"nodes": {node: entry}})
 
     # --- lost machines ------------------------------------------------------------------------------------------
@@ -218,7 +216,7 @@ class NodeGroup:
             changed, self._silent = names != self._silent, names
             return [{"silent_nodes": names}] if changed else []
         suspects, silent = mailbox.others.silent(_SUSPECT_SECONDS), mailbox.others.silent(self._silence)
-        lost = [node for node in suspects if self._has_ended(node) or node in silent]
+        lost = [node for node in suspects if self._listens(node) is False or node in silent]
         if not lost:
             return []
         self._check_quorum([node for node in self._nodes if node not in lost])
@@ -233,11 +231,11 @@ class NodeGroup:
         entry = self._nodes[node]
         return f"{node_rank} ({entry['host']}, {ranks_text(range(first, first + entry['ranks']))})"
 
-    def _has_ended(self, node: str) -> bool:
-        """Whether the launcher of a machine has certainly ended."""
-        ended = is_refused(self._nodes[node]["standby"], _SUSPECT_SECONDS)
-        self._ended |= {node} if ended else set()
-        return ended
+    def _listens(self, node: str) -> bool | None:
+        """Whether the launcher of a machine runs; False if it has certainly ended, because its machine refuses."""
+        found = listens(self._nodes[node]["standby"], _SUSPECT_SECONDS)
+        self._ended |= {node} if found is False else set()
+        return found
 
     def _check_quorum(self, alive: list[str]) -> None:
         if not may_continue(list(self._nodes), alive, list(self._ended), self._leader):
@@ -254,7 +252,7 @@ class NodeGroup:
             if mailbox.unreachable(self._silence):
                 raise self._leader_is_lost()
             return []
-        if not self._has_ended(self._leader) and not mailbox.unreachable(self._silence):
+        if self._listens(self._leader) is not False and not mailbox.unreachable(self._silence):
             return []
         mailbox.close()  # what was not sent is lost with the machine
         return [self._fail_over()]
@@ -268,10 +266,8 @@ class NodeGroup:
     def _fail_over(self) -> Message:
         """Move to the first machine that answers, in the order of arrival; it decides from now on."""
         lost = self._leader
-        rest = [node for node in sorted(self._nodes) if node != lost]
-        candidates = [
-            node for node in rest if node == self._own or answers(self._nodes[node]["standby"], _SUSPECT_SECONDS)
-        ]
+        others = (node for node in sorted(self._nodes) if node != lost)
+        candidates = [node for node in others if node == self._own or self._listens(node)]
         self._check_quorum(candidates)
         news: Message = {"lost": {lost: self._nodes.pop(lost)["host"]}}
         self._leader = candidates[0]
@@ -279,7 +275,7 @@ class NodeGroup:
         self._host, self._port = self._nodes[self._leader]["standby"]
         if self._leads:
             self._store = self._standby
-            self._rank_store = open_store(self._address, 0, self._silence, is_master=True)
+            self._rank_store = open_store(self._address, 0, self._seconds, is_master=True)
             news |= {"address": [self._address, self._rank_store.port], "others": candidates[1:]}
         else:
             self._store = open_store(self._host, self._port, self._silence, is_master=False)
