@@ -58,7 +58,8 @@ class Gathering:
         store.set(f"entry/{self.own}", json.dumps(entry))
         self.entries: dict[str, Entry] = {}
         """As the leader has read them: the machines that have come; after `lead` those that take part, in order."""
-        self._present = 0
+        self._present = store.add(_PRESENT, 1)
+        self._absent = 0
         self._others = Heartbeats()
 
     def _beat(self) -> None:
@@ -73,12 +74,13 @@ class Gathering:
         while True:
             if self._store.check([DECIDED]) and not self._store.check([place]):
                 return None
-            report(self._store.add(_PRESENT, 0))
+            report(self._present)
             if self._is_there(place):
                 break
             if time.monotonic() > self._deadline + self._silent_seconds:  # the leader's own error says more
                 raise self._too_few()
             self._beat()
+            self._present = self._store.add(_PRESENT, 0)
         found: Message = json.loads(self._store.get(place))
         if "error" in found:
             raise (UsageError if found["usage"] else PhalanxError)(found["error"], hint=found["hint"])
@@ -111,12 +113,12 @@ class Gathering:
 
     def _wait_for_nodes(self, expected: int, report: Callable[[int], None]) -> dict[str, Entry]:
         """Return the entries of those that take part: all that are there, if their number may change."""
+        reported = 0
         while True:
             present = self._read_present()
-            if len(present) != self._present:
-                self._store.add(_PRESENT, len(present) - self._present)
-                self._present = len(present)
-                report(self._present)
+            if len(present) != reported:
+                reported = len(present)
+                report(reported)
             if len(present) >= expected:
                 return present if self._least is not None else dict(list(present.items())[: self._num_nodes])
             if time.monotonic() > self._deadline:
@@ -136,6 +138,8 @@ class Gathering:
         beats = self._store.multi_get([f"beat/{name}" for name in self.entries])
         self._others.take(dict(zip(self.entries, beats, strict=True)))
         silent = set(self._others.silent(self._silent_seconds))
+        self._store.add(_PRESENT, self._absent - len(silent))  # each has counted itself
+        self._absent = len(silent)
         return {name: self.entries[name] for name in names if name in self.entries and name not in silent}
 
     def _written(self, names: list[str]) -> list[str]:

@@ -116,7 +116,7 @@ def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
 def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
     monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.3, 30.0))
     endpoint = _free_endpoint()
-    runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
+    runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=3.0)
     for run in runs:
         assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
     assert any("not all 3 machines joined" in run.report for run in runs)

@@ -86,6 +86,7 @@ def test_a_fixed_number_of_machines_gets_places_and_a_store():
     (shared,) = {(each["master_port"], each["run_id"], each["world_size"], each["num_nodes"]) for each in places}
     assert shared[1:] == ("run0", 6, 3)
     assert machines.arrived[0][-1] == 3
+    assert all(machines.arrived.values()), "each has reported how many there are"
     with pytest.raises(UsageError, match=r"3 machines have joined at .* without this one"):
         machines.gather(3)
 
@@ -110,6 +111,7 @@ def test_a_machine_that_was_started_again_counts_once():
     time.sleep(0.3)
     again._beat()
     assert list(leader._read_present()) == [leader.own, again.own], "the second has ended"
+    assert store.add("present", 0) == 2
     store.add("arrivals", 1)  # one that was killed before it wrote its entry
     leader.lead(2, lambda present: None, {"run_id": "x"})
     assert again.wait(lambda present: None)["node_rank"] == 1
