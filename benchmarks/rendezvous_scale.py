@@ -1,10 +1,11 @@
 """Time and messages until many machines have formed a group: ours against torchrun's c10d rendezvous.
 
-    python benchmarks/rendezvous_scale.py --nodes 64 256 1024
+    unshare -n sh -c 'ip link set lo up; python benchmarks/rendezvous_scale.py --nodes 64 256 1024 4096'
 
 Every simulated machine is a thread with its own connection to a real TCPStore, which runs the code of a launcher
 (`phalanx.launch.nodes.NodeGroup`) or torchrun's dynamic rendezvous; no ranks are started. Threads are spread over a few
-processes. A message is one operation on the store.
+processes. A message is one operation on the store. Without a network (`unshare`) no name server is asked for the name
+of every client.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A launcher that decides about the ranks of all machines (`Leading`); `following` has the one that carries it out.
 
 With one machine its launcher leads. Ranks have a control socket to their own launcher, launchers a mailbox
-(`elastic_nodes`).
+(`mailbox`).
 """
 
 from __future__ import annotations
