@@ -69,6 +69,14 @@ def _signed_store_class() -> Any:
             seen = self._sealed(key, expected) if expected else ""
             return self._opened(key, self._inner.compare_set(key, seen, self._sealed(key, value)))
 
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            """Wait for several values, verify and return them."""
+            return [self._opened(key, sealed) for key, sealed in zip(keys, self._inner.multi_get(keys), strict=True)]
+
+        def multi_set(self, keys: list[str], values: list[str]) -> None:
+            """Write several signed values."""
+            self._inner.multi_set(keys, [self._sealed(key, value) for key, value in zip(keys, values, strict=True)])
+
         # torch calls overrides by name, so each has to be there.
         add = _of_the_inner_store("add")
         check = _of_the_inner_store("check")

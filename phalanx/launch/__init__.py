@@ -4,7 +4,7 @@ The flow of one launch:
 
 1. `forkserver` starts the fork server once per process: a Python that has imported torch and forks on request.
 2. `supervisor.launch` opens a session with it and runs attempts until one succeeds or none is left (`launcher_loop`).
-3. An `attempt` gets this node's number and the store's address from the `rendezvous` (the `store_agent`, forked too,
+3. An `attempt` gets this node's number and the store's address from the `rendezvous` (its store agent, forked too,
    hosts the ranks' store; with several nodes it gathers them: `nodes`), then the `group` forks each rank. Until then
    a notice of `watches` says now and then what is being waited for.
 4. A `rank` sets its environment and runs the user's target as Python itself would. It sends events (one socket),

@@ -30,7 +30,7 @@ class NodeInfo:
     run_id: str = ""
     """The name that the nodes agreed on for this launch; empty: this node's own, `LaunchSpec.run_id`."""
     own: str = ""
-    """This machine's name among several whose number may change (`elastic_nodes`)."""
+    """This machine's name among several whose number may change (`nodes`)."""
     leader: str = ""
     """The machine whose launcher decides about the ranks."""
     machines: Sequence[Sequence[Any]] = ()

@@ -1,343 +1,331 @@
-"""Rendezvous of several nodes, one supervisor each: gather at the endpoint, share the first failure, leave together.
+"""This machine among the others of a run: they gather, exchange messages, and notice which of them are lost.
 
-The nodes share a TCPStore. Values there are JSON, signed where the job has a secret (`signed_store`): torch's own
-rendezvous would unpickle what any process that reaches the port has written.
+A fixed number of machines is the case in which all must be there. Where the number may change (`min_ranks` is given),
+machines may come late or be lost: one launcher, at first that of the machine with the store, decides for all
+(`roles.Leading`), and when its machine is lost the first of the others takes over with its standby store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError
+from phalanx.host.addresses import own_address
 from phalanx.host.messages import Message
 from phalanx.host.signed_store import VARIABLE, sign_store
 from phalanx.launch.blame import ranks_text
+from phalanx.launch.gathering import DECIDED, NODES, Entry, Gathering, agree_on_round, check_same
+from phalanx.launch.mailbox import ALL, Mail, Mailbox, listens, may_continue
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-
+LEADER = "leader"
+"""The address of a message to the machine that leads."""
 _CONNECT_SECONDS = 60.0
-_LEAVE_SECONDS = 3.0
-_ARRIVAL_POLL_SECONDS = 0.05
-_ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
-_ARRIVED, _NODE, _BEAT, _MEMBERS = "arrived", "node", "beat", "members"
-_ALIVE, _PRESENT = "alive", "present"
-_QUESTIONS, _CALLS = "questions", "calls"
-_BEAT_SECONDS = 1.0
-"""A node that waits for the others sends a heartbeat and looks how many there are so often."""
+_SUSPECT_SECONDS = 1.0
 _LOST_SECONDS = 2.0
-"""A node without a heartbeat for so long is named when ranks elsewhere fail."""
-_SILENT_SECONDS = 5.0
-"""A waiting node without a heartbeat for so long counts as lost."""
+"""A machine of a fixed number without a heartbeat for this long is named when ranks elsewhere fail."""
+_POLL_SECONDS = 0.05
+_SEND_SECONDS = 2.0
+_LEAVE_SECONDS = 3.0
 
 
 class NodeGroup:
-    """This node among the others, over the store at the endpoint."""
+    """This node among the others, over the store of the one that leads."""
 
     def __init__(self, request: Message) -> None:
         self._request = request
-        self._num_nodes: int = request["num_nodes"]
-        self._host, self._port = split_endpoint(request["endpoint"])
+        self._may_change = "min_ranks" in request
         self._seconds: float = request["seconds"]
-        self._hosts_store = False
-        self._store = self._connect()
-        self._board: Store | None = None
+        self._silence: float = request.get("silence_seconds", _CONNECT_SECONDS)
+        self.wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when there is news."""
+        self._host, self._port = split_endpoint(request["endpoint"])
+        self._store, self._leads = connect(request)
+        self._attempt_store: Store | None = None
         self._rank_store: TCPStore | None = None
-        self._attempt = 0
-        self._node_rank = 0
-        self._hosts: list[tuple[str, range]] = []
-        self._census, self._silent = Census(), []  # type: tuple[Census, list[str]]
-        self._knows_failure = self._published_end = False
-        self._forget_questions()
-
-    def _forget_questions(self) -> None:
-        self._asked: list[int] = []
-        self._answered: dict[int, set[int]] = {}
-        self._questions = 0
-
-    def _connect(self) -> TCPStore:
-        """Host the store at the endpoint if this node has to, else connect to it."""
-        from torch.distributed import DistNetworkError
-
-        from phalanx.torch_compat import is_own_host
-
-        # Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule decides.
-        node_rank = self._request["node_rank"]
-        if is_own_host(self._host) if node_rank is None else node_rank == 0:
-            # Fails where another supervisor on this machine hosts it already: then connect to that.
-            with contextlib.suppress(DistNetworkError, RuntimeError, ValueError):
-                store = self._open_store(self._port, is_master=True)
-                self._hosts_store = True
-                return store
-        began = time.monotonic()
-        try:
-            return self._open_store(self._port, is_master=False)
-        except (DistNetworkError, RuntimeError, ValueError, TimeoutError) as error:
-            waited = time.monotonic() - began
-            raise PhalanxError(
-                f"no answer from the rendezvous endpoint {self._host}:{self._port} (waited {waited:.0f} s).",
-                hint="Start node 0 there, and check that this node can reach that host and port.",
-            ) from error
-
-    def _open_store(self, port: int, *, is_master: bool) -> TCPStore:
-        from torch.distributed import TCPStore
-
-        timeout = timedelta(seconds=min(self._seconds, _CONNECT_SECONDS))
-        return TCPStore(self._host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
-
-    def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
-        """Wait for all nodes, agree on their order, and return the fields of this node's `NodeInfo`."""
-        from torch.distributed import DistNetworkError, PrefixStore
-
-        self._check_same()
-        self._attempt = attempt
-        prefix = f"phalanx/{attempt}"
-        self._board = self._sign(PrefixStore(prefix, self._store))
-        self._knows_failure = self._published_end = False
-        self._forget_questions()
-        try:
-            nodes, own = self._await_all(self._board, send, time.monotonic() + self._seconds)
-            order = order_nodes([node["node_rank"] for node in nodes], [node["host"] for node in nodes])
-            # The ranks' store is on the endpoint's host, which all nodes can reach.
-            if self._hosts_store:
-                self._rank_store = self._open_store(0, is_master=True)
-                self._board.set("rank-store", str(self._rank_store.port))
-            port = int(self._board.get("rank-store"))
-        except (DistNetworkError, RuntimeError) as error:
-            raise self._host_is_lost() from error
-        node_rank = self._node_rank = order.index(own)
-        sizes = [nodes[index]["ranks"] for index in order]
-        ranks = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        self._hosts = [(nodes[index]["host"], own) for index, own in zip(order, ranks, strict=True)]
-        self._census, self._silent = Census(seconds=_LOST_SECONDS), []
-        return {
-            "node_rank": node_rank,
-            "num_nodes": self._num_nodes,
-            "first_rank": ranks[node_rank].start,
-            "world_size": sum(sizes),
-            "master_addr": self._host,
-            "master_port": port,
-            # Node 0, and with it rank 0, may be another machine after a restart.
-            "run_id": self._sign(self._store).compare_set("phalanx/launch_id", "", self._request["launch_id"]).decode(),
+        self._mailbox: Mailbox | None = None
+        self._attempt, self._round = 0, -1
+        self._own, self._leader, self._run_id = "", "", ""
+        self._nodes: dict[str, Entry] = {}
+        """The machines of the run in their order; of a fixed number the leader alone needs them."""
+        self._ended: set[str] = set()
+        self._finished: set[str] = set()
+        self._silent: list[str] = []
+        self._knows_failure = False
+        self._entry = {
+            "node_rank": request["node_rank"],
+            "host": socket.gethostname(),
+            "ranks": request["ranks_per_node"],
         }
+        if self._may_change:
+            self._address = own_address(self._host)
+            self._standby = open_store(self._address, 0, self._seconds, is_master=True)
+            self._entry["standby"] = [self._address, self._standby.port]
 
-    def _name(self, node: int) -> str:
-        host, ranks = self._hosts[node]
-        return f"{node} ({host}, {ranks_text(ranks)})"
-
-    def _check_same(self) -> None:
-        """Refuse to take part with another version or other settings than the machine that came first."""
+    def _sign(self, prefix: str) -> Store:
         from torch.distributed import PrefixStore
 
-        store = self._sign(PrefixStore("phalanx", self._store))
-        own: dict[str, str] = self._request.get("identity") or {}
-        mine = {"host": socket.gethostname(), "identity": own}
-        first = json.loads(store.compare_set("identity", "", json.dumps(mine)))
-        names = [name for name in {**first["identity"], **own} if first["identity"].get(name) != own.get(name)]
-        if names:
-            each = [f"{name} is {own.get(name)} here and {first['identity'].get(name)} there" for name in names]
-            more = f" (and {len(each) - 5} more)" if len(each) > 5 else ""
-            raise UsageError(
-                f"{mine['host']} differs from {first['host']}, which came first: {'; '.join(each[:5])}{more}.",
-                hint="Start the same command, with the same versions and settings, on every machine.",
-            )
+        return sign_store(PrefixStore(prefix, self._store), {VARIABLE: self._request.get("secret") or ""})
 
-    def _sign(self, store: Store) -> Store:
-        return sign_store(store, {VARIABLE: self._request.get("secret") or ""})
+    # --- gathering ----------------------------------------------------------------------------------------------
 
-    def _await_all(
-        self, board: Store, send: Callable[[Message], None], deadline: float
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Return the descriptions of all nodes in the order of their arrival, and the index of this one.
+    def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
+        """Wait for the machines, or be taken in by those that train; return the fields of this one's `NodeInfo`."""
+        from torch.distributed import DistNetworkError
 
-        The node that hosts the store decides which nodes take part: the first ones, as many as needed, that still send
-        heartbeats. So a node that came, ended and was started again counts once. It alone reads what all have written;
-        the others send a fixed number of messages, however many nodes there are.
-        """
-        own = board.add(_ARRIVED, 1)
-        mine = {"node_rank": self._request["node_rank"], "host": socket.gethostname()}
-        board.set(f"{_NODE}/{own}", json.dumps({**mine, "ranks": self._request["ranks_per_node"]}))
-        census, reported = Census(), 0
-        while True:
-            if time.monotonic() > deadline:
-                where = f"{self._host}:{self._port}"
-                raise PhalanxError(
-                    f"not all {self._num_nodes} nodes joined at {where} within {self._seconds:.0f} s.",
-                    hint="Start the same command on every node, each with its own node rank.",
-                )
-            board.add(f"{_BEAT}/{own}", 1)
-            arrived = self._count(board, census) if self._hosts_store else board.add(_PRESENT, 0)
-            if arrived != reported:
-                reported = arrived
-                send({"arrived": reported, "attempt": self._attempt})
-            if self._await_members(board):
-                break
-        members = {int(number): node for number, node in json.loads(board.get(_MEMBERS)).items()}
-        if own not in members:
-            raise UsageError(
-                f"{self._num_nodes} nodes have joined at {self._host}:{self._port} without this one.",
-                hint="Start one supervisor per node, and give every job its own port (--rdzv-endpoint).",
-            )
-        return list(members.values()), list(members).index(own)
-
-    def _count(self, board: Store, census: Census) -> int:
-        """Count the nodes that are present, for all to read; with enough of them, fix which take part."""
-        present = census.take({n: board.add(f"{_BEAT}/{n}", 0) for n in range(1, board.add(_ARRIVED, 0) + 1)})
-        board.add(_PRESENT, len(present) - board.add(_PRESENT, 0))
-        if len(present) >= self._num_nodes:
-            chosen = present[: self._num_nodes]
-            board.set(_MEMBERS, json.dumps({n: json.loads(board.get(f"{_NODE}/{n}")) for n in chosen}))
-        return len(present)
-
-    def _await_members(self, board: Store) -> bool:
-        """Wait a moment for the decision; return whether it is there."""
-        from torch.distributed import DistStoreError
-
-        seconds = _ARRIVAL_POLL_SECONDS if self._hosts_store else _BEAT_SECONDS
+        self._attempt = attempt
+        if self._mailbox is not None:  # the others wait for the failure that ended the attempt before
+            self._mailbox.close(_SEND_SECONDS)
+            self._mailbox = None
+        self._ended, self._finished, self._silent = set(), set(), []
+        self._knows_failure = False
         try:
-            board.wait([_MEMBERS], timedelta(seconds=seconds))
-        except DistStoreError:  # not yet; a lost connection is another error
-            return False
-        return True
+            check_same(self._sign("phalanx"), self._request.get("identity") or {})
+            return self._gather(send)
+        except (DistNetworkError, RuntimeError) as error:
+            self._attempt_store = None
+            raise self._leader_is_lost() from error
 
-    def _host_is_lost(self) -> PhalanxError:
-        return PhalanxError(
-            f"lost the node that hosts the rendezvous at {self._host}:{self._port}.",
-            hint="Look at that node's own output: its supervisor has ended.",
+    def _gather(self, send: Callable[[Message], None]) -> dict[str, Any]:
+        def report(present: int) -> None:
+            send({"arrived": present, "attempt": self._attempt})
+
+        self._round = agree_on_round(self._sign("phalanx"), max(self._attempt, self._round + 1))
+        self._attempt_store = self._sign(f"phalanx/{self._round}")
+        gathering = Gathering(self._attempt_store, self._request, self._entry, f"{self._host}:{self._port}")
+        self._own = gathering.own
+        place = self._lead(gathering, report) if self._leads else gathering.wait(report)
+        if place is None and not self._may_change:
+            raise gathering.without_this_one()
+        if place is None:
+            return self._join_late(json.loads(self._attempt_store.get(DECIDED)))
+        self._run_id, self._leader = place["run_id"], place["leader"]
+        if not self._leads:
+            self._nodes = json.loads(self._attempt_store.get(NODES)) if self._may_change else {}
+        self._open_mailbox(place["num_nodes"])
+        machines = [[node, entry["host"], entry["ranks"]] for node, entry in self._nodes.items() if self._may_change]
+        return {**place, "master_addr": self._host, "own": self._own, "machines": machines}
+
+    def _lead(self, gathering: Gathering, report: Callable[[int], None]) -> Message:
+        # The ranks' store is on the endpoint's host, which all machines can reach.
+        self._rank_store = open_store(self._host, 0, self._seconds, is_master=True)
+        # Another machine may lead after a restart: the run keeps its name.
+        facts = {"master_port": self._rank_store.port, "run_id": self._run_id or self._request["launch_id"]}
+        expected = len(self._nodes) or self._request["num_nodes"]  # after a restart: those that were there
+        try:
+            return gathering.lead(expected, report, facts)
+        finally:
+            self._nodes = gathering.entries
+
+    def _join_late(self, run: Message) -> dict[str, Any]:
+        """Ask the machine that leads to take this one in."""
+        self._leader, self._run_id = run["leader"], run["run_id"]
+        mailbox = self._open_mailbox(run["num_nodes"], joins_late=True)
+        mailbox.post(self._leader, {"arrival": self._own, "node": self._entry})
+        deadline = time.monotonic() + self._seconds
+        while time.monotonic() < deadline and not mailbox.failed:
+            for mail in mailbox.receive():
+                self._read(mail)
+                if "accept" in mail:
+                    return {**mail["accept"], "own": self._own, "leader": self._leader, "run_id": self._run_id}
+            time.sleep(_POLL_SECONDS)
+        raise PhalanxError(
+            f"the run at {self._host}:{self._port} did not take this machine in within {self._seconds:.0f} s.",
+            hint="It has as many ranks as it may have (--num-workers 2:8 sets the most), or it has ended.",
         )
 
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _open_mailbox(self, num_nodes: int, *, joins_late: bool = False) -> Mailbox:
+        assert self._attempt_store is not None, "opened before"
+        parts = (self._attempt_store, self._own, num_nodes, self._notify)
+        self._mailbox = Mailbox(*parts, joins_late=joins_late)
+        self._watch()
+        self._mailbox.start()
+        return self._mailbox
+
+    def _notify(self) -> None:
+        os.eventfd_write(self.wakeup, 1)
+
+    def _watch(self) -> None:
+        if self._mailbox is not None and self._leads:
+            self._mailbox.others.watch(node for node in self._nodes if node != self._own)
+
     def post(self, to: str, message: Message) -> None:
-        """Do nothing: only machines whose number may change send each other messages."""
-
-    def publish_failure(self, failure: dict[str, Any]) -> None:
-        """Publish this node's failure, unless another node was first."""
-        if self._board is not None:
-            self._knows_failure = True
-            self._board.compare_set(_FAILURE, "", json.dumps(failure))
-
-    def ask_calls(self) -> None:
-        """Ask all launchers for the collectives of their ranks."""
-        if self._board is not None:
-            self._asked.append(self._board.add(_QUESTIONS, 1))
-
-    def publish_calls(self, number: int, calls: list[Message]) -> None:
-        """Publish what this node's ranks have answered to a question."""
-        if self._board is not None:
-            self._board.set(f"{_CALLS}/{number}/{self._node_rank}", json.dumps(calls))
-
-    def _read_calls(self) -> list[Message]:
-        """Return new questions of any launcher, and the other nodes' answers to this one's."""
-        assert self._board is not None
-        count = self._board.add(_QUESTIONS, 0)
-        new = range(self._questions + 1, count + 1)
-        found: list[Message] = [{"question": n, "own": n in self._asked, "attempt": self._attempt} for n in new]
-        self._questions = count
-        for number in self._asked:
-            for node in set(range(self._num_nodes)) - {self._node_rank} - self._answered.setdefault(number, set()):
-                if self._board.check([key := f"{_CALLS}/{number}/{node}"]):
-                    self._answered[number].add(node)
-                    answer = {"number": number, "from": node, "calls": json.loads(self._board.get(key))}
-                    found.append({"answer": answer, "attempt": self._attempt})
-        return found
-
-    def publish_end(self) -> None:
-        """Publish that all ranks of this node have succeeded."""
-        if self._board is not None:
-            self._board.add(_ENDS, 1)
-            self._published_end = True
+        """Send a message to the launcher of a machine, to `LEADER`, or to `ALL`."""
+        if self._mailbox is not None:
+            self._mailbox.post(self._leader if to == LEADER else to, message)
 
     def news(self) -> list[Message]:
-        """Return messages for the supervisor: another node's failure, silent nodes, or that all have ended."""
-        from torch.distributed import DistNetworkError
-
-        if self._board is None:
+        """Return messages for the launcher: mail, lost machines, or that another machine leads from now on."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup)
+        if self._mailbox is None:
             return []
-        try:
-            return [*self._read_ends(), *self._read_calls(), *self._check_heartbeats()]
-        except (DistNetworkError, RuntimeError) as error:
-            self._board = None
-            raise self._host_is_lost() from error
+        found = [message for mail in self._mailbox.receive() for message in self._read(mail)]
+        found += self._find_lost(self._mailbox) if self._leads else self._find_lost_leader(self._mailbox)
+        return [{**message, "attempt": self._attempt} for message in found]
 
-    def _read_ends(self) -> list[Message]:
-        assert self._board is not None
-        if not self._knows_failure and self._board.check([_FAILURE]):
+    def _read(self, mail: Mail) -> list[Message]:
+        """Take what a message says about the machines; return what the launcher has to know."""
+        if "nodes" in mail:
+            if not self._leads:
+                nodes = self._nodes | mail["nodes"]
+                self._nodes = {node: entry for node, entry in nodes.items() if entry is not None}
+            return []
+        if "node_finished" in mail:
+            self._finished.add(mail["sender"])
+            if len(self._finished) == len(self._nodes):
+                self.post(ALL, {"all_ended": True})
+            return []
+        if "remote_failure" in mail:  # the first of them is that of all machines
+            is_news = not self._knows_failure and mail["sender"] != self._own
             self._knows_failure = True
-            failure = json.loads(self._board.get(_FAILURE))
-            return [{"remote_failure": failure, "attempt": self._attempt}]
-        if self._published_end and self._board.add(_ENDS, 0) >= self._num_nodes:
-            self._published_end = False
-            return [{"all_ended": True, "attempt": self._attempt}]
-        return []
+            return [mail] if is_news else []
+        if "question" in mail:
+            return [{**mail, "own": mail["sender"] == self._own}]
+        if "answer" in mail or "all_ended" in mail:
+            return [mail]
+        if "arrival" in mail:
+            self._take_in(mail["arrival"], mail["node"])
+        return [{"mail": mail}]
 
-    def _check_heartbeats(self) -> list[Message]:
-        """Send a heartbeat; the node that hosts the store checks those of the others, and reports nodes without one."""
-        assert self._board is not None
-        self._board.add(f"{_ALIVE}/{self._node_rank}", 1)
-        if not self._hosts_store:
+    def _take_in(self, node: str, entry: Entry) -> None:
+        """Let all machines know one that has come late: each may have to take over."""
+        self._nodes[node] = entry
+        self._watch()
+        self.post(node, {"nodes": dict(self._nodes)})
+        self.post(ALL, {"nodes": {node: entry}})
+
+    # --- lost machines ------------------------------------------------------------------------------------------
+
+    def _find_lost(self, mailbox: Mailbox) -> list[Message]:
+        """Return the machines that are silent; those of a fixed number may still answer."""
+        if not self._may_change:
+            names = [self._describe(node) for node in mailbox.others.silent(_LOST_SECONDS)]
+            changed, self._silent = names != self._silent, names
+            return [{"silent_nodes": names}] if changed else []
+        suspects, silent = mailbox.others.silent(_SUSPECT_SECONDS), mailbox.others.silent(self._silence)
+        lost = [node for node in suspects if self._listens(node) is False or node in silent]
+        if not lost:
             return []
-        beats = {node: self._board.add(f"{_ALIVE}/{node}", 0) for node in range(self._num_nodes)}
-        living = self._census.take(beats)
-        silent = [self._name(node) for node in beats if node not in living]
-        if silent == self._silent:
+        self._check_quorum([node for node in self._nodes if node not in lost])
+        hosts = {node: self._nodes.pop(node)["host"] for node in lost}
+        self._watch()
+        self.post(ALL, {"nodes": dict.fromkeys(lost)})
+        return [{"lost_nodes": hosts}]
+
+    def _describe(self, node: str) -> str:
+        node_rank = list(self._nodes).index(node)
+        first = sum(entry["ranks"] for entry in list(self._nodes.values())[:node_rank])
+        entry = self._nodes[node]
+        return f"{node_rank} ({entry['host']}, {ranks_text(range(first, first + entry['ranks']))})"
+
+    def _listens(self, node: str) -> bool | None:
+        """Whether the launcher of a machine runs; False if it has certainly ended, because its machine refuses."""
+        found = listens(self._nodes[node]["standby"], _SUSPECT_SECONDS)
+        self._ended |= {node} if found is False else set()
+        return found
+
+    def _check_quorum(self, alive: list[str]) -> None:
+        if not may_continue(list(self._nodes), alive, list(self._ended), self._leader):
+            hosts = ", ".join(entry["host"] for node, entry in self._nodes.items() if node not in alive)
+            raise PhalanxError(
+                f"lost contact with {hosts}, which may continue the run; this machine stops to avoid a split.",
+                hint="Half of the machines, or more, must see each other, with the one that decides among them.",
+            )
+
+    def _find_lost_leader(self, mailbox: Mailbox) -> list[Message]:
+        if not mailbox.unreachable(_SUSPECT_SECONDS):
             return []
-        self._silent = silent
-        return [{"silent_nodes": silent, "attempt": self._attempt}]
+        if not self._may_change:
+            if mailbox.unreachable(self._silence):
+                raise self._leader_is_lost()
+            return []
+        if self._listens(self._leader) is not False and not mailbox.unreachable(self._silence):
+            return []
+        mailbox.close()  # what was not sent is lost with the machine
+        return [self._fail_over()]
+
+    def _leader_is_lost(self) -> PhalanxError:
+        return PhalanxError(
+            f"lost the machine that hosts the rendezvous at {self._host}:{self._port}.",
+            hint="Look at that machine's own output: its launcher has ended.",
+        )
+
+    def _fail_over(self) -> Message:
+        """Move to the first machine that answers, in the order of arrival; it decides from now on."""
+        lost = self._leader
+        others = (node for node in sorted(self._nodes) if node != lost)
+        candidates = [node for node in others if node == self._own or self._listens(node)]
+        self._check_quorum(candidates)
+        news: Message = {"lost": {lost: self._nodes.pop(lost)["host"]}}
+        self._leader = candidates[0]
+        self._leads = self._leader == self._own
+        self._host, self._port = self._nodes[self._leader]["standby"]
+        if self._leads:
+            self._store = self._standby
+            self._rank_store = open_store(self._address, 0, self._seconds, is_master=True)
+            news |= {"address": [self._address, self._rank_store.port], "others": candidates[1:]}
+        else:
+            self._store = open_store(self._host, self._port, self._silence, is_master=False)
+        self._attempt_store = self._sign("failover")
+        self._open_mailbox(len(self._nodes))
+        return {**news, "leader": self._leader}
 
     def leave(self) -> None:
-        """Leave; the store's host leaves last, so that the others can still read."""
+        """Send what is left, and leave; the leader leaves last, so that the others can still read."""
         from torch.distributed import DistNetworkError
 
-        if self._board is None:
+        if self._mailbox is not None:
+            self._mailbox.close(_SEND_SECONDS)
+        if self._attempt_store is None or (self._mailbox is not None and self._mailbox.unreachable(_SUSPECT_SECONDS)):
             return
-        try:
-            left = self._board.add(_LEFT, 1)
-        except (DistNetworkError, RuntimeError):
-            # Its host has already ended.
-            return
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while self._hosts_store and left < self._num_nodes and time.monotonic() < deadline:
-            time.sleep(0.05)
-            left = self._board.add(_LEFT, 0)
+        with contextlib.suppress(DistNetworkError, RuntimeError):  # the leader has already ended
+            self._attempt_store.set(f"left/{self._own}", "")
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            others = [f"left/{node}" for node in self._nodes]
+            while self._leads and not self._attempt_store.check(others) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
 
 
-class Census:
-    """Which nodes are present, by the heartbeat counters that each increases."""
+def open_store(host: str, port: int, seconds: float, *, is_master: bool) -> TCPStore:
+    """Host a store, at any free port where `port` is 0, or connect to one."""
+    from torch.distributed import TCPStore
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = _SILENT_SECONDS) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def take(self, beats: dict[int, int]) -> list[int]:
-        """Return the numbers of the nodes whose counters have changed recently, in the order of their arrival."""
-        now = self._clock()
-        for number, beat in beats.items():
-            if self._seen.get(number, (0, 0.0))[0] != beat:
-                self._seen[number] = (beat, now)
-        return [number for number, (_, moved) in sorted(self._seen.items()) if now - moved < self._seconds]
+    timeout = timedelta(seconds=min(seconds, _CONNECT_SECONDS))
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
-def order_nodes(node_ranks: list[int | None], hosts: list[str]) -> list[int]:
-    """Return the arrival numbers in node order: nodes with a given rank get it, the rest fill the gaps in turn."""
-    given: dict[int, int] = {}
-    for arrival, node_rank in enumerate(node_ranks):
-        if node_rank is None:
-            continue
-        if node_rank in given:
-            pair = f"'{hosts[given[node_rank]]}' and '{hosts[arrival]}'"
-            raise UsageError(
-                f"two nodes say they are node {node_rank}: {pair}.",
-                hint=f"Give each node its own number from 0 to {len(node_ranks) - 1}.",
-            )
-        given[node_rank] = arrival
-    unnamed = iter(arrival for arrival, node_rank in enumerate(node_ranks) if node_rank is None)
-    return [given[rank] if rank in given else next(unnamed) for rank in range(len(node_ranks))]
+def connect(request: Message) -> tuple[TCPStore, bool]:
+    """Host the store at the endpoint if this node has to, else connect to it; return whether it hosts it, too."""
+    from torch.distributed import DistNetworkError
+
+    from phalanx.torch_compat import is_own_host
+
+    host, port = split_endpoint(request["endpoint"])
+    node_rank, seconds = request["node_rank"], request["seconds"]
+    # Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule decides.
+    if is_own_host(host) if node_rank is None else node_rank == 0:
+        # Fails where another launcher on this machine hosts it already: then connect to that.
+        with contextlib.suppress(DistNetworkError, RuntimeError, ValueError):
+            return open_store(host, port, seconds, is_master=True), True
+    began = time.monotonic()
+    try:
+        return open_store(host, port, seconds, is_master=False), False
+    except (DistNetworkError, RuntimeError, ValueError, TimeoutError) as error:
+        waited = time.monotonic() - began
+        raise PhalanxError(
+            f"no answer from the rendezvous endpoint {host}:{port} (waited {waited:.0f} s).",
+            hint="Start node 0 there, and check that this machine can reach that host and port.",
+        ) from error

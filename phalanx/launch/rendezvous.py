@@ -1,24 +1,36 @@
-"""Rendezvous client: the supervisor's side of the store agent."""
+"""The rendezvous of the ranks: the launcher's side, and the process that hosts, or connects to, their store.
+
+On one machine that process serves a TCPStore on a loopback socket that the launcher has already bound, so that no port
+is guessed and no other machine can connect. With several it gathers them at the endpoint (`nodes`). It ends when the
+launcher closes its end of their socket.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
+import signal
 import socket
 import time
+from typing import NoReturn
 
-from phalanx.errors import ForkServerDiedError
+from phalanx.errors import ForkServerDiedError, PhalanxError
 from phalanx.host import messages
 from phalanx.host.addresses import LOOPBACK
 from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
+from phalanx.launch.gathering import refusal
+from phalanx.launch.mailbox import ALL
+from phalanx.launch.nodes import LEADER, NodeGroup
 from phalanx.launch.spec import LaunchSpec
 
 _GATHER_SECONDS = 600.0
 _LEAVE_SECONDS = 4.0
+_POLL_SECONDS = 0.2
 
 
 class Rendezvous:
@@ -31,6 +43,9 @@ class Rendezvous:
         self.agent: socket.socket | None = None
         """The connection to the store agent, to wait on for `receive`."""
         self.agent_key = ""
+        self._node_rank = 0
+        self._askers: dict[int, str] = {}
+        """The machines that have asked for the collectives of all ranks, by their question's number."""
         self.is_complete = False
         """Whether all nodes have joined: then the others wait for a message when this one leaves."""
 
@@ -84,25 +99,29 @@ class Rendezvous:
         received = messages.receive(self.agent)
         if received is None:
             return None
-        self.is_complete = self.is_complete or "node" in received[0]
-        return received[0]
+        message, _ = received
+        if "node" in message:
+            self.is_complete, self._node_rank = True, message["node"]["node_rank"]
+        elif "question" in message:
+            self._askers[message["question"]] = message["sender"]
+        return message
 
     def publish_failure(self, failure: FailureReport) -> None:
-        """Publish to the other nodes why this one stops."""
+        """Send the other machines why this one stops."""
         if self.has_other_nodes:
-            self._send({"failed": failure.to_message()})
+            self.post(ALL, {"remote_failure": failure.to_message()})
 
     def ask_calls(self) -> None:
         """Ask all launchers, this one included, for the collectives of their ranks."""
-        self._send({"ask_calls": True})
+        self.post(ALL, {"question": secrets.randbits(32)})
 
     def send_calls(self, number: int, calls: list[messages.Message]) -> None:
-        """Send what this machine's ranks have answered to a question."""
-        self._send({"calls": calls, "number": number})
+        """Send what this machine's ranks have answered to the machine that has asked."""
+        self.post(self._askers[number], {"answer": {"number": number, "from": self._node_rank, "calls": calls}})
 
     def publish_end(self) -> None:
-        """Publish to the other nodes that all ranks of this one have succeeded."""
-        self._send({"finished": True})
+        """Report that all ranks of this machine have succeeded; "all_ended" comes when those of all machines have."""
+        self.post(LEADER, {"node_finished": True})
 
     def post(self, node: str, message: messages.Message) -> None:
         """Send a message to the launcher of another machine."""
@@ -143,3 +162,64 @@ class Rendezvous:
                         return
                 except ForkServerDiedError:
                     return  # and the agent with it
+
+
+def serve(request: messages.Message, descriptors: list[int]) -> NoReturn:
+    """Run as the store agent of a launcher until it closes its end of the socket."""
+    launcher = socket.socket(fileno=descriptors[0])
+    # A scheduler may signal every process of a job: the ranks still need the store while they stop.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # torch's messages about lost connections go to a file: they explain little and would hide the report.
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if request["num_nodes"] == 1:
+        _serve_one_node(launcher, descriptors[1])
+    else:
+        _serve_nodes(launcher, request)
+    os._exit(0)
+
+
+def _serve_one_node(launcher: socket.socket, listener: int) -> None:
+    from torch.distributed import TCPStore
+
+    port = socket.socket(fileno=os.dup(listener)).getsockname()[1]
+    # The plain server blocks until a request is complete, so that any local process could stop the run with half a
+    # request; libuv's server does not.
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=True)
+    messages.receive(launcher)
+    assert store.port == port
+
+
+def _serve_nodes(launcher: socket.socket, request: messages.Message) -> None:
+    nodes = None
+    try:
+        nodes = NodeGroup(request)
+        _follow(launcher, nodes)
+    except PhalanxError as error:
+        messages.send(launcher, refusal(error))
+        messages.receive(launcher)
+    if nodes is not None:
+        nodes.leave()
+
+
+def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
+    """Execute the launcher's requests, and send it news of the other machines, until it closes the socket."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(launcher, selectors.EVENT_READ)
+        selector.register(nodes.wakeup, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS)]
+            if launcher in ready:
+                received = messages.receive(launcher)
+                if received is None:
+                    return
+                request, _ = received
+                if "gather" in request:
+                    node = nodes.gather(request["gather"], lambda message: messages.send(launcher, message))
+                    messages.send(launcher, {"node": node})
+                else:
+                    nodes.post(request["to"], request["post"])
+            for message in nodes.news():
+                messages.send(launcher, message)

@@ -1,7 +1,7 @@
 """Roles of a launcher: `MemberRole` carries out what the launcher of another machine decides; `leader` decides.
 
 With one machine its launcher leads. Ranks have a control socket to their own launcher, launchers a mailbox
-(`elastic_nodes`).
+(`mailbox`).
 """
 
 from __future__ import annotations

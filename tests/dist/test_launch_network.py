@@ -11,7 +11,7 @@ from test_starters import run_together, srun_environments
 
 from phalanx.errors import CommunicationError
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.nodes import Census
+from phalanx.launch.mailbox import Heartbeats
 
 HALF_A_REQUEST = """
 import os, socket, time
@@ -74,11 +74,15 @@ def test_a_value_that_no_rank_has_signed_is_refused():
     assert sign_store(inner, {}) is inner
 
 
-def test_a_node_that_falls_silent_does_not_count():
+def test_a_node_without_a_changed_counter_falls_silent():
     now = [0.0]
-    census = Census(lambda: now[0])
-    assert census.take({1: 1, 2: 1}) == [1, 2]
+    beats = Heartbeats(lambda: now[0])
+    beats.watch(["1", "2"])
+    beats.take({"1": 1, "2": 1})
     now[0] = 4.0
-    assert census.take({1: 2, 2: 1, 3: 1}) == [1, 2, 3]
+    beats.watch(["1", "2", "3"])
+    beats.take({"1": 2, "2": 1, "3": 1, "4": 1})
+    assert beats.silent(5.0) == []
     now[0] = 6.0
-    assert census.take({1: 3, 2: 1, 3: 2}) == [1, 3]
+    beats.take({"1": 3, "2": 1, "3": 2})
+    assert beats.silent(5.0) == ["2"]

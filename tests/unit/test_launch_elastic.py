@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import selectors
 import socket
 import time
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.board import Board
 from phalanx.launch.elastic import ElasticControl, ScaleRequests
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
 from phalanx.launch.inquiry import Diagnosis
+from phalanx.launch.mailbox import Mailbox
 from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.launch.takeover import TakingOver
@@ -31,36 +30,32 @@ from phalanx.world.membership import Position
 
 
 @pytest.fixture
-def board():
-    """A board whose thread does not run: `_exchange` is called by the test."""
-    store = dist.HashStore()
-    made = Board.__new__(Board)
-    made._store, made._own, made._out, made._in = store, "00002", queue.SimpleQueue(), queue.SimpleQueue()
-    made._read, made._expected, made._watched, made._beats = 0, [], [], {}
-    return made
+def mailbox():
+    """A mailbox whose thread does not run: `_exchange` is called by the test."""
+    return Mailbox(dist.HashStore(), "00002")
 
 
-def test_a_message_that_was_counted_and_not_written_holds_nothing_up(board):
-    store = board._store
+def test_a_message_that_was_counted_and_not_written_holds_nothing_up(mailbox):
+    store = mailbox._store
     store.add("mail/00002", 1)  # its sender is killed here
     store.add("mail/00002", 1)
     store.set("mail/00002/2", json.dumps({"number": 2}))
-    board._exchange()
-    assert board.receive() == [{"number": 2}]
+    mailbox._exchange()
+    assert mailbox.receive() == [{"number": 2}]
     store.set("mail/00002/1", json.dumps({"number": 1}))  # or was only slow
-    board._exchange()
-    board._exchange()
-    assert board.receive() == [{"number": 1}]
+    mailbox._exchange()
+    mailbox._exchange()
+    assert mailbox.receive() == [{"number": 1}]
 
 
-def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(board, capsys):
-    inner = board._store
-    board._store = sign_store(inner, {VARIABLE: "secret"})
+def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(mailbox, capsys):
+    inner = mailbox._store
+    mailbox._store = sign_store(inner, {VARIABLE: "secret"})
     inner.add("mail/00002", 2)
     inner.set("mail/00002/1", json.dumps({"abort": "all"}))
-    board._store.set("mail/00002/2", json.dumps({"number": 2}))
-    board._exchange()
-    assert board.receive() == [{"number": 2}]
+    mailbox._store.set("mail/00002/2", json.dumps({"number": 2}))
+    mailbox._exchange()
+    assert mailbox.receive() == [{"number": 2}]
     assert "that no rank of this job has signed" in capsys.readouterr().err
 
 

@@ -16,8 +16,8 @@ from phalanx.host.gpus import count_gpus, count_visible
 from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause
+from phalanx.launch.gathering import check_numbers, order_nodes
 from phalanx.launch.launcher_loop import Outcome, may_restart
-from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
 from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
@@ -144,9 +144,11 @@ def test_whereabouts_prefer_the_users_line(tmp_path):
 
 
 def test_node_order_fills_the_gaps():
-    assert order_nodes([None, 0, None], ["a", "b", "c"]) == [1, 0, 2]
-    with pytest.raises(UsageError, match="two nodes say they are node 1: 'a' and 'b'"):
-        order_nodes([1, 1], ["a", "b"])
+    assert order_nodes([None, 0, None]) == [1, 0, 2]
+    assert order_nodes([3, None, 1]) == [1, 2, 0], "node 2 has not come"
+    entries = {name: {"host": name, "node_rank": 1} for name in "ab"}
+    with pytest.raises(UsageError, match="two machines say they are node 1: 'a' and 'b'"):
+        check_numbers(entries)
 
 
 def test_visible_gpus_are_counted_as_cuda_counts_them(monkeypatch):

@@ -135,7 +135,7 @@ class ForkServer:
             if descriptor >= 0:
                 os.close(descriptor)
         if request["do"] == "agent":
-            from phalanx.launch.store_agent import serve
+            from phalanx.launch.rendezvous import serve
 
             return lambda: serve(request, descriptors)
         from phalanx.launch.rank import run

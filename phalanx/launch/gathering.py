@@ -1,0 +1,259 @@
+"""Rendezvous of several machines: each writes an entry into the leader's store and gets its place among the others.
+
+A machine writes its entry and waits for one key of its own; the leader, which hosts the store, reads all entries at
+once and writes all places at once. So the messages and bytes of every other machine do not depend on their number.
+
+Values are JSON, signed where the job has a secret (`signed_store`): torch's own rendezvous would unpickle what any
+process that reaches the port has written.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.host.messages import Message
+from phalanx.launch.mailbox import Heartbeats
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Entry = dict[str, Any]
+"""What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
+
+_POLL_SECONDS = 0.05
+_WAITING_BEATS_PER_SECOND = 1_000
+_MISSED_BEATS = 5
+"""A waiting machine that has missed this many heartbeats does not count; it may have been started again."""
+_ARRIVALS, _PRESENT = "arrivals", "present"
+DECIDED, NODES = "decided", "nodes"
+"""Keys of what all machines have in common, and of the entries of those that take part, if their number may change."""
+_NAMED = 8
+"""How many machines an error names."""
+
+
+class Gathering:
+    """One attempt's gathering, from the entry of this machine to its place."""
+
+    def __init__(self, store: Store, request: Message, entry: Entry, endpoint: str) -> None:
+        self._store: Any = store  # torch's stubs lack some of its methods
+        self._endpoint = endpoint
+        self._num_nodes: int = request["num_nodes"]
+        self._least: int | None = request.get("min_ranks")
+        """How many ranks are enough; None: those of all machines."""
+        self._seconds: float = request["seconds"]
+        self._deadline = time.monotonic() + self._seconds
+        # 64 machines that wait send a heartbeat every second, 4,096 every 4 s: the store's load does not grow.
+        self._beat_seconds = max(1.0, self._num_nodes / _WAITING_BEATS_PER_SECOND)
+        self._silent_seconds = _MISSED_BEATS * self._beat_seconds
+        self.own = _name(store.add(_ARRIVALS, 1))
+        self._beats = 0
+        self._beat()
+        store.set(f"entry/{self.own}", json.dumps(entry))
+        self.entries: dict[str, Entry] = {}
+        """As the leader has read them: the machines that have come; after `lead` those that take part, in order."""
+        self._present = store.add(_PRESENT, 1)
+        self._absent = 0
+        self._others = Heartbeats()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self.own}", f"waiting {self._beats}")
+
+    # --- a machine ----------------------------------------------------------------------------------------------
+
+    def wait(self, report: Callable[[int], None]) -> Message | None:
+        """Wait for this machine's place; None: the others have begun without it. `report`: how many are present."""
+        place = f"place/{self.own}"
+        while True:
+            if self._store.check([DECIDED]) and not self._store.check([place]):
+                return None
+            report(self._present)
+            if self._is_there(place):
+                break
+            if time.monotonic() > self._deadline + self._silent_seconds:  # the leader's own error says more
+                raise self._too_few()
+            self._beat()
+            self._present = self._store.add(_PRESENT, 0)
+        found: Message = json.loads(self._store.get(place))
+        if "error" in found:
+            raise (UsageError if found["usage"] else PhalanxError)(found["error"], hint=found["hint"])
+        return found
+
+    def _is_there(self, key: str) -> bool:
+        """Wait for a key until the next heartbeat is due."""
+        from torch.distributed import DistStoreError
+
+        try:
+            self._store.wait([key], timedelta(seconds=self._beat_seconds))
+        except DistStoreError:  # not yet; a lost connection is another error
+            return False
+        return True
+
+    # --- the leader ---------------------------------------------------------------------------------------------
+
+    def lead(self, expected: int, report: Callable[[int], None], facts: Message) -> Message:
+        """Wait for the machines, give each its place, and return that of this one. `facts`: the same for all."""
+        try:
+            taking_part = self._wait_for_nodes(expected, report)
+            if self._least is None:
+                check_numbers(taking_part)
+        except PhalanxError as error:
+            self._set_places({node: refusal(error) for node in self.entries})
+            raise
+        order = order_nodes([entry["node_rank"] for entry in taking_part.values()])
+        named = list(taking_part)
+        return self._publish({named[index]: taking_part[named[index]] for index in order}, facts)
+
+    def _wait_for_nodes(self, expected: int, report: Callable[[int], None]) -> dict[str, Entry]:
+        """Return the entries of those that take part: all that are there, if their number may change."""
+        reported = 0
+        while True:
+            present = self._read_present()
+            if len(present) != reported:
+                reported = len(present)
+                report(reported)
+            if len(present) >= expected:
+                return present if self._least is not None else dict(list(present.items())[: self._num_nodes])
+            if time.monotonic() > self._deadline:
+                if self._least is None or sum(entry["ranks"] for entry in present.values()) < self._least:
+                    raise self._too_few()
+                return present
+            time.sleep(_POLL_SECONDS)
+
+    def _read_present(self) -> dict[str, Entry]:
+        """Return the entries of the machines that are present, in the order of arrival."""
+        self._beat()
+        names = [_name(number) for number in range(1, self._store.add(_ARRIVALS, 0) + 1)]
+        new = self._written([name for name in names if name not in self.entries])
+        entries = self._store.multi_get([f"entry/{name}" for name in new]) if new else []
+        self.entries |= {name: json.loads(entry) for name, entry in zip(new, entries, strict=True)}
+        self._others.watch(self.entries)
+        beats = self._store.multi_get([f"beat/{name}" for name in self.entries])
+        self._others.take(dict(zip(self.entries, beats, strict=True)))
+        silent = set(self._others.silent(self._silent_seconds))
+        self._store.add(_PRESENT, self._absent - len(silent))  # each has counted itself
+        self._absent = len(silent)
+        return {name: self.entries[name] for name in names if name in self.entries and name not in silent}
+
+    def _written(self, names: list[str]) -> list[str]:
+        """Return the machines whose entries are there: one may have been killed after it had counted itself."""
+        if not names or self._store.check([f"entry/{name}" for name in names]):
+            return names
+        return [name for name in names if self._store.check([f"entry/{name}"])]
+
+    def _publish(self, entries: dict[str, Entry], facts: Message) -> Message:
+        facts = {**facts, "leader": self.own, "num_nodes": len(entries)}
+        facts["world_size"] = sum(entry["ranks"] for entry in entries.values())
+        places, first_rank = {}, 0
+        for node_rank, (node, entry) in enumerate(entries.items()):
+            places[node] = {**facts, "node_rank": node_rank, "first_rank": first_rank}
+            first_rank += entry["ranks"]
+        if self._least is None:
+            too_many = refusal(self.without_this_one())
+            places |= {node: too_many for node in self.entries if node not in places}
+        else:
+            self._store.set(NODES, json.dumps(entries))
+        self._set_places(places)
+        self._store.set(DECIDED, json.dumps(facts))  # last: a machine without a place has come late from now on
+        self.entries = entries
+        return places[self.own]
+
+    def _set_places(self, places: dict[str, Message]) -> None:
+        keys = [f"place/{node}" for node in places]
+        self._store.multi_set(keys, [json.dumps(place) for place in places.values()])
+
+    # --- errors -------------------------------------------------------------------------------------------------
+
+    def without_this_one(self) -> UsageError:
+        """Return the error of a machine that is one too many."""
+        return UsageError(
+            f"{self._num_nodes} machines have joined at {self._endpoint} without this one.",
+            hint="Start one launcher per machine, and give every job its own port (--rdzv-endpoint).",
+        )
+
+    def _too_few(self) -> PhalanxError:
+        present = self._read_present().values() if self.entries else ()
+        came = [f"{entry['host']} ({entry['ranks']} ranks)" for entry in present]
+        within = f"at {self._endpoint} within {self._seconds:.0f} s"
+        if self._least is not None:
+            return PhalanxError(
+                f"too few ranks joined {within}: {_some(came)} came, and {self._least} ranks are needed.",
+                hint="Start the same command on every machine, or lower the minimum: --num-workers 2:8.",
+            )
+        given = {entry["node_rank"] for entry in present}
+        numbers = [f"node {number}" for number in range(self._num_nodes) if number not in given]
+        who = f": {_some(came)} came" if came else ""
+        who += f", {_some(numbers)} did not" if came and None not in given else ""
+        return PhalanxError(
+            f"not all {self._num_nodes} machines joined {within}{who}.",
+            hint="Start the same command on every machine, each with its own node rank.",
+        )
+
+
+def check_same(store: Store, identity: dict[str, str]) -> None:
+    """Refuse to take part with another version or other settings than the machine that came first."""
+    own = {"host": socket.gethostname(), "identity": identity}
+    first = json.loads(store.compare_set("identity", "", json.dumps(own)))
+    there: dict[str, str] = first["identity"]
+    names = [name for name in {**there, **identity} if there.get(name) != identity.get(name)]
+    if names:
+        each = [f"{name} is {identity.get(name)} here and {there.get(name)} there" for name in names]
+        more = f" (and {len(each) - 5} more)" if len(each) > 5 else ""
+        raise UsageError(
+            f"{own['host']} differs from {first['host']}, which came first: {'; '.join(each[:5])}{more}.",
+            hint="Start the same command, with the same versions and settings, on every machine.",
+        )
+
+
+def agree_on_round(store: Store, wanted: int) -> int:
+    """Return the number that the machines agree on for an attempt: a machine that came late has counted fewer."""
+    found = int(store.compare_set("round", "", str(wanted)))
+    while found < wanted:
+        found = int(store.compare_set("round", str(found), str(wanted)))
+    return found
+
+
+def _name(number: int) -> str:
+    """Return the name of a machine by its arrival; names sort in the order of arrival."""
+    return f"{number:05d}"
+
+
+def refusal(error: PhalanxError) -> Message:
+    """Return an error as a message."""
+    return {"error": error.message, "hint": error.hint, "usage": isinstance(error, UsageError)}
+
+
+def _some(names: list[str]) -> str:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join(names[:_NAMED] + more)
+
+
+def check_numbers(entries: dict[str, Entry]) -> None:
+    """Refuse two machines with the same node rank."""
+    given: dict[int, str] = {}
+    for entry in entries.values():
+        if (node_rank := entry["node_rank"]) in given:
+            raise UsageError(
+                f"two machines say they are node {node_rank}: '{given[node_rank]}' and '{entry['host']}'.",
+                hint=f"Give each machine its own number from 0 to {len(entries) - 1}.",
+            )
+        if node_rank is not None:
+            given[node_rank] = entry["host"]
+
+
+def order_nodes(node_ranks: Sequence[int | None]) -> list[int]:
+    """Return the indices in node order: a machine with a number has that place, the others fill the gaps in turn.
+
+    For example, (None, 0, None) came: the second is node 0, the first node 1, the third node 2: [1, 0, 2].
+    """
+    given = set(node_ranks)
+    gaps = (number for number in count() if number not in given)
+    places = [next(gaps) if node_rank is None else node_rank for node_rank in node_ranks]
+    return sorted(range(len(places)), key=places.__getitem__)

@@ -1,0 +1,229 @@
+"""Machines that gather, come late, fail and are lost: several `NodeGroup` in one process, over real stores."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.host.addresses import free_port
+from phalanx.launch.gathering import Gathering, agree_on_round
+from phalanx.launch.mailbox import ALL, exchange_period, may_continue
+from phalanx.launch.nodes import LEADER, NodeGroup
+
+
+class Machines:
+    """Some machines with one endpoint."""
+
+    opened: list[Machines]
+
+    def __init__(self, num_nodes: int, **request: Any) -> None:
+        self._request = {
+            "num_nodes": num_nodes, "endpoint": f"127.0.0.1:{free_port()}", "seconds": 10.0, "ranks_per_node": 2,
+            "identity": {}, **request,
+        }  # fmt: skip
+        self.groups: dict[int, NodeGroup] = {}
+        self.opened.append(self)
+        self.arrived: dict[int, list[int]] = {}
+
+    def gather(self, *numbers: int, attempt: int = 0, **request: Any) -> list[dict[str, Any]]:
+        """Let machines gather at the same time, and return their places."""
+        with ThreadPoolExecutor(len(numbers)) as pool:
+            found = [pool.submit(self._gather, number, attempt, request) for number in numbers]
+            return [each.result() for each in found]
+
+    def _gather(self, number: int, attempt: int, request: dict[str, Any]) -> dict[str, Any]:
+        counts = self.arrived.setdefault(number, [])
+        if number not in self.groups:
+            facts = {"node_rank": number, "launch_id": f"run{number}", **self._request, **request}
+            self.groups[number] = NodeGroup(facts)
+        return self.groups[number].gather(attempt, lambda message: counts.append(message["arrived"]))
+
+    def await_news(self, number: int, kind: str) -> dict[str, Any]:
+        """Wait until a machine gets news of a kind, and return it."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for message in self.groups[number].news():
+                if kind in message:
+                    return message
+            time.sleep(0.01)
+        raise AssertionError(f"no news of {kind}")
+
+    def kill(self, number: int) -> None:
+        """End a machine's heartbeats and stores."""
+        group = self.groups.pop(number)
+        if group._mailbox is not None:
+            group._mailbox.close()
+            group._mailbox.thread.join()
+        os.close(group.wakeup)
+        group.__dict__.clear()
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch):
+    """Close the machines of a test."""
+    made: list[Machines] = []
+    monkeypatch.setattr(Machines, "opened", made, raising=False)
+    yield
+    for machines in made:
+        for number in list(machines.groups):
+            machines.kill(number)
+
+
+def elastic(num_nodes: int, **request: Any) -> Machines:
+    return Machines(num_nodes, min_ranks=2, silence_seconds=2.0, **request)
+
+
+def test_a_fixed_number_of_machines_gets_places_and_a_store():
+    machines = Machines(3, secret="of all")
+    places = machines.gather(2, 0, 1)
+    assert [(each["node_rank"], each["first_rank"]) for each in places] == [(2, 4), (0, 0), (1, 2)]
+    (shared,) = {(each["master_port"], each["run_id"], each["world_size"], each["num_nodes"]) for each in places}
+    assert shared[1:] == ("run0", 6, 3)
+    assert machines.arrived[0][-1] == 3
+    assert all(machines.arrived.values()), "each has reported how many there are"
+    with pytest.raises(UsageError, match=r"3 machines have joined at .* without this one"):
+        machines.gather(3)
+
+
+def test_those_that_did_not_come_are_named_on_every_machine():
+    machines = Machines(4, seconds=0.5)
+    for number in (0, 2):
+        machines.groups[number] = NodeGroup({"node_rank": number, "launch_id": "", **machines._request})
+    with ThreadPoolExecutor() as pool:
+        for each in [pool.submit(machines.gather, number) for number in (0, 2)]:
+            with pytest.raises(PhalanxError, match=r"not all 4 machines joined .* \(2 ranks\) came, node 1, node 3"):
+                each.result()
+
+
+def test_a_machine_that_was_started_again_counts_once():
+    store = HashStore()
+    request = {"num_nodes": 2, "seconds": 10.0}
+    entry = {"node_rank": None, "host": "a", "ranks": 1}
+    leader, _, again = (Gathering(store, request, entry, "here") for _ in range(3))
+    leader._silent_seconds = 0.2
+    assert len(leader._read_present()) == 3
+    time.sleep(0.3)
+    again._beat()
+    assert list(leader._read_present()) == [leader.own, again.own], "the second has ended"
+    assert store.add("present", 0) == 2
+    store.add("arrivals", 1)  # one that was killed before it wrote its entry
+    leader.lead(2, lambda present: None, {"run_id": "x"})
+    assert again.wait(lambda present: None)["node_rank"] == 1
+
+
+def test_the_first_failure_questions_and_the_end_reach_all_machines():
+    machines = Machines(2)
+    machines.gather(0, 1)
+    machines.groups[1].post(ALL, {"question": 7})
+    assert machines.await_news(0, "question")["own"] is False
+    assert machines.await_news(1, "question")["own"] is True
+    machines.groups[0].post("00001", {"answer": {"number": 7}})
+    machines.groups[0].post("00002", {"answer": {"number": 7}})
+    assert machines.await_news(1, "answer")["answer"] == {"number": 7}
+    for number in (0, 1):
+        machines.groups[number].post(LEADER, {"node_finished": True})
+    for number in (0, 1):
+        assert machines.await_news(number, "all_ended")["attempt"] == 0
+    machines.groups[1].post(ALL, {"remote_failure": {"cause": "first"}})
+    time.sleep(0.2)
+    machines.groups[0].post(ALL, {"remote_failure": {"cause": "second"}})
+    assert machines.await_news(0, "remote_failure")["remote_failure"] == {"cause": "first"}
+    time.sleep(0.2)
+    assert not [each for each in machines.groups[1].news() if "remote_failure" in each], "its own was the first"
+
+
+def test_a_silent_machine_of_a_fixed_number_is_named_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr("phalanx.launch.nodes._LOST_SECONDS", 0.5)
+    machines = Machines(2)
+    machines.gather(0, 1)
+    machines.kill(1)
+    (named,) = machines.await_news(0, "silent_nodes")["silent_nodes"]
+    assert named.startswith("1 (")
+    assert named.endswith(", ranks 2, 3)")
+
+
+def test_a_fixed_number_of_machines_ends_with_the_one_that_hosts_the_store():
+    machines = Machines(2)
+    machines.gather(0, 1)
+    machines.kill(0)
+    with pytest.raises(PhalanxError, match="lost the machine that hosts the rendezvous"):
+        machines.await_news(1, "anything")
+
+
+def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
+    """The leader is lost, and of those that are left the one that came late has to know all others, and they it."""
+    machines = elastic(2)
+    places = machines.gather(0, 1)
+    assert [[machine[2] for machine in each["machines"]] for each in places] == [[2, 2], [2, 2]]
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(machines.gather, 2, attempt=0)
+        mail = machines.await_news(0, "mail")["mail"]
+        machines.groups[0].post(mail["arrival"], {"accept": {"late": True}})
+        ((place,),) = [late.result()]
+    first = machines.groups[0]._own
+    assert (place["late"], place["run_id"], place["leader"]) == (True, "run0", first)
+    deadline = time.monotonic() + 10
+    while len(machines.groups[1]._nodes) < 3 and time.monotonic() < deadline:
+        machines.groups[1].news()
+        time.sleep(0.01)
+    machines.kill(0)
+    news = machines.await_news(1, "leader")
+    second = machines.groups[1]._own
+    assert (news["leader"], list(news["lost"]), news["others"]) == (second, [first], [machines.groups[2]._own])
+    assert machines.await_news(2, "leader")["leader"] == second
+    machines.groups[2].post(LEADER, {"hello": 1})
+    assert machines.await_news(1, "mail")["mail"]["hello"] == 1
+    places = machines.gather(1, 2, attempt=1)
+    assert {each["run_id"] for each in places} == {"run0"}, "as before"
+
+
+def test_a_lost_machine_no_longer_counts_for_the_quorum():
+    """Of three machines two are lost, one after the other: the leader's machine must not wait for the first."""
+    machines = elastic(3)
+    machines.gather(0, 1, 2)
+    machines.kill(2)
+    assert len(machines.await_news(0, "lost_nodes")["lost_nodes"]) == 1
+    deadline = time.monotonic() + 10
+    while len(machines.groups[1]._nodes) > 2 and time.monotonic() < deadline:
+        machines.groups[1].news()
+        time.sleep(0.01)
+    machines.kill(0)
+    assert "address" in machines.await_news(1, "leader")
+
+
+def test_machines_may_be_fewer_where_enough_ranks_have_come():
+    entry = {"node_rank": None, "host": "a", "ranks": 2}
+
+    def lead(least: int) -> dict[str, Any]:
+        store = HashStore()
+        request = {"num_nodes": 3, "seconds": 0.2, "min_ranks": least}
+        leader, _ = (Gathering(store, request, entry, "here") for _ in range(2))
+        return leader.lead(3, lambda present: None, {})
+
+    assert (lead(4)["num_nodes"], lead(4)["world_size"]) == (2, 4)
+    with pytest.raises(PhalanxError, match=r"too few ranks joined .* \(2 ranks\) came, and 5 ranks are needed"):
+        lead(5)
+
+
+def test_machines_that_have_counted_other_attempts_meet():
+    store = HashStore()
+    assert agree_on_round(store, 0) == 0
+    assert agree_on_round(store, 2) == 2
+    assert agree_on_round(store, 1) == 2
+
+
+def test_only_one_part_of_the_machines_may_continue():
+    four = ["1", "2", "3", "4"]
+    assert may_continue(four, ["1", "2"], [], leader="1")
+    assert not may_continue(four, ["3", "4"], [], leader="1")
+    assert may_continue(four, ["3", "4"], ["1"], leader="1")
+
+
+def test_the_load_of_the_store_is_bounded():
+    assert [exchange_period(nodes) for nodes in (2, 1_000, 100_000)] == [0.05, 0.2, 0.5]
