@@ -103,8 +103,14 @@ class GroupState:
         """The ranks that have not yet left, or joined, in a change that follows from a loss."""
         if self.state not in ("leaving", "forming") or (self.change and self.change.requested):
             return []
-        done = self.steps.keys() if self.state == "leaving" else self._joined
+        done = set(self.steps) if self.state == "leaving" else self._joined
+        if self.state == "leaving" and not self._all_aborted:  # those who have wait for the others, to be released
+            done |= self._aborted
         return [member for member in self.members if member.key not in done]
+
+    @property
+    def _all_aborted(self) -> bool:
+        return all(member.key in self._aborted or member.key in self.steps for member in self.members)
 
     # --- what ranks report --------------------------------------------------------------------------------------
 
@@ -117,8 +123,10 @@ class GroupState:
 
     def take_aborted(self, state: RankState) -> None:
         """Let ranks end nccl's collectives once all have aborted: none of them uses what those leave then."""
+        if self.state != "leaving":  # its group has been left since
+            return
         self._aborted.add(state.key)
-        if all(member.key in self._aborted or member.key in self.steps for member in self.members):
+        if self._all_aborted:
             for member in self.members:
                 self._processes.send(member, {"release": True})
 
@@ -146,7 +154,7 @@ class GroupState:
         change.lost += lost
         if self.state != "leaving":
             self._forget_steps()
-        if self.state != "leaving" or change.requested:  # ranks have time from now on, not since the request
+        if self.state != "leaving" or change.requested or lost:  # ranks have time from now on
             self._enter("leaving")
         change.requested = False
         self._aborted.clear()

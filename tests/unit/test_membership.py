@@ -437,3 +437,28 @@ def test_a_slow_rank_stays_where_the_group_cannot_be_smaller():
     case.members.exclude([0])
     case.lose(case.ranks[2])
     assert case.ranks[0] in case.members.group.members
+
+
+def test_a_rank_that_waits_for_the_release_is_not_late(three, monkeypatch):
+    """Only the rank that has not answered the abort holds the others up: they hold the state of the run."""
+    zero, one, two = three.ranks
+    now = time.monotonic()
+    three.lose(zero)
+    three.aborted(one)
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: now + 31)
+    monkeypatch.setattr("phalanx.launch.membership.patience", lambda seconds: 30.0)
+    assert three.members.find_late() == [two]
+    assert three.lose(two)
+    assert three.members.find_late() == [], "the other has time from this loss on"
+    three.aborted(one)
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: now + 100)
+    assert three.members.find_late() == [one], "all have aborted, and it has not left"
+
+
+def test_an_answer_that_arrives_after_the_ranks_have_left_releases_nothing(three):
+    """It would let a rank that notices the next loss first end its collectives before the others have aborted."""
+    three.ready(*three.ranks)  # each by itself, before the abort has reached it
+    assert three.forms()
+    for state in three.ranks:
+        three.aborted(state)
+    assert three.processes.take("release") == []
