@@ -199,6 +199,9 @@ def end_nccl() -> None:
     rank that receives it, and has not aborted yet, would take a part of a sum for the sum.
     """
     began = time.monotonic()
+    for waits in list(_abortable):
+        if (before_end := getattr(waits, "before_end", None)) is not None:
+            before_end()
     torch_compat.abort_nccl()
     _spent["abort"] += time.monotonic() - began
 

@@ -3,8 +3,9 @@
 With nccl the host runs ahead: when it learns that a rank is lost, the step that uses an interrupted sum is already
 queued, and an abort lets the GPU go on to it. So the GPU's queue has a gate before each step of a run that replaces
 lost ranks: a word in host memory. It is open, and costs microseconds; an abort closes it before it ends collectives.
-A step counts when the GPU has passed the gate. One that is held back there is undone: its tensors are copied, the gate
-is opened, and they get their values back.
+A step counts when the GPU has passed the gate. One that is held back is undone: its tensors are copied, the gate is
+opened, and they get their values back. The copies come before nccl's collectives are ended (`before_end`): nccl then
+frees memory, which waits for the GPU with a lock of the driver that a copy needs, while the GPU waits at the gate.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class StepGate:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """Made in advance: what is copied while the GPU waits must not wait for it."""
         self._count = 0
-        self._queueing = False
+        self._stepped = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
+        """When the GPU has taken the last step, and the one before: by turns."""
+        self._taking = self._queueing = False
         self._why: str | None = None
         self._before: dict[int, HostState] = {}
         self._deciding = threading.Lock()
@@ -66,12 +69,25 @@ class StepGate:
             self._host[_OPEN] = 0
         threading.Thread(target=_open_for_blocked, args=(weakref.ref(self),), daemon=True).start()
 
+    def before_end(self) -> None:
+        """Wait until a step that is held back has been copied; called before nccl's collectives are ended."""
+        limit = time.monotonic() + _BLOCKED_SECONDS
+        while self._taking and not self._host[_OPEN] and (not self._queueing or time.monotonic() < limit):
+            time.sleep(_PAUSE_SECONDS)
+
     def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         """Queue a step, and return when the GPU has passed the gate before it; undo it, and raise, where it does not.
 
         The GPU does not wait: it has the step to compute while the host goes on.
         """
-        self._raise_if_closed()
+        self._taking = True  # before the gate is looked at: an abort closes it before it asks for this
+        try:
+            self._raise_if_closed()
+            self._take(step, optimizer)
+        finally:
+            self._taking = False
+
+    def _take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         before = self._before.get(id(optimizer)) or self._before.setdefault(id(optimizer), HostState(optimizer))
         if not before.is_on_gpu:  # offloaded: the host has the gradients, and takes the step itself
             complete()
@@ -83,6 +99,7 @@ class StepGate:
         try:
             step()
             self._queueing = False
+            self._stepped[self._count % 2].record()
             if self._passes():
                 return
             self._undo(before)
@@ -105,16 +122,19 @@ class StepGate:
             raise CommunicationError(self._why)
 
     def _passes(self) -> bool:
-        """Wait until the GPU has passed the gate, or is held back there."""
+        """Wait until the GPU has passed the gate, or cannot any more."""
         for _ in range(_POLLS):
-            if self._host[_PASSED] == self._count:
+            if self._has_passed():
                 return not self.has_lost_state
-        while not self._holds():
-            if self._host[_PASSED] == self._count:
+        while self._host[_OPEN]:
+            if self._has_passed():
                 return not self.has_lost_state
             time.sleep(_PAUSE_SECONDS)  # not in CUDA: signals are handled, and other threads run
         time.sleep(_SETTLE_SECONDS)  # it may have passed just before the gate was closed
-        return not self._holds() and not self.has_lost_state
+        return self._has_passed() and not self.has_lost_state
+
+    def _has_passed(self) -> bool:
+        return bool(self._host[_PASSED] == self._count)
 
     def _holds(self) -> bool:
         """Whether the GPU has come to the closed gate, and has not passed it."""
@@ -127,14 +147,26 @@ class StepGate:
             return
         with torch.no_grad():
             changed = before.on_device()
+            self._side.wait_event(self._stepped[(self._count - 1) % 2])  # what the last step wrote is complete
             with torch.cuda.stream(self._side):
                 copies = _copied(changed)
             self._side.synchronize()
             self._open(loses_state=False)
+            self._await_passing()
             torch.cuda.synchronize()
             for tensor, value in zip(changed, copies, strict=True):
                 tensor.copy_(value)
         before.put_back()
+
+    def _await_passing(self) -> None:
+        """Wait for the GPU without a lock of the driver; raise where it does not work any more."""
+        stream, asked = torch.cuda.current_stream(), time.monotonic()
+        while not self._has_passed():
+            time.sleep(_PAUSE_SECONDS)
+            if time.monotonic() - asked < _SETTLE_SECONDS:
+                continue
+            asked = time.monotonic()
+            stream.query()  # raises where another process of the GPU's server failed, and this one with it
 
     def _open(self, *, loses_state: bool) -> None:
         with self._deciding:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from phalanx import torch_compat
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
@@ -131,6 +133,8 @@ class Member:
 
     def may_go_on(self, error: BaseException) -> bool:
         """Whether an error only says that other ranks were lost, or that the group changes."""
+        if isinstance(error, torch.AcceleratorError):  # the GPU does not work for this process any more
+            return False
         return isinstance(error, Regroup) or self._why is not None or lost_peers(error)
 
     def await_position(self, step: int, why: str) -> Position:

@@ -62,6 +62,27 @@ def test_a_step_that_is_held_back_is_undone(steps):
     assert_idle_soon()
 
 
+def test_a_held_step_is_copied_before_collectives_are_ended():
+    """nccl frees memory when it ends: that waits for the GPU, and a copy would wait for nccl."""
+    case = Case()
+    case.step()
+    before = case.state()
+    torch.cuda._sleep(4 * BUSY)
+    ended = []
+
+    def abort() -> None:
+        case.gate.abort("rank 1 was lost")
+        case.gate.before_end()
+        ended.append(bool(case.gate._host[0]))
+
+    threading.Timer(0.1, abort).start()
+    with pytest.raises(CommunicationError, match="rank 1 was lost"):
+        case.step()
+    assert ended == [True], "the gate was open again before the collectives were ended"
+    torch.testing.assert_close(case.state(), before, rtol=0, atol=0)
+    assert_idle_soon()
+
+
 def test_after_a_step_that_failed_an_abort_does_not_hold_the_gpu_back():
     case = Case()
     case.step()
