@@ -212,7 +212,7 @@ class NodeGroup:
     def _find_lost(self, mailbox: Mailbox) -> list[Message]:
         """Return the machines that are silent; those of a fixed number may still answer."""
         if not self._may_change:
-            names = [self._describe(node) for node in mailbox.others.silent(_LOST_SECONDS)]
+            names = [describe(node, self._nodes) for node in mailbox.others.silent(_LOST_SECONDS)]
             changed, self._silent = names != self._silent, names
             return [{"silent_nodes": names}] if changed else []
         suspects, silent = mailbox.others.silent(_SUSPECT_SECONDS), mailbox.others.silent(self._silence)
@@ -224,12 +224,6 @@ class NodeGroup:
         self._watch()
         self.post(ALL, {"nodes": dict.fromkeys(lost)})
         return [{"lost_nodes": hosts}]
-
-    def _describe(self, node: str) -> str:
-        node_rank = list(self._nodes).index(node)
-        first = sum(entry["ranks"] for entry in list(self._nodes.values())[:node_rank])
-        entry = self._nodes[node]
-        return f"{node_rank} ({entry['host']}, {ranks_text(range(first, first + entry['ranks']))})"
 
     def _listens(self, node: str) -> bool | None:
         """Whether the launcher of a machine runs; False if it has certainly ended, because its machine refuses."""
@@ -297,6 +291,14 @@ class NodeGroup:
             others = [f"left/{node}" for node in self._nodes]
             while self._leads and not self._attempt_store.check(others) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
+
+
+def describe(node: str, nodes: dict[str, Entry]) -> str:
+    """Return a machine in words: "1 (host, ranks 8-15)"."""
+    node_rank = list(nodes).index(node)
+    first = sum(entry["ranks"] for entry in list(nodes.values())[:node_rank])
+    own = nodes[node]
+    return f"{node_rank} ({own['host']}, {ranks_text(range(first, first + own['ranks']))})"
 
 
 def open_store(host: str, port: int, seconds: float, *, is_master: bool) -> TCPStore:
