@@ -240,12 +240,13 @@ class NodeGroup:
             )
 
     def _find_lost_leader(self, mailbox: Mailbox) -> list[Message]:
-        if not mailbox.unreachable(_SUSPECT_SECONDS):
-            return []
         if not self._may_change:
-            if mailbox.unreachable(self._silence):
+            if mailbox.failed or mailbox.unreachable(self._silence):
                 raise self._leader_is_lost()
             return []
+        if not mailbox.failed and not mailbox.unreachable(_SUSPECT_SECONDS):
+            return []
+        # A process that is killed closes its connections one after the other: its machine may refuse a moment later.
         if self._listens(self._leader) is not False and not mailbox.unreachable(self._silence):
             return []
         mailbox.close()  # what was not sent is lost with the machine
@@ -283,7 +284,8 @@ class NodeGroup:
 
         if self._mailbox is not None:
             self._mailbox.close(_SEND_SECONDS)
-        if self._attempt_store is None or (self._mailbox is not None and self._mailbox.unreachable(_SUSPECT_SECONDS)):
+        lost = self._mailbox is not None and (self._mailbox.failed or self._mailbox.unreachable(_SUSPECT_SECONDS))
+        if self._attempt_store is None or lost:
             return
         with contextlib.suppress(DistNetworkError, RuntimeError):  # the leader has already ended
             self._attempt_store.set(f"left/{self._own}", "")
