@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
@@ -62,11 +63,8 @@ class NodeGroup:
         self._finished: set[str] = set()
         self._silent: list[str] = []
         self._knows_failure = False
-        self._entry = {
-            "node_rank": request["node_rank"],
-            "host": socket.gethostname(),
-            "ranks": request["ranks_per_node"],
-        }
+        node_rank, ranks = request["node_rank"], request["ranks_per_node"]
+        self._entry: Entry = {"node_rank": node_rank, "host": socket.gethostname(), "ranks": ranks}
         if self._may_change:
             self._address = own_address(self._host)
             self._standby = open_store(self._address, 0, self._seconds, is_master=True)
@@ -148,14 +146,11 @@ class NodeGroup:
 
     def _open_mailbox(self, num_nodes: int, *, joins_late: bool = False) -> Mailbox:
         assert self._attempt_store is not None, "opened before"
-        parts = (self._attempt_store, self._own, num_nodes, self._notify)
+        parts = (self._attempt_store, self._own, num_nodes, partial(os.eventfd_write, self.wakeup, 1))
         self._mailbox = Mailbox(*parts, joins_late=joins_late)
         self._watch()
         self._mailbox.start()
         return self._mailbox
-
-    def _notify(self) -> None:
-        os.eventfd_write(self.wakeup, 1)
 
     def _watch(self) -> None:
         if self._mailbox is not None and self._leads:
