@@ -112,8 +112,8 @@ class Mailbox:
         return [self._in.popleft() for _ in range(len(self._in))]
 
     def unreachable(self, seconds: float) -> bool:
-        """Whether the store has not answered for this many seconds, or has ended."""
-        return self.failed or time.monotonic() - self._contact > seconds
+        """Whether the store has not answered for this many seconds."""
+        return time.monotonic() - self._contact > seconds
 
     def close(self, seconds: float = 0.0) -> None:
         """Wait until all messages are sent, at most `seconds`, and end the thread."""

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
@@ -62,11 +63,8 @@ class NodeGroup:
         self._finished: set[str] = set()
         self._silent: list[str] = []
         self._knows_failure = False
-        self._entry = {
-            "node_rank": request["node_rank"],
-            "host": socket.gethostname(),
-            "ranks": request["ranks_per_node"],
-        }
+        node_rank, ranks = request["node_rank"], request["ranks_per_node"]
+        self._entry: Entry = {"node_rank": node_rank, "host": socket.gethostname(), "ranks": ranks}
         if self._may_change:
             self._address = own_address(self._host)
             self._standby = open_store(self._address, 0, self._seconds, is_master=True)
@@ -148,14 +146,11 @@ class NodeGroup:
 
     def _open_mailbox(self, num_nodes: int, *, joins_late: bool = False) -> Mailbox:
         assert self._attempt_store is not None, "opened before"
-        parts = (self._attempt_store, self._own, num_nodes, self._notify)
+        parts = (self._attempt_store, self._own, num_nodes, partial(os.eventfd_write, self.wakeup, 1))
         self._mailbox = Mailbox(*parts, joins_late=joins_late)
         self._watch()
         self._mailbox.start()
         return self._mailbox
-
-    def _notify(self) -> None:
-        os.eventfd_write(self.wakeup, 1)
 
     def _watch(self) -> None:
         if self._mailbox is not None and self._leads:
@@ -212,7 +207,7 @@ class NodeGroup:
     def _find_lost(self, mailbox: Mailbox) -> list[Message]:
         """Return the machines that are silent; those of a fixed number may still answer."""
         if not self._may_change:
-            names = [self._describe(node) for node in mailbox.others.silent(_LOST_SECONDS)]
+            names = [describe(node, self._nodes) for node in mailbox.others.silent(_LOST_SECONDS)]
             changed, self._silent = names != self._silent, names
             return [{"silent_nodes": names}] if changed else []
         suspects, silent = mailbox.others.silent(_SUSPECT_SECONDS), mailbox.others.silent(self._silence)
@@ -224,12 +219,6 @@ class NodeGroup:
         self._watch()
         self.post(ALL, {"nodes": dict.fromkeys(lost)})
         return [{"lost_nodes": hosts}]
-
-    def _describe(self, node: str) -> str:
-        node_rank = list(self._nodes).index(node)
-        first = sum(entry["ranks"] for entry in list(self._nodes.values())[:node_rank])
-        entry = self._nodes[node]
-        return f"{node_rank} ({entry['host']}, {ranks_text(range(first, first + entry['ranks']))})"
 
     def _listens(self, node: str) -> bool | None:
         """Whether the launcher of a machine runs; False if it has certainly ended, because its machine refuses."""
@@ -246,12 +235,13 @@ class NodeGroup:
             )
 
     def _find_lost_leader(self, mailbox: Mailbox) -> list[Message]:
-        if not mailbox.unreachable(_SUSPECT_SECONDS):
-            return []
         if not self._may_change:
-            if mailbox.unreachable(self._silence):
+            if mailbox.failed or mailbox.unreachable(self._silence):
                 raise self._leader_is_lost()
             return []
+        if not mailbox.failed and not mailbox.unreachable(_SUSPECT_SECONDS):
+            return []
+        # A process that is killed closes its connections one after the other: its machine may refuse a moment later.
         if self._listens(self._leader) is not False and not mailbox.unreachable(self._silence):
             return []
         mailbox.close()  # what was not sent is lost with the machine
@@ -289,7 +279,8 @@ class NodeGroup:
 
         if self._mailbox is not None:
             self._mailbox.close(_SEND_SECONDS)
-        if self._attempt_store is None or (self._mailbox is not None and self._mailbox.unreachable(_SUSPECT_SECONDS)):
+        lost = self._mailbox is not None and (self._mailbox.failed or self._mailbox.unreachable(_SUSPECT_SECONDS))
+        if self._attempt_store is None or lost:
             return
         with contextlib.suppress(DistNetworkError, RuntimeError):  # the leader has already ended
             self._attempt_store.set(f"left/{self._own}", "")
@@ -297,6 +288,14 @@ class NodeGroup:
             others = [f"left/{node}" for node in self._nodes]
             while self._leads and not self._attempt_store.check(others) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
+
+
+def describe(node: str, nodes: dict[str, Entry]) -> str:
+    """Return a machine in words: "1 (host, ranks 8-15)"."""
+    node_rank = list(nodes).index(node)
+    first = sum(entry["ranks"] for entry in list(nodes.values())[:node_rank])
+    own = nodes[node]
+    return f"{node_rank} ({own['host']}, {ranks_text(range(first, first + own['ranks']))})"
 
 
 def open_store(host: str, port: int, seconds: float, *, is_master: bool) -> TCPStore:

@@ -183,6 +183,20 @@ def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
     assert {each["run_id"] for each in places} == {"run0"}, "as before"
 
 
+def test_a_leader_that_still_closes_its_connections_is_asked_again():
+    """Its store has ended a moment before its standby store: it must not count as one that may go on."""
+    machines = elastic(2)
+    machines.gather(0, 1)
+    standby = machines.groups[0]._standby
+    machines.kill(0)
+    deadline = time.monotonic() + 10
+    while not machines.groups[1]._mailbox.failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert machines.groups[1].news() == []
+    del standby
+    assert "address" in machines.await_news(1, "leader")
+
+
 def test_a_lost_machine_no_longer_counts_for_the_quorum():
     """Of three machines two are lost, one after the other: the leader's machine must not wait for the first."""
     machines = elastic(3)
