@@ -104,6 +104,7 @@ class Rendezvous:
             self.is_complete, self._node_rank = True, message["node"]["node_rank"]
         elif "question" in message:
             self._askers[message["question"]] = message["sender"]
+        message.pop("sender", None)  # what else depends on it is in the message
         return message
 
     def publish_failure(self, failure: FailureReport) -> None:
