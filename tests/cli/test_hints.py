@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from package_tree import modules, parsed
 
 import phalanx
-from phalanx.cli import VERBS, runs
-from phalanx.cli.bench import comm, compression
-from phalanx.cli.completion import SUBCOMMANDS, completions
+from phalanx.cli import VERBS, faults
+from phalanx.cli.completion import _actions, _parser_of
 from phalanx.config import FIELDS
-from phalanx.tools.submit.target import TARGETS
 
 OF_OTHERS = {
     *("--cap-add", "--target"),  # docker
@@ -62,12 +60,11 @@ def strings(node: ast.AST) -> Iterator[str]:
 
 def flags() -> set[str]:
     """The flags of all verbs."""
-    found = {
-        option for parser in (comm._parser(), compression._parser(), runs._parser("rm")) for option in options(parser)
-    }
+    found = options(faults.parser())
     for verb in VERBS:
-        for words in [(verb,), *((verb, more) for more in SUBCOMMANDS.get(verb, TARGETS if verb == "submit" else ()))]:
-            found |= {value for value, _ in completions([*words, "--"])}
+        actions = _actions(verb)
+        made = [make() for make in actions.values()] if actions else [_parser_of(verb)]
+        found |= {option for parser in made if parser is not None for option in options(parser)}
     return found
 
 
@@ -77,11 +74,11 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 def part_arguments(name: str) -> set[str]:
     """The arguments of functions and the fields of classes in the part of the package that a module belongs to."""
-    part = ".".join(name.split(".")[:2])
+    part = ".".join(name.split(".")[: 3 if name.startswith("phalanx.tools.") else 2])
     nodes = [node for other in modules() if other.startswith(part) for node in ast.walk(parsed(other))]
     names = {node.arg for node in nodes if isinstance(node, ast.arg)}
     names |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-    return names if part.split(".")[1] in OWN_ARGUMENTS else set()
+    return names if part.split(".")[-1] in OWN_ARGUMENTS else set()
 
 
 def arguments() -> set[str]:

@@ -150,7 +150,7 @@ def test_designs_are_compared_by_time_and_price():
 
 
 def test_the_guide_fits_one_screen_and_is_computed():
-    out = phalanx("plan", "--guide").out
+    out = phalanx("strategies", "--guide").out
     assert max(map(len, out.splitlines())) <= 130
     assert len(out.splitlines()) <= 40
     for part in ("one copy fit in one GPU?", "Memory efficiency", "Recommended strategy", "ResNet-50, 8 x a100-40"):
@@ -269,7 +269,7 @@ def test_a_plan_imports_no_torch():
 def test_calibrate_measures_this_machine_and_runs_teach_the_next_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("phalanx.tools.bench.calibrate._REPEAT_SECONDS", 0.01)
-    answer = phalanx("plan", "--calibrate")
+    answer = phalanx("bench", "machine")
     assert answer.code == 0
     assert "matrix products, fp32" in answer.out
     kept = json.loads(measured_file().read_text())

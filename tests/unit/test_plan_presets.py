@@ -149,6 +149,6 @@ def test_a_measured_gpu_is_found_by_its_short_name(config_home):
 
 
 def test_presets_work_without_torch():
-    code = "import sys; from phalanx.tools.plan import presets; presets.model('llama-7b'); print('torch' in sys.modules)"
+    code = "import sys; from phalanx.tools.plan.presets import model; model('llama-7b'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
