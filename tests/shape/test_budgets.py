@@ -26,7 +26,7 @@ FILES = 540
 SETTINGS = 130
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 373
-RANK_MODULES = 240
+RANK_MODULES = 195
 FORMATION_MODULES = 140
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
