@@ -27,7 +27,7 @@ SETTINGS = 130
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 373
 RANK_MODULES = 195
-FORMATION_MODULES = 140
+FORMATION_MODULES = 110
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
 OWN_CHOICE = {"phalanx.tools.tune.search"}
