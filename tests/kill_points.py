@@ -158,7 +158,8 @@ def copies(directory: Path) -> None:
     """Kill a copy at every point; after each it is not there or whole, and repeated it is the only thing there."""
     import torch
 
-    from phalanx.checkpoint import Snapshot, copy_checkpoint, list_checkpoints, save, verify
+    from phalanx.checkpoint import Snapshot, list_checkpoints, save, verify
+    from phalanx.checkpoint.copy import copy_checkpoint
 
     torch.set_num_threads(1)
     save(directory / "base", Snapshot(1, 0, {"model": {"w": torch.ones(9)}}), run_id="run", kind="incremental")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import phalanx
 from phalanx.comm import collectives as ours
 from phalanx.comm.collectives.mismatch import HEADER_BYTES
-from phalanx.comm.shm.bootstrap import group_text_gatherer
-from phalanx.comm.shm.setup import share_memory
+from phalanx.comm.shm import share_memory
+from phalanx.comm.shm.pages import group_text_gatherer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,6 @@ from phalanx.checkpoint.files import (
 )
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest
 from phalanx.checkpoint.publish import clear_leftovers, publish, remove, writing_name
-from phalanx.checkpoint.remote import RemotePlace
 from phalanx.errors import CheckpointError
 from phalanx.host.files import make_private, replacing
 from phalanx.host.remote import RemotePath, as_path
@@ -265,7 +264,11 @@ class LocalPlace:
 def place_at(directory: Path | str) -> Place:
     """Return the place that a user names, in a folder or at a URL."""
     path = as_path(directory)
-    return RemotePlace(path) if isinstance(path, RemotePath) else LocalPlace(path)
+    if not isinstance(path, RemotePath):
+        return LocalPlace(path)
+    from phalanx.checkpoint.remote import RemotePlace
+
+    return RemotePlace(path)
 
 
 def located(path: Path | str) -> tuple[Place, str]:

@@ -16,7 +16,8 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, size, table
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint import Checkpoint, StateDifference
+    from phalanx.checkpoint import Checkpoint
+    from phalanx.checkpoint.compare import StateDifference
 
 _SHOWN = 20
 """Differing tensors that `diff` shows without --tensors."""
@@ -161,7 +162,7 @@ def _check(namespace: argparse.Namespace) -> _Answer:
 
 
 def _diff(namespace: argparse.Namespace) -> _Answer:
-    from phalanx.checkpoint import compare
+    from phalanx.checkpoint.compare import compare
     from phalanx.cli.ckpt_target import open_checkpoint
 
     first, second = open_checkpoint(namespace.run), open_checkpoint(namespace.target)
@@ -233,7 +234,7 @@ def _prune(namespace: argparse.Namespace) -> _Answer:
 
 
 def _copy(namespace: argparse.Namespace) -> _Answer:
-    from phalanx.checkpoint import copy_checkpoint
+    from phalanx.checkpoint.copy import copy_checkpoint
     from phalanx.cli.ckpt_target import named_checkpoints, open_checkpoint, target_directory
 
     found = named_checkpoints(namespace.run)[0][::-1] if namespace.all else [open_checkpoint(namespace.run)]

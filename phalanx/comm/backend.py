@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from phalanx import torch_compat
-from phalanx.comm.collectives.reduction import find_reduction
+from phalanx.comm.reduction import find_reduction
 from phalanx.comm.register import NAME
-from phalanx.comm.shm import SharedGroup
-from phalanx.comm.shm.bootstrap import text_gatherer
-from phalanx.comm.shm.setup import share_memory
+from phalanx.comm.shm import SharedGroup, share_memory
+from phalanx.comm.shm.pages import text_gatherer
 from phalanx.errors import UsageError
 from phalanx.torch_compat import AllgatherOptions
 

@@ -4,30 +4,133 @@ Gradients are gathered into buckets, the last layer's first. When a bucket is fu
 submitted, the communication thread averages it over the ranks while backward computes the rest; the rank itself
 averages the last one. Gradients are views of the buckets, which lie in shared memory where ranks share it: nothing is
 copied to send it or back.
-
-`FixedOrderReducer` gives the same bits at 1, 2, 4 and 8 ranks: it adds up the micro-batches, and then the ranks, by the
-tree of `fixed_order`. It sends nothing before the last micro-batch, so it is not for speed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from phalanx import torch_compat
-from phalanx.comm.backward import BackwardHooks
 from phalanx.comm.buckets import Bucket, plan_buckets
-from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor
 from phalanx.comm.exchange import Exchange
+from phalanx.errors import CommunicationError, ModelError, PhalanxError, unused_parameters
 from phalanx.observe.collectives import GRADIENTS
 
 _ALIGNMENT = 64
 """Bytes to which buckets are aligned in their common memory: a cache line, and a multiple of every dtype."""
+_NOT_REENTRANT = "Checkpoint activations without reentrant autograd (use_reentrant=False)."
+
+
+class BackwardHooks(ABC):
+    """Takes the gradients of some parameters during each backward pass, and finishes when it ends."""
+
+    _takes_every_pass = False
+    """Whether gradients are also taken in the micro-batches of a step that do not average."""
+
+    def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self.sync = True
+        """Whether the gradients are averaged at the end of a backward pass: false until a step's last micro-batch."""
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._pass: int | None = None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose gradients are taken."""
+        return self._parameters
+
+    def _hook(self, number: int) -> Callable[[torch.nn.Parameter], None]:
+        def gradient_is_there(parameter: torch.nn.Parameter) -> None:
+            if self.sync or self._takes_every_pass:
+                if torch_compat.backward_pass_id() != self._pass:
+                    self._begin()
+                self._take(number)
+
+        return gradient_is_there
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self) -> None:
+        """Register `_finish` at the first gradient of a backward pass."""
+        if self._pass is not None:  # a pass is still running, or was ended by an error that user code caught
+            if is_nested():
+                raise _reentrant("began before the pass around it had ended")
+            if self._forget_pass():
+                raise CommunicationError(
+                    "the backward pass before this one broke off after some of its gradients were sent",
+                    hint="The ranks no longer agree. Let the error end the run, and resume from a checkpoint.",
+                )
+        self._pass = torch_compat.backward_pass_id()
+        torch_compat.call_after_backward(self._finish)
+
+    @abstractmethod
+    def _take(self, number: int) -> None:
+        """Take the gradient that a parameter has now."""
+
+    @abstractmethod
+    def _forget_pass(self) -> bool:
+        """Drop the state of an interrupted pass; return whether some of its gradients were sent."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Complete a backward pass."""
+
+    def _check_dense(self, number: int, gradient: torch.Tensor) -> None:
+        """Raise for gradients that cannot be averaged in place."""
+        if gradient.requires_grad:
+            raise ModelError(
+                "backward(create_graph=True) keeps the graph of gradients, which averaging would cut",
+                hint="Take such gradients with torch.autograd.grad, and backward without create_graph.",
+            )
+        if gradient.layout is not torch.strided:
+            raise ModelError(
+                f"{self._names[number]} has a sparse gradient, which is not averaged here",
+                hint="Build the embedding with sparse=False, or use strategy='parameter-server'.",
+            )
+
+    def _second_gradient(self, number: int) -> ModelError:
+        return ModelError(
+            f"{self._names[number]} got a second gradient in one backward pass, after the first was sent",
+            hint=_NOT_REENTRANT,
+        )
+
+    def _unused(self, numbers: Sequence[int], where: str) -> PhalanxError:
+        """Return the error for parameters without a gradient; a nested pass has only some of them."""
+        names = [self._names[number] for number in numbers]
+        if is_nested():
+            return _reentrant(f"ended without {len(names)} of {len(self._names)} gradients, such as {names[0]}'s")
+        return unused_parameters(names, where)
+
+
+def is_nested() -> bool:
+    """Whether this is called by a backward pass that an autograd function runs within its own backward."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+    return False
+
+
+def _reentrant(what: str) -> ModelError:
+    return ModelError(
+        f"a backward pass within the backward of an autograd function, as reentrant checkpointing runs it, {what}",
+        hint=_NOT_REENTRANT,
+    )
 
 
 class GradientReducer(BackwardHooks):
@@ -221,58 +324,3 @@ def _in_the_layout_of(parameter: torch.nn.Parameter, piece: torch.Tensor) -> tor
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class FixedOrderReducer(GradientReducer):
-    """Averages gradients at the end of a step of `micro_batches` backward passes, in the order of `fixed_order`."""
-
-    _takes_every_pass = True
-
-    def __init__(
-        self,
-        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        exchange: Exchange,
-        *,
-        micro_batches: int,
-        **settings: Any,
-    ) -> None:
-        check_ranks(exchange.size)
-        self._accumulator = TreeAccumulator(micro_batches)
-        super().__init__(named_parameters, exchange, **settings)
-        self._arrivals = None
-        self._used = [False] * len(self._parameters)
-
-    def _forget_pass(self) -> bool:
-        for parameter in self._parameters:
-            parameter.grad = None
-        return super()._forget_pass()
-
-    def drop(self) -> None:
-        """Drop the micro-batches of a step that will not come."""
-        self._accumulator = TreeAccumulator(self._accumulator.count)
-
-    def _take(self, number: int) -> None:
-        self._here[number] = True
-
-    def _finish_pass(self) -> None:
-        if not self._allow_unused:
-            self._check_use()
-        self._used = [used or here for used, here in zip(self._used, self._here, strict=True)]
-        self._accumulator.feed([self._taken(parameter) for parameter in self._parameters])
-        if not self.sync:
-            return
-        for parameter, total in zip(self._parameters, self._accumulator.take(), strict=True):
-            parameter.grad = total if parameter.requires_grad else None
-        for index in range(len(self._buckets)):
-            self._send(index)
-        self.comm_thread.drain()
-        self._here, self._used = self._used, [False] * len(self._used)
-        if self._allow_unused:
-            self._mark_unused()
-
-    def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Remove a micro-batch's gradient from its parameter and return it."""
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return torch.zeros_like(parameter)
-        return gradient if gradient.is_contiguous() else gradient.contiguous()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.data.device import staged
-from phalanx.data.iterable import ReadyItems
 from phalanx.data.mapped import MappedBatches
 from phalanx.data.order import BatchSplit, DrawnOrder, IndexOrder, MicroInfo, Order, order_of
 from phalanx.data.source import Source, read_source
-from phalanx.data.streamed import StreamedBatches
 from phalanx.errors import DataError, UsageError
 
-Batches = MappedBatches | StreamedBatches
-"""The source of an epoch's micro-batches."""
+if TYPE_CHECKING:
+    from phalanx.data.streamed import StreamedBatches
+
+    Batches = MappedBatches | StreamedBatches
 
 
 def open_source(
@@ -33,6 +33,8 @@ def open_source(
     in_order: bool,
 ) -> Batches:
     """Return the micro-batches of a source: by index where the data set has indices, else as a stream."""
+    if source.is_stream or source.ready_batches:
+        from phalanx.data.streamed import StreamedBatches
     if source.is_stream:
         return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
     order: Order
@@ -43,6 +45,8 @@ def open_source(
     else:
         order = order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
     if source.ready_batches:
+        from phalanx.data.iterable import ReadyItems
+
         stream = dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True)
         return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
     mapped = MappedBatches(source, order, layout, seed=seed, drop_last=drop_last, group=group)

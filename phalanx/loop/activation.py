@@ -24,7 +24,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 from phalanx.loop.offload import HostMemory
-from phalanx.strategies.fsdp import find_blocks
+from phalanx.strategies.tensors import find_blocks
 
 
 def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:

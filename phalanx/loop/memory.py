@@ -20,7 +20,7 @@ from phalanx.host.cgroups import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
 from phalanx.observe.memory_bill import MemoryBill, optimizer_states, write_bill
-from phalanx.strategies.fsdp import find_blocks
+from phalanx.strategies.tensors import find_blocks
 
 _EVERY = 5.0
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -20,6 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
+from phalanx.models.contract import Adapter, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import raise_if_aborted
@@ -200,9 +201,8 @@ def adapt(model: nn.Module, config: DistributedConfig) -> None:
 
 def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimizer, config: DistributedConfig) -> None:
     """Raise for an optimizer that would train nothing: made before the adapters, or for merged ones."""
-    from phalanx.models.lora import adapters
-
-    if any(adapter.merged for model in models for adapter in adapters(model).values()):
+    modules = (module for model in models for module in model.modules() if implements(module, Adapter))
+    if any(getattr(module, "merged", False) for module in modules):
         raise UsageError("merged adapters take no part in training", hint="Call phalanx.unmerge_lora(model) first.")
     if config.lora_rank is None:
         return

@@ -14,7 +14,7 @@ from phalanx.loop.loss_log import LossLog
 from phalanx.loop.phases import StepPhases
 from phalanx.loop.precision import Precision
 from phalanx.strategies.base import Strategy
-from phalanx.strategies.pipeline.loss import count_rows
+from phalanx.strategies.tensors import count_rows
 
 
 class BatchPasses:

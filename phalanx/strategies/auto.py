@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.comm.exchange import Exchange, is_emulated
 from phalanx.comm.reducer import bytes_for
-from phalanx.comm.shm.bootstrap import group_text_gatherer
-from phalanx.comm.shm.setup import share_gradients
+from phalanx.comm.shm import share_gradients
+from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.config import DistributedConfig
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.ring_ddp import RingDDP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import torch_compat
-from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 from phalanx.comm.exchange import is_emulated, open_exchange
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
@@ -20,6 +19,9 @@ from phalanx.strategies.base import CommStats
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.tensors import average, is_meta, materialise
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.comm.compress.hook import CompressionHook
 
 _ARMED = "_phalanx_armed"
 """Whether a wrapped model was called since its gradients were averaged last: torch averages once after each call."""
@@ -56,6 +58,8 @@ class DDP(CompressesGradients):
         if self.config.compression == "none" and not is_emulated():
             wrapped = DistributedDataParallel(model, **options)
         else:
+            from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
+
             compressor = self.compressor_for(model)
             wrapped = FixedBuckets(model, **options)
             exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))

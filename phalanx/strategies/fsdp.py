@@ -16,7 +16,7 @@ from phalanx.comm.waits import WaitSampler
 from phalanx.config.settings import precision_name
 from phalanx.errors import ModelError, UsageError, unknown_name
 from phalanx.strategies.base import BatchPass, CommStats, Strategy, share_weights
-from phalanx.strategies.tensors import is_meta, materialise
+from phalanx.strategies.tensors import find_blocks, is_meta, materialise
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.seed import seed_everything
 
@@ -28,25 +28,6 @@ def blocks_of_class(model: nn.Module, name: str) -> dict[str, nn.Module]:
         classes = {type(module).__name__ for path, module in model.named_modules() if path}
         raise UsageError(unknown_name(f"class of modules in {type(model).__name__}", name, classes))
     return found
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks: children of one class inside the outermost list or sequence that has several."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in found):
-            continue  # inside a block already
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
-            wide = [(key, child) for key, child in children if _is_block(child)]
-            kinds = [type(child) for _, child in wide]
-            found.update((key, child) for key, child in wide if kinds.count(type(child)) > 1)
-    return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Whether a module has parameters and children; recomputing a single layer would save nothing."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

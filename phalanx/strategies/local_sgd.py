@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx import torch_compat
-from phalanx.comm.compress.base import ring_bytes
+from phalanx.comm.compress import ring_bytes
 from phalanx.comm.exchange import Exchange
 from phalanx.config import DistributedConfig
 from phalanx.strategies.base import CommStats, Strategy, newly_trained, share_weights

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.exchange import Alone, ChannelExchange, Exchange, is_emulated, open_exchange
-from phalanx.comm.reducer import FixedOrderReducer, GradientReducer, bytes_for
-from phalanx.comm.shm.bootstrap import group_text_gatherer
-from phalanx.comm.shm.setup import share_gradients
+from phalanx.comm.exchange import Alone, Exchange, is_emulated, open_exchange
+from phalanx.comm.reducer import GradientReducer, bytes_for
+from phalanx.comm.shm import share_gradients
+from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.config import DistributedConfig
 from phalanx.strategies.base import newly_trained, share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
@@ -63,9 +63,11 @@ class RingDDP(CompressesGradients):
             "memory": memory,
             "allow_unused": self.config.find_unused_parameters,
         }
+        kind: type[GradientReducer] = GradientReducer
         if self.config.fixed_order:
+            from phalanx.comm.fixed_order_reducer import FixedOrderReducer as kind
+
             settings["micro_batches"] = self.world.accumulation(self.config.gradient_accumulation_steps)
-        kind = FixedOrderReducer if self.config.fixed_order else GradientReducer
         reducer = kind(named, exchange, **settings)
         reducer.sync = all(other.sync for other in reducers)
         reducers.append(reducer)
@@ -116,5 +118,7 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
     group = dist.new_group(timeout=timedelta(seconds=config.timeout))
     memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
     if on_cpu or config.fixed_order:
+        from phalanx.comm.collectives.hierarchical import ChannelExchange
+
         return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
     return open_exchange(group), memory

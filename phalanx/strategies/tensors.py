@@ -1,10 +1,14 @@
-"""Memory for models on the meta device, the mean of tensors over ranks, and the norm of sharded tensors."""
+"""What strategies ask of models and batches, and do to tensors.
+
+Repeated blocks, memory for models on the meta device, the mean of tensors over ranks, the norm of sharded tensors.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,39 @@ from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.models.contract import Adapter, InitialisesWeights, implements
 from phalanx.strategies.base import local
+from phalanx.torch_compat import pytree
+
+PLACED = "_phalanx_placed"
+"""Attribute of a model that a pipeline has placed: its `Placed`."""
+
+
+def count_rows(batch: Any) -> int:
+    """Return the samples of a batch."""
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks: children of one class inside the outermost list or sequence that has several."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}.") for block in found):
+            continue  # inside a block already
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
+            wide = [(key, child) for key, child in children if _is_block(child)]
+            kinds = [type(child) for _, child in wide]
+            found.update((key, child) for key, child in wide if kinds.count(type(child)) > 1)
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a module has parameters and children; recomputing a single layer would save nothing."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Whether a pipeline has placed the stages of this model on several ranks."""
+    return PLACED in model.__dict__
 
 
 def is_meta(model: nn.Module) -> bool:

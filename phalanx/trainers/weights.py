@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from phalanx import checkpoint, torch_compat
 from phalanx.errors import CheckpointError, nearest
 from phalanx.strategies.base import part_like, whole
-from phalanx.strategies.pipeline.placement import join_stages, placed_before
-from phalanx.strategies.pipeline.strategy import Row
-from phalanx.strategies.tensors import is_meta, materialise
+from phalanx.strategies.tensors import PLACED, is_meta, is_placed, materialise
+
+if TYPE_CHECKING:
+    from phalanx.strategies.pipeline.strategy import Row
 
 
 def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor] | None:
@@ -35,10 +36,9 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any], *, keep: bool = 
 
     Tensors that are whole on this CPU already are the memory itself, not a copy.
     """
-    placed = placed_before(model)
-    if placed is None:
+    if not is_placed(model):
         return whole_state(dict(tensors), keep=keep)
-    found = _of_all_stages(tensors, placed.row, keep=keep)
+    found = _of_all_stages(tensors, model.__dict__[PLACED].row, keep=keep)
     return found if keep else None
 
 
@@ -181,9 +181,12 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _described(model: nn.Module, state: Mapping[str, Any]) -> dict[str, _Info | None]:
     """Return whole shape and dtype of every entry by name, those of all pipeline stages; None: not a tensor."""
-    return join_stages(
-        model, {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
-    )
+    here = {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
+    if not is_placed(model):
+        return here
+    from phalanx.strategies.pipeline.placement import join_stages
+
+    return join_stages(model, here)
 
 
 def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | None]) -> None:

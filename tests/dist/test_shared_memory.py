@@ -22,7 +22,7 @@ from command import clean_environment, finish
 
 from phalanx.comm.register import register
 from phalanx.comm.shm import SharedGroup
-from phalanx.comm.shm.bootstrap import group_text_gatherer
+from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.errors import CommunicationError
 
 SIZES = (0, 1, 7, 1000, 20_000, 33_333)

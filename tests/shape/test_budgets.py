@@ -26,8 +26,8 @@ FILES = 540
 SETTINGS = 130
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 373
-RANK_MODULES = 240
-FORMATION_MODULES = 140
+RANK_MODULES = 195
+FORMATION_MODULES = 110
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
 OWN_CHOICE = {"phalanx.tools.tune.search"}

@@ -12,8 +12,6 @@ from phalanx.checkpoint import (
     Snapshot,
     check_writable,
     choose,
-    compare,
-    copy_checkpoint,
     find_best,
     list_checkpoints,
     load,
@@ -22,6 +20,8 @@ from phalanx.checkpoint import (
     save,
     verify,
 )
+from phalanx.checkpoint.compare import compare
+from phalanx.checkpoint.copy import copy_checkpoint
 from phalanx.checkpoint.files import FileRecord
 from phalanx.checkpoint.manifest import dump_manifest
 from phalanx.checkpoint.place import place_at

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.comm.collectives.channel import CHUNK_BYTES, Handle, P2PChannel
 from phalanx.comm.collectives.mismatch import describe, start_check
-from phalanx.comm.collectives.reduction import Reduction, find_reduction
+from phalanx.comm.reduction import Reduction, find_reduction
 from phalanx.errors import UsageError
 
 

@@ -19,8 +19,8 @@ import torch
 
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.chunks import RecvBuffers, bounds, chunks, sendrecv, start_reduction, write_back
-from phalanx.comm.collectives.reduction import Reduction
 from phalanx.comm.collectives.tree import climb, descend
+from phalanx.comm.reduction import Reduction
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> None:

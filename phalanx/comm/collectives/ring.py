@@ -23,7 +23,7 @@ import torch
 from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.comm.collectives.chunks import bounds, chunk_count, split, start_collective, start_reduction, write_back
 from phalanx.comm.collectives.mismatch import INLINE_BYTES
-from phalanx.comm.collectives.reduction import OPS, Reduction
+from phalanx.comm.reduction import OPS, Reduction
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> None:

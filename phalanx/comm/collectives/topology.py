@@ -19,7 +19,7 @@ import torch
 from phalanx.comm.collectives import ring
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
-from phalanx.comm.shm.bootstrap import machine_id
+from phalanx.comm.shm.pages import machine_id
 
 FAR_RATIO = 2.0
 """A link is far where it takes at least so many times as long as the slowest near one."""

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.comm.collectives.chunks import RecvBuffers, chunks, start_collective, start_reduction, write_back
-from phalanx.comm.collectives.reduction import Reduction
+from phalanx.comm.reduction import Reduction
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> None:

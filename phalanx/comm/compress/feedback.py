@@ -11,13 +11,13 @@ their own, so all end with equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from phalanx.comm.buckets import Bucket
-from phalanx.comm.compress.base import Compressor, wide
+from phalanx.comm.compress import Compressor, wide
 from phalanx.comm.exchange import Exchange
 
 
@@ -81,22 +81,6 @@ def slices(bucket: Bucket) -> Iterator[tuple[str, slice]]:
     for name, part in zip(bucket.names, bucket.parts, strict=True):
         start = part.storage_offset() - begin
         yield name, slice(start, start + part.numel())
-
-
-def merged_states(states: Sequence[Mapping[str, Any]], factor: float) -> dict[str, Any]:
-    """Return one rank's state from several ranks': residuals added up and scaled, the rest from the first.
-
-    With factor = new ranks / old ranks, and each old rank's state given to one new rank, the average of all residuals
-    stays the same.
-    """
-    merged = dict(states[0])
-    total: dict[str, torch.Tensor] = {}
-    for state in states:
-        for name, tensor in state.get("residuals", {}).items():
-            total[name] = total[name] + tensor if name in total else tensor
-    if total:
-        merged["residuals"] = {name: tensor * factor for name, tensor in total.items()}
-    return merged
 
 
 class Codec(Protocol):

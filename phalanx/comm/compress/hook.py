@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx import torch_compat
 from phalanx.comm.buckets import Bucket
 from phalanx.comm.comm_thread import CommThread
-from phalanx.comm.compress.base import Compressor
+from phalanx.comm.compress import Compressor
 from phalanx.comm.exchange import Exchange
 
 

@@ -11,14 +11,15 @@ Vectors, and matrices that would not become smaller, are averaged without compre
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from phalanx.comm.buckets import Bucket
-from phalanx.comm.compress.base import average, generator, is_finite
+from phalanx.comm.compress import average, generator, is_finite
 from phalanx.comm.compress.feedback import FeedbackCompressor, slices
 from phalanx.comm.exchange import Exchange
+from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 
 
@@ -39,6 +40,12 @@ class PowerSGD(FeedbackCompressor):
         super().__init__(seed=seed, warmup=warmup)
         self.rank = rank
         self._factors: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, config: DistributedConfig, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Self:
+        """Return the compressor with the rank that a config names; ModelError where nothing becomes smaller."""
+        check_rank(config.powersgd_rank, named_parameters)
+        return cls(config.powersgd_rank, seed=config.seed, warmup=config.compression_warmup)
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Self
 
 import torch
 
 from phalanx.comm.buckets import Bucket
-from phalanx.comm.compress.base import average, generator, is_finite
+from phalanx.comm.compress import average, generator, is_finite
 from phalanx.comm.compress.feedback import FeedbackCompressor
 from phalanx.comm.exchange import Exchange
+from phalanx.config import DistributedConfig
 
 _LARGEST_INT32 = 2**31 - 1
 
@@ -20,6 +23,11 @@ class _Sparse(FeedbackCompressor):
     def __init__(self, ratio: float, *, seed: int = 0, warmup: int = 0) -> None:
         super().__init__(seed=seed, warmup=warmup)
         self.ratio = ratio
+
+    @classmethod
+    def of(cls, config: DistributedConfig, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Self:
+        """Return the compressor with the share of values that a config names."""
+        return cls(config.compression_ratio, seed=config.seed, warmup=config.compression_warmup)
 
 
 class TopK(_Sparse):

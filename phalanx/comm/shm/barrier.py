@@ -1,16 +1,29 @@
-"""A barrier in shared memory on Linux futexes, which also detects ranks that failed or call another collective."""
+"""A barrier in shared memory on Linux futexes, which also detects ranks that failed or call another collective.
+
+A futex is a 32-bit word in shared memory, reached through libc: waiting for another process without polling.
+`futex_wait` blocks until the word is woken, and returns at once when the word has changed already: no wake-up is lost
+between reading the word and waiting.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import platform
+import sys
 import time
 import zlib
 
-from phalanx.comm.shm import futex
-from phalanx.comm.shm.memory import SharedPages
+from phalanx.comm.shm.pages import SharedPages
 from phalanx.errors import CommunicationError
 from phalanx.world.abort import abortable
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_WAIT, _WAKE, _WAKE_OP = 0, 1, 5
+_ALL_WAITERS = 2**31 - 1
+_ADD_ONE = 1 << 28 | 1 << 12
+"""FUTEX_OP_ADD with the operand 1."""
 
 SLOT = 256
 """Bytes of each rank's slot: a counter, and two signatures in turn. Whole cache lines, which ranks do not share."""
@@ -18,6 +31,44 @@ SIGNATURE = 112
 _SPIN_S = 50e-6
 _CHECK_S = 0.5
 _WRAP = 2**32
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_NUMBER = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if _NUMBER is not None else None
+
+
+def has_futexes() -> bool:
+    """Whether this system has futexes with a known system call number."""
+    return _syscall is not None
+
+
+def futex_wait(address: int, seen: int, seconds: float) -> None:
+    """Wait until the word at `address` is woken, unless it differs from `seen`; at most so many seconds."""
+    limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    if _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0) != 0:  # type: ignore[misc]
+        reason = ctypes.get_errno()
+        if reason not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(reason, f"futex wait: {os.strerror(reason)}")
+
+
+def futex_wake(address: int) -> None:
+    """Wake all processes that wait for the word at `address`, which stays as it is."""
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _ALL_WAITERS, None, None, 0)  # type: ignore[misc]
+
+
+def futex_count_and_wake(address: int) -> None:
+    """Add one to the word at `address`, and wake all processes that wait for it.
+
+    The kernel adds atomically, after all earlier writes of this rank: a process that sees the new count sees the data.
+    """
+    word = ctypes.c_void_p(address)
+    if _syscall(_NUMBER, word, _WAKE_OP, _ALL_WAITERS, 0, word, _ADD_ONE) < 0:  # type: ignore[misc]
+        reason = ctypes.get_errno()
+        raise OSError(reason, f"futex wake: {os.strerror(reason)}")
 
 
 class ShmBarrier:
@@ -44,7 +95,7 @@ class ShmBarrier:
         self.count = (self.count + 1) % _WRAP
         own = self._signature_at(self._rank)
         self._bytes[own : own + SIGNATURE] = signature = _fitted(signature)
-        futex.count_and_wake(self._address + self._rank * SLOT)
+        futex_count_and_wake(self._address + self._rank * SLOT)
         for rank in self._others:
             self._await(rank)
         for rank in self._others:
@@ -56,7 +107,7 @@ class ShmBarrier:
         """Let this rank's waiting call raise, and every later one; called by another thread."""
         self._aborted = why
         for rank in self._others:
-            futex.wake(self._address + rank * SLOT)
+            futex_wake(self._address + rank * SLOT)
 
     def _abort_error(self) -> CommunicationError:
         return CommunicationError(f"rank {self._rank} waited for others in shared memory: {self._aborted}")
@@ -78,7 +129,7 @@ class ShmBarrier:
             seen = words[word]
             if (seen - count) % _WRAP < _WRAP // 2:
                 return
-            futex.wait(self._address + rank * SLOT, seen, _CHECK_S)
+            futex_wait(self._address + rank * SLOT, seen, _CHECK_S)
             if self._aborted:
                 raise self._abort_error()
             if words[word] == seen:

@@ -15,10 +15,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives.reduction import combine_in_order
+from phalanx.comm.reduction import combine_in_order
 from phalanx.comm.shm.barrier import SLOT, ShmBarrier
-from phalanx.comm.shm.bootstrap import AllGatherText, group_text_gatherer, text_gatherer
-from phalanx.comm.shm.memory import SharedPages, SymmetricTensors, round_up
+from phalanx.comm.shm.pages import (
+    AllGatherText,
+    SharedPages,
+    SymmetricTensors,
+    group_text_gatherer,
+    round_up,
+    text_gatherer,
+)
 from phalanx.observe.collectives import CallRing, GroupCalls, call_ring
 
 HALF = 2 << 20

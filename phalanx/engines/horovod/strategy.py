@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm.backward import BackwardHooks
+from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
 from phalanx.engines.horovod import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod

@@ -10,11 +10,6 @@ from phalanx.strategies.base import BatchPass
 from phalanx.torch_compat import pytree
 
 
-def count_rows(batch: Any) -> int:
-    """Return the samples of a batch."""
-    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-
-
 def cut_rows(batch: Any, start: int, end: int) -> Any:
     """Return the samples from `start` to before `end`."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:end], batch)

@@ -24,10 +24,9 @@ from phalanx.strategies.pipeline.stages import (
     units_of,
 )
 from phalanx.strategies.pipeline.strategy import Row, Tie
+from phalanx.strategies.tensors import PLACED
 from phalanx.world.schedules import SCHEDULES
 from phalanx.world.world import World
-
-_MARK = "_phalanx_placed"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Placed:
 
 def placed_before(model: nn.Module) -> Placed | None:
     """Return how an earlier run placed this model."""
-    placed: Placed | None = model.__dict__.get(_MARK)
+    placed: Placed | None = model.__dict__.get(PLACED)
     return placed
 
 
@@ -81,7 +80,7 @@ def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
     for part in placed.stages.values():
         if implements(part, SequenceShards):  # hidden states between stages are slices of the sequence
             part.sequence_shards = world.mesh.tp
-    model.__dict__[_MARK] = placed  # not by setattr: the stages are not submodules, their units are
+    model.__dict__[PLACED] = placed  # not by setattr: the stages are not submodules, their units are
     return placed
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.models.contract import ExampleInputs, PipelineUnits, implements
-from phalanx.strategies.fsdp import find_blocks
+from phalanx.strategies.tensors import find_blocks
 from phalanx.world.splits import too_many_stages
 
 

@@ -34,7 +34,7 @@ from phalanx.loop.losses import LossFn
 from phalanx.loop.optim import build_optimizer
 from phalanx.models import moe
 from phalanx.models.contract import InitialisesWeights, implements
-from phalanx.strategies.fsdp import find_blocks
+from phalanx.strategies.tensors import find_blocks
 from phalanx.tools.plan.fake_report import DryRun, FakeRank, Sent
 from phalanx.tools.plan.memory_trace import Collective, Recorder
 from phalanx.world.env import RankEnv, export_rank_env

@@ -66,7 +66,7 @@ def trace_module(module: nn.Module, example: Example = None, *, name: str = "") 
     if known is not None and known.parameters == _size(module):
         return known
     inputs, described = _inputs(module, example)
-    blocks: dict[str, nn.Module] = load_import("phalanx.strategies.fsdp:find_blocks", "blocks")(module)
+    blocks: dict[str, nn.Module] = load_import("phalanx.strategies.tensors:find_blocks", "blocks")(module)
     found = _run(module, inputs, blocks, f"{name} cannot be traced with an input of {described}")
     samples = len(inputs[0])
     parameters = list(module.parameters())

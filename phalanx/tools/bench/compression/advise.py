@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.comm.buckets import Bucket
-from phalanx.comm.compress import build_compressor
-from phalanx.comm.compress.base import ring_bytes
+from phalanx.comm.compress import build_compressor, ring_bytes
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 

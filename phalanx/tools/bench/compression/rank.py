@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from phalanx.comm.compress.base import ring_bytes
+from phalanx.comm.compress import ring_bytes
 from phalanx.comm.exchange import emulated_link
 from phalanx.config import DistributedConfig
 from phalanx.loop.forward import decide_forward, implied_loss

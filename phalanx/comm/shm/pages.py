@@ -1,7 +1,8 @@
 """Memory that all ranks of one machine map: an unnamed file in /dev/shm, and tensors in it.
 
 Rank 0 creates the file without a name and the others open it through /proc, so nothing remains in /dev/shm after a
-failure. All pages are allocated at once: a full /dev/shm is an error at the start instead of a SIGBUS later.
+failure. All pages are allocated at once: a full /dev/shm is an error at the start instead of a SIGBUS later. Before
+the memory exists, ranks send each other short texts by an all-gather of tensors (`AllGatherText`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,59 @@ import fcntl
 import mmap
 import os
 import secrets
+import socket
 import struct
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from phalanx.comm.shm.bootstrap import AllGatherText
-from phalanx.errors import SharedMemoryUnavailable
+from phalanx.errors import CommunicationError, SharedMemoryUnavailable
 
 SHM = "/dev/shm"
 PAGE = mmap.PAGESIZE
 _TOKEN_BYTES = 16
 _FLOCK = struct.Struct("hhqqi4x")
 """C's `struct flock` where long and off_t have 64 bits: type, whence, start, length, pid."""
+
+AllGatherText = Callable[[str], list[str]]
+"""Sends a short text to all ranks and returns the texts of all of them, by rank."""
+
+TEXT = 256
+"""Bytes of such a text."""
+
+
+def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], object], size: int) -> AllGatherText:
+    """Return an all-gather of texts, made of an all-gather of tensors into a list."""
+
+    def gather_text(text: str) -> list[str]:
+        own = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT)), dtype=torch.uint8)
+        gathered = [torch.empty_like(own) for _ in range(size)]
+        try:
+            all_gather(gathered, own)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CommunicationError(f"a rank was lost before the ranks could share memory: {reason}") from error
+        return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in gathered]
+
+    return gather_text
+
+
+def group_text_gatherer(group: dist.ProcessGroup | None) -> AllGatherText:
+    """Return an all-gather of texts in a process group that supports CPU tensors."""
+    return text_gatherer(lambda gathered, own: dist.all_gather(gathered, own, group=group), dist.get_world_size(group))
+
+
+def machine_id() -> str:
+    """Return what is equal on ranks that may share memory: host name, boot id, and the pid and network namespaces.
+
+    Ranks in different containers cannot open each other's memory. Tests use network namespaces as machines.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "?"]
+    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path(f"/proc/self/ns/{kind}").exists()]
+    return "/".join(parts)
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
