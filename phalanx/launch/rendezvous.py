@@ -103,7 +103,7 @@ class Rendezvous:
         if "node" in message:
             self.is_complete, self._node_rank = True, message["node"]["node_rank"]
         elif "question" in message:
-            self._askers[message["question"]] = message["sender"]
+            self._askers[message["question"]] = message.pop("sender")
         return message
 
     def publish_failure(self, failure: FailureReport) -> None:
