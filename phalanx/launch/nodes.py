@@ -172,7 +172,7 @@ class NodeGroup:
         return [{**message, "attempt": self._attempt} for message in found]
 
     def _read(self, mail: Mail) -> list[Message]:
-        """Take what a message says about the machines; return what the launcher has to know."""
+        """Take what a message says about the machines; return what the launcher has to know, its kind first."""
         if "nodes" in mail:
             if not self._leads:
                 nodes = self._nodes | mail["nodes"]
@@ -186,11 +186,12 @@ class NodeGroup:
         if "remote_failure" in mail:  # the first of them is that of all machines
             is_news = not self._knows_failure and mail["sender"] != self._own
             self._knows_failure = True
-            return [mail] if is_news else []
+            return [{"remote_failure": mail["remote_failure"]}] if is_news else []
         if "question" in mail:
             return [{**mail, "own": mail["sender"] == self._own}]
-        if "answer" in mail or "all_ended" in mail:
-            return [mail]
+        for kind in ("answer", "all_ended"):
+            if kind in mail:
+                return [{kind: mail[kind]}]
         if "arrival" in mail:
             self._take_in(mail["arrival"], mail["node"])
         return [{"mail": mail}]
@@ -259,8 +260,8 @@ class NodeGroup:
         others = (node for node in sorted(self._nodes) if node != lost)
         candidates = [node for node in others if node == self._own or self._listens(node)]
         self._check_quorum(candidates)
-        news: Message = {"lost": {lost: self._nodes.pop(lost)["host"]}}
         self._leader = candidates[0]
+        news: Message = {"leader": self._leader, "lost": {lost: self._nodes.pop(lost)["host"]}}
         self._leads = self._leader == self._own
         self._host, self._port = self._nodes[self._leader]["standby"]
         if self._leads:
@@ -271,7 +272,7 @@ class NodeGroup:
             self._store = open_store(self._host, self._port, self._silence, is_master=False)
         self._attempt_store = self._sign("failover")
         self._open_mailbox(len(self._nodes))
-        return {**news, "leader": self._leader}
+        return news
 
     def leave(self) -> None:
         """Send what is left, and leave; the leader leaves last, so that the others can still read."""

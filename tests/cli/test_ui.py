@@ -194,7 +194,7 @@ def test_many_long_runs_are_drawn_in_less_than_a_second(page, tmp_path):
 
 def test_a_file_of_its_own_shows_the_runs_without_a_network(page, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(runs.parent)
-    answer = phalanx("report", "first", "second", "--html", tmp_path / "report.html")
+    answer = phalanx("ui", "first", "second", "--save", tmp_path / "report.html")
     assert (answer.code, answer.out.strip()) == (0, str(tmp_path / "report.html"))
     page.open(f"file://{tmp_path}/report.html")
     page.wait("document.body.dataset.drawn")
@@ -299,16 +299,16 @@ def test_a_missing_package_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["first", "second"], "To compare runs: --html FILE"),
-        (["first", "--html", "."], "is a folder"),
-        (["first", "--html", "missing/report.html"], "does not exist"),
-        (["config", "--html", "x.html"], "is not the folder of a run"),
+        (["first", "second"], "phalanx ui last --save report.html"),
+        (["first", "--save", "."], "is a folder"),
+        (["first", "--save", "missing/report.html"], "does not exist"),
+        (["config", "--save", "x.html"], "is not the folder of a run"),
     ],
 )
 def test_wrong_reports_are_explained(runs, monkeypatch, words, said):
     monkeypatch.chdir(runs.parent)
     monkeypatch.chdir(runs)
-    answer = phalanx("report", *words, "--runs-dir", runs)
+    answer = phalanx("ui", *words, "--runs-dir", runs)
     assert answer.code == 2
     assert said in answer.err
 
