@@ -40,7 +40,6 @@ from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.losses import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
-from phalanx.loop.phases import StepPhases
 from phalanx.loop.prepare import (
     Prepared,
     PreparedLoader,
@@ -51,6 +50,7 @@ from phalanx.loop.prepare import (
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
+from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -89,7 +89,7 @@ class Formation(Prepared):
         self.saver = Saver()
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
-        self.phases = StepPhases()
+        self.clock = StepClock()
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
 
@@ -193,10 +193,10 @@ class Formation(Prepared):
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
-        self.phases.enter("forward")
-        passes = BatchPasses(self.gradients, self.precision, forward, self.phases)
+        self.clock.enter("forward")
+        passes = BatchPasses(self.gradients, self.precision, forward, self.clock)
         loss = self.strategy.train_batch(model, batch, passes)
-        self.phases.enter("other")
+        self.clock.enter("other")
         return loss
 
     def weighs_labels(self, forward: Forward, model: nn.Module, batch: Any, loader: PreparedLoader) -> bool:

@@ -102,7 +102,7 @@ class MemoryWatch(Callback):
         found = _ASKED.search(str(error))
         asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
         where = self._where(error.__traceback__)
-        what = f"out of memory in {self._trainer.formation.phases.current}{where}"
+        what = f"out of memory in {self._trainer.formation.clock.phase}{where}"
         if asked:
             what += f": {size(asked)} more were asked for"
         kind = _DeviceOutOfMemory if is_cuda else OutOfMemoryError

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,9 @@ from torch import nn
 
 from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
-from phalanx.loop.gauges import RankGauges
+from phalanx.loop.gauges import RankGauges, TokenRate, token_rate
 from phalanx.loop.hooks import StepInfo
 from phalanx.loop.loss_log import Losses, totals
-from phalanx.loop.phases import StepPhases
-from phalanx.loop.speed import TokenRate, token_rate
 from phalanx.models.contract import recorded_dimensions
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -40,7 +38,7 @@ from phalanx.observe.format import speed_note
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
-from phalanx.observe.timing import Throughput
+from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy
 from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
@@ -62,27 +60,22 @@ class RunFacts:
     precision: str
     batch_size: int
     global_batch: int
-    phases: StepPhases
-    data_wait: Callable[[], float] = lambda: 0.0
-    """Seconds that this rank has waited for training data."""
+    clock: StepClock
 
 
 class Reporter:
     """Turns what happens in the loop into events and history."""
 
     def __init__(self, facts: RunFacts, events: EventStream) -> None:
-        self.ledger = Ledger(
-            attempt=facts.world.env.attempt + facts.world.env.generation,
-            launched=facts.world.is_launched,
-            data_wait=facts.data_wait,
-            communication=self._communication,
-        )
+        self.clock = facts.clock
+        self.clock.communication = self._communication
+        attempt = facts.world.env.attempt + facts.world.env.generation
+        self.ledger = Ledger(self.clock, attempt=attempt, launched=facts.world.is_launched)
         self._facts = facts
         self.events = events
         self._every = facts.config.log_every_n_steps
         self._first_steps = _FIRST_STEPS_COMPILED if facts.config.compile else 1
         self.history = History()
-        self._speed = Throughput()
         self._began = time.monotonic()
         self._time_before = 0.0
         self._first_step = 0
@@ -95,7 +88,7 @@ class Reporter:
         """What the summary of the run proposes to run next."""
         self._token_rate = TokenRate()
         emit = events.emit if facts.world.is_main else None
-        self._gauges = RankGauges(facts.world, facts.phases, facts.data_wait, self._communication, emit)
+        self._gauges = RankGauges(facts.world, self.clock, emit)
         self._resumed_from: str | None = None
 
     def resumed(self, state: dict[str, Any]) -> None:
@@ -127,7 +120,7 @@ class Reporter:
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
         self._first_samples = self.samples
-        self._speed = Throughput()
+        self.clock.start()
         self.ledger.begin()
         self._began = self._epoch_began = time.monotonic()
         if not announce:
@@ -213,16 +206,14 @@ class Reporter:
 
     def count(self, samples: int) -> None:
         """Count a step's samples."""
-        self._speed.add(samples)
-        self.ledger.step_done()
-        self._gauges.step_done(samples)
-        if self._speed.steps == self._first_steps:
+        seconds = self.clock.step_done(samples)
+        self._gauges.after_step(seconds)
+        if self.clock.steps == self._first_steps:
             if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
                 torch.cuda.synchronize(self._facts.world.device)
-            self._speed.warmed_up()
-            self.ledger.first_steps_done(self._speed.warm_up_seconds)
+            self.clock.warmed_up()
             if self._facts.config.compile:
-                self.events.emit(Phase("compile", "end", self._speed.warm_up_seconds))
+                self.events.emit(Phase("compile", "end", self.clock.warm_up.seconds))
         self.samples += samples
         self._epoch_samples += samples
         if self.ledger.is_due:
@@ -244,7 +235,7 @@ class Reporter:
         mean = self.losses(losses)
         if mean is None:
             return
-        rate, seconds = self._speed.lap()
+        rate, seconds = self.clock.lap()
         event = StepDone(
             step=info.step,
             epoch=info.epoch + 1,
@@ -301,11 +292,8 @@ class Reporter:
         began = time.monotonic()
         self.events.emit(Phase(name, "begin", total=total))
         self._update_totals()
-        phases = self._facts.phases
-        phases.mark(name)
-        with self._speed.paused(), self._gauges.paused(), self.ledger.phase(name):
+        with self.clock.paused(name):
             yield
-        phases.mark(phases.current)
         self.events.emit(Phase(name, "end", time.monotonic() - began))
 
     def ended(self, status: str, step: int, checkpoint: str | None, reason: str) -> None:
@@ -333,9 +321,9 @@ class Reporter:
     def _update_totals(self) -> None:
         history = self.history
         history.total_time = self._time_before + time.monotonic() - self._began
-        history.throughput = rate = self._speed.steady
-        history.first_steps_seconds = self._speed.warm_up_seconds
-        history.slow_seconds = self._speed.slow_seconds
+        history.throughput = rate = self.clock.steady
+        history.first_steps_seconds = self.clock.warm_up.seconds
+        history.slow_seconds = self.clock.slow_seconds
         history.tokens_per_second = self._token_rate.tokens(rate)
         history.mfu = self._token_rate.mfu(rate)
         history.speedup = self._speedup(rate)
@@ -350,8 +338,8 @@ class Reporter:
         return sent.waited_s if sent else None
 
     def _report_goodput(self) -> Goodput:
-        rate = self._speed.steady
-        step = self._first_step + self._speed.steps
+        rate = self.clock.steady
+        step = self._first_step + self.clock.steps
         samples = (self._first_samples, self.samples)
         event = self.ledger.event(step, self._first_step, samples, rate, self._token_rate.mfu(rate))
         self.events.emit(event)

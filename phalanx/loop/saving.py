@@ -192,7 +192,7 @@ class Saves:
         if not loop.config.async_checkpoint:
             self.finish()
         if loop.saving.auto is not None:
-            loop.report.say(loop.saving.auto.saved(loop.step, loop.report.ledger.stalled))
+            loop.report.say(loop.saving.auto.saved(loop.step, loop.formation.clock.pauses["checkpoint"]))
 
     def finish(self) -> None:
         """Wait until the save in flight, if any, is published; mark it if it is the best, and report it."""

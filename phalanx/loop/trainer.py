@@ -83,9 +83,9 @@ class TrainLoop:
             precision=formation.precision.name,
             batch_size=layout.batch_size,
             global_batch=self.global_batch,
-            phases=formation.phases,
-            data_wait=lambda: self.train_loader.waited_s,
+            clock=formation.clock,
         )
+        formation.clock.data_wait = lambda: self.train_loader.waited_s
         self.report = Reporter(facts, events)
         self.checks = RankChecks(formation, self.model, events.emit)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
@@ -185,7 +185,7 @@ class TrainLoop:
                 self._forward,
                 batches,
                 self.ledger,
-                self.formation.phases,
+                self.formation.clock,
                 by_tokens=self._by_labels,
                 clip=config.gradient_clipping,
                 measure_norm=due,
@@ -295,7 +295,7 @@ class TrainLoop:
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
         if last or not self.control.is_active:
             return
-        with self.report.ledger.phase("idle"):
+        with self.formation.clock.paused("idle"):
             goes_on = self.control.should_continue(epoch + 1)
         if not goes_on:
             self.request_stop("stopped by the tuner")
