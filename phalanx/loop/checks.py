@@ -41,7 +41,7 @@ def hash_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 class RankChecks:
-    """Runs the checks that the config asks for; all ranks call its methods at the same steps."""
+    """Runs the checks that the config asks for, of several ranks; all call its methods at the same steps."""
 
     def __init__(self, formation: Formation, model: nn.Module, emit: Callable[[RankSuspected], None]) -> None:
         config = formation.config
@@ -53,11 +53,9 @@ class RankChecks:
         self._factor, self._window = config.straggler_factor, config.straggler_steps
         self._shares: tuple[int, ...] | None = None
         """How many samples of a micro-step each rank should take from now on."""
-        several = formation.world_size > 1
-        self.is_on = several and (self._every is not None or self._factor is not None)
         self._checked = -1
         self._pace: OwnTime | None = None
-        if self._factor is not None and several:
+        if self._factor is not None:
             self._pace = OwnTime(formation.clock, model, formation.device)
             if formation.world.store is not None:
                 formation.world.store.set(f"host/{formation.rank}", socket.gethostname())
@@ -78,7 +76,7 @@ class RankChecks:
 
     def compare_weights(self, step: int) -> None:
         """Compare the replicas' weights, once per step; also before a save, so that no checkpoint has wrong ones."""
-        if self._every is None or not self.is_on or self._checked == step:
+        if self._every is None or self._checked == step:
             return
         self._checked = step
         own = hash_of(self._model.parameters(), self._formation.device)

@@ -36,7 +36,6 @@ from phalanx.data.loader import shard_loader
 from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.losses import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
@@ -134,7 +133,10 @@ class Formation(Prepared):
         # What an earlier call has sharded lies where the strategy has put it, with offload in host memory.
         if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
-        self._undo.append(spare_activations(model, self.config))
+        if self.config.recompute is not None or self.config.activation_offload:
+            from phalanx.loop.activation import spare_activations
+
+            self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from phalanx.config import DistributedConfig
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
-from phalanx.loop.ema import WeightAverage
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.observe.heartbeat import current as current_heartbeat
@@ -25,6 +24,9 @@ from phalanx.strategies.base import Strategy
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.loop.ema import WeightAverage
 
 
 class Prepared:
@@ -53,6 +55,13 @@ class Prepared:
         self.best_path: Path | None = None
         self._weighs_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
+
+    def start_average(self) -> None:
+        """Average the weights of the model that was prepared, where `ema_decay` is set."""
+        if self.config.ema_decay is not None:
+            from phalanx.loop.ema import WeightAverage
+
+            self.average = WeightAverage(self.strategy.unwrap(self.models[0]), self.config.ema_decay)
 
     def _followed(self) -> None:
         if self.average is not None:

@@ -297,7 +297,7 @@ class StepProfile(Callback):
 
     # The end of the run.
 
-    def publish(self) -> None:
+    def on_training_end(self, trainer: Any) -> None:
         """Collect the traces of all ranks on the main one, merge them, and report what limits the speed."""
         if self._recording:  # the run ended before the last step that was to be recorded
             self._finish()
