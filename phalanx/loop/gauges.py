@@ -20,7 +20,7 @@ from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import RanksReported
 from phalanx.observe.heartbeat import Gauges, current, read_beats
-from phalanx.observe.step_clock import Reading, StepClock
+from phalanx.observe.step_clock import StepClock
 from phalanx.world.world import World
 
 _EVERY = 1.0
@@ -53,7 +53,7 @@ class RankGauges:
     def _write(self) -> None:
         clock, talked = self._clock, self._clock.communication()
         now = clock.read(at_last_step=True)
-        since = Reading(*(new - old for new, old in zip(now, self._mark, strict=True)))
+        since = now.since(self._mark)
         self._mark, self._due = now, now.seconds + _EVERY
         if self._sensor is not None:
             self.gpu = self._sensor.read()

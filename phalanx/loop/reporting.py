@@ -264,7 +264,7 @@ class Reporter:
             yield
         self.events.emit(Phase(name, "end", time.monotonic() - began))
 
-    def ended(self, status: str, step: int, checkpoint: str | None, reason: str) -> None:
+    def ended(self, status: str, reason: str, step: int, checkpoint: str | None) -> None:
         """Close the run's record and show what can be done next."""
         self.history.status, self.history.reason = status, reason
         self._update_totals()

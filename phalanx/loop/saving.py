@@ -10,6 +10,7 @@ import torch
 
 from phalanx import checkpoint
 from phalanx.checkpoint.group import from_rank_zero
+from phalanx.errors import NonFiniteLossError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.loop.best import BestCheckpoint
 from phalanx.loop.formation import Formation
@@ -220,7 +221,7 @@ class Saves(CheckpointPolicy):
             loop.checks.compare_weights(loop.step)
         loop.formation.strategy.consolidate(loop.model)
         if not loop.formation.weights_are_finite():  # the last step made them so, after its loss was computed
-            raise loop.failed(f"step {loop.step} left weights that are not finite, so they were not saved")
+            raise self.failed(f"step {loop.step} left weights that are not finite, so they were not saved")
         loop.formation.best_path = self.best.path
         with loop.report.phase("checkpoint"):
             self.begin(**loop_state(loop))
@@ -258,6 +259,14 @@ class Saves(CheckpointPolicy):
         self.best.record(self._loop.history)
         return is_best
 
+    def failed(self, what: str) -> NonFiniteLossError:
+        """Report that the run failed, and return the error to raise."""
+        self.publish()  # losses are equal on all ranks, so all are here
+        last = f"the last good checkpoint is {self.last_path}" if self.last_path else "there is no checkpoint before it"
+        self._loop.report.ended("failed", what, self._loop.step, self.last_path)
+        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
+        return NonFiniteLossError(f"{what}; {last}", hint=hint)
+
     def restore_best(self, state: dict[str, Any] | None, resumed_from: str) -> None:
         """Continue with the best value so far, and the checkpoint of its step."""
         loop = self._loop
@@ -265,7 +274,7 @@ class Saves(CheckpointPolicy):
             return
         path = state["path"]
         if path is None and loop.continues:  # it may have been published since
-            path = self.saved_paths.get(self.best.step)
+            path = self.saved_paths.get(self.best.step or 0)
         elif path is None and self.best.step == loop.step:
             path = resumed_from
         pending = path is None and loop.continues and self.best.step == loop.step  # the loop saves it now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from phalanx.loop.gradients import Gradients
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.precision import Precision
 from phalanx.observe.step_clock import StepClock
-from phalanx.strategies.base import Strategy
 from phalanx.strategies.pipeline.loss import count_rows
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
 
 
 class BatchPasses:
@@ -71,15 +73,12 @@ class StepOutcome(NamedTuple):
 
 
 def train_step(
-    gradients: Gradients,
-    precision: Precision,
-    strategy: Strategy,
+    formation: Formation,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward: Forward,
     batches: Iterator[Any],
-    ledger: LossLog,
-    clock: StepClock,
+    loss_log: LossLog,
     *,
     by_tokens: bool = False,
     clip: float | None = None,
@@ -90,6 +89,7 @@ def train_step(
 
     `reseed`: called with the step and the position of each micro-batch's samples before its forward pass.
     """
+    gradients, clock = formation.gradients, formation.clock
     step = gradients.steps + 1
     clock.enter("data")
     for batch in batches:
@@ -99,9 +99,9 @@ def train_step(
             share = forward.count_labels(batch) if gradients.current.samples else 0.0
         if reseed is not None:
             reseed(step, gradients.current.offset)
-        passes = BatchPasses(gradients, precision, forward, clock, share if by_tokens else None)
-        loss = strategy.train_batch(model, batch, passes)
-        ledger.add(step, loss, share)
+        passes = BatchPasses(gradients, formation.precision, forward, clock, share if by_tokens else None)
+        loss = formation.strategy.train_batch(model, batch, passes)
+        loss_log.add(step, loss, share)
         if gradients.boundary:
             break
         clock.enter("data")

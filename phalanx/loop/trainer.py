@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
-from phalanx.errors import NonFiniteLossError
 from phalanx.loop.control import RunControl, preempted_error
-from phalanx.loop.evaluate import batches_to_measure, begin_training, evaluate
+from phalanx.loop.evaluate import Evaluation, begin_training
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.loss_log import Losses
-from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
-from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
+from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import StopRequest
-from phalanx.loop.task import TrainTask, make_optimizer
+from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -45,9 +43,9 @@ class TrainLoop:
         self.model = formation.prepare(task.model)
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
         self.train_loader = formation.prepare_loader(task.train)
-        self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
+        self._evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
-        self.schedule = self._make_schedule()
+        self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
         self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         formation.undo_later(self.schedule.put_back)  # the next loop around this optimizer begins with its own rates
         self.hooks = Hooks(task.callbacks)
@@ -68,17 +66,6 @@ class TrainLoop:
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._forward: Forward | None = None
         self._by_labels = False
-        self._evaluated: tuple[int, dict[str, float]] | None = None
-
-    def _make_schedule(self) -> LRSchedule | OwnSchedule:
-        task, config = self.task, self.config
-        if task.scheduler is None:
-            scale = rate_scale(config, self.global_batch, self.train_loader.sharded.layout.batch_size)
-            return LRSchedule(self.optimizer, rate_factor(config, self.total_steps), scale)
-        scheduler = make_scheduler(task.scheduler, self.optimizer)
-        self.formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
-        by_step = task.scheduler_interval == "step"
-        return OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
 
     def _make_checks(self, events: EventStream) -> RankChecks | None:
         config = self.config
@@ -171,15 +158,12 @@ class TrainLoop:
             self.schedule.apply(step - 1)
             due = report.is_due(step)
             outcome = train_step(
-                self.formation.gradients,
-                self.formation.precision,
-                self.formation.strategy,
+                self.formation,
                 self.model,
                 self.optimizer,
                 self._forward,
                 batches,
                 report.loss_log,
-                self.formation.clock,
                 by_tokens=self._by_labels,
                 clip=config.gradient_clipping,
                 measure_norm=due,
@@ -258,46 +242,25 @@ class TrainLoop:
             return
         self.saving.save()
         self.saving.publish()
-        self._report_end(*self.control.stopped())
+        self.report.ended(*self.control.stopped(), self.step, self.saving.last_path)
         raise preempted_error(self.stop.reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and report after a whole epoch, or after the last step."""
         self.losses_checked()
         last = self.is_finished()
-        metrics: dict[str, float] = {}
-        every = self.config.eval_every
-        if self.val_loader is not None and every and (last or (epoch + 1) % every == 0):
-            metrics = self.evaluate(ended_epoch=epoch)
-        self._judge("train", {"loss": self.report.epoch_loss})
+        metrics = self._evaluation.after_epoch(epoch, last=last)
+        self.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
         if not last:
             self.control.after_epoch(epoch + 1)
 
-    def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
-        assert self.val_loader is not None, "only with validation data"
-        if ended_epoch is not None and self._evaluated is not None and self._evaluated[0] == self.step:
-            metrics = self._evaluated[1]  # a callback has measured these weights
-        else:
-            metrics = self._measured()
-        epoch = self.epoch if ended_epoch is None else ended_epoch
-        self.report.evaluated(self.step, epoch, metrics, ends_epoch=ended_epoch is not None)
-        return metrics
+        return self._evaluation.run()
 
-    def _measured(self) -> dict[str, float]:
-        """Evaluate, and decide by the result."""
-        limit, task = self.config.limit_val_batches, self.task
-        assert self.val_loader is not None
-        total = batches_to_measure(self.val_loader, limit)
-        with self.report.phase("evaluate", total), self.formation.averaged():
-            metrics = evaluate(self.formation, self.model, self.val_loader, task.loss_fn, task.metrics, limit)
-        self._evaluated = (self.step, metrics)
-        self._judge("val", metrics)
-        return metrics
-
-    def _judge(self, split: str, metrics: dict[str, float]) -> None:
+    def judge(self, split: str, metrics: dict[str, float]) -> None:
         """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
         values = {f"{split}/{name}": value for name, value in metrics.items()}
         self.saving.judge(values, self.step)
@@ -311,30 +274,18 @@ class TrainLoop:
             self.formation.average = None
         self.hooks.fire("on_training_end", self)
         ending = self.control.ending
-        self._report_end(ending.status, ending.reason)
+        self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
         ending.reported = True
         self.hooks.fire("on_fit_end", self)
         self.schedule.put_back(only_scheduled=True)
-
-    def _report_end(self, status: str, reason: str) -> None:
-        self.report.ended(status, self.step, self.saving.last_path, reason)
 
     def _losses(self) -> Losses:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
         losses = self.report.loss_log.read()
         bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            raise self.failed(f"the loss is {losses[bad].loss} at step {bad}")
+            raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}")
         return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
-
-    def failed(self, what: str) -> NonFiniteLossError:
-        """Report that the run failed, and return the error to raise."""
-        self.saving.publish()  # losses are equal on all ranks, so all are here
-        path = self.saving.last_path
-        last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
-        self._report_end("failed", what)
-        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
-        return NonFiniteLossError(f"{what}; {last}", hint=hint)
 
     def losses_checked(self) -> None:
         """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""
@@ -348,16 +299,8 @@ class TrainLoop:
 
     def count_steps(self) -> int | None:
         """Return the number of optimizer steps of the whole run, where it is known beforehand."""
-        config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
-        if per_epoch is None or self.max_epochs is None:
-            return config.max_steps
-        # The steps for the samples that are left; a resumed run may be within an epoch.
-        sharded, left = self.train_loader.sharded, max(0, self.max_epochs - self.epoch)
-        steps = per_epoch * left
-        if sharded.samples_done and left:
-            unseen = (sharded.num_samples or 0) - sharded.samples_done
-            steps = per_epoch * (left - 1) + -(-unseen // self.global_batch)
-        return int(min(self.step + steps, config.max_steps or math.inf))
+        left, most = self.train_loader.steps_left(self.max_epochs), self.config.max_steps
+        return most if left is None else int(min(self.step + left, most or math.inf))
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

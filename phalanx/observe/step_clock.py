@@ -23,6 +23,12 @@ class Reading(NamedTuple):
     own: float
     """Seconds of work that waits for no other rank: data and forward passes, where replicas hold whole models."""
 
+    def since(self, before: Reading) -> Reading:
+        """Return what was counted since an earlier reading."""
+        steps, samples = self.steps - before.steps, self.samples - before.samples
+        data, talk = self.data_wait - before.data_wait, self.communication - before.communication
+        return Reading(self.seconds - before.seconds, samples, steps, data, talk, self.own - before.own)
+
 
 class StepClock:
     """Counts steps, their samples, and seconds by phase; what happens in `paused()` is counted apart, by its name.
