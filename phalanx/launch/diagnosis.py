@@ -25,7 +25,7 @@ from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
 from phalanx.launch.watches import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
-from phalanx.observe.memory_bill import read_bill
+from phalanx.observe.memory_breakdown import read_breakdown
 
 _USUAL_STEPS = 3
 _SEE_STACK = "Its stack is in the .stack file next to its log."
@@ -91,7 +91,7 @@ class Evidence:
             step=self._step(guilty.rank),
             killed_for_memory=oom_kills() > self._oom_kills,
             log=log_path(self._spec.log_dir, guilty.rank),
-            bill=read_bill(self._spec.log_dir, guilty.rank),
+            bill=read_breakdown(self._spec.log_dir, guilty.rank),
         )
         return dataclasses.replace(failure, others_stopped=self._others(states))
 

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.host.lost_peers import reports_lost_peer, reports_mismatch
 from phalanx.launch.stacks import main_stack
 from phalanx.observe.collectives import is_users
-from phalanx.observe.memory_bill import MemoryBill
+from phalanx.observe.memory_breakdown import MemoryBreakdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def explain(
     step: int | None,
     killed_for_memory: bool,
     log: Path,
-    bill: MemoryBill | None = None,
+    bill: MemoryBreakdown | None = None,
 ) -> FailureReport:
     """Explain a rank's end from its exit code, its error record and its log; `bill`: of its memory, if any."""
     if ended.record:
@@ -176,7 +176,7 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
-def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBill | None) -> tuple[str, tuple[str, ...], str]:
+def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | None) -> tuple[str, tuple[str, ...], str]:
     number = -ended.code
     if ended.killed_for:
         return ended.killed_for, _log_end(ended), ""

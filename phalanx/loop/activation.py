@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,15 +23,15 @@ from torch.utils.checkpoint import (
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
-from phalanx.loop.offload import HostMemory
 from phalanx.strategies.tensors import find_blocks
+
+if TYPE_CHECKING:
+    from phalanx.loop.offload import HostMemory
 
 
 def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:
     """Recompute or offload the activations of the model's blocks, as the config asks; return what undoes it."""
     recompute = config.recompute
-    if recompute is None and not config.activation_offload:
-        return lambda: None
     blocks = _blocks(model, config)
     # Weakly: in a pipeline most blocks are on other ranks, and must not be kept here to be undone.
     before = [(weakref.ref(block), block.__dict__.get("forward")) for block in blocks]
@@ -43,6 +43,8 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     for config_of_model in cached:
         config_of_model.use_cache = False
     if config.activation_offload:  # outside: of a block that is recomputed only the input is left to move
+        from phalanx.loop.offload import HostMemory
+
         memory = HostMemory(with_compiler=config.compile)
         # With compile each block is a separate graph, between copies that are not compiled.
         offloaded: Callable[..., Any] = _offloaded

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import socket
 import statistics
-import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,11 +20,11 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.state import shared_state
 from phalanx.observe.events import RankSuspected
-from phalanx.reliability.findings import Finding, balanced_shares, odd_replicas, slow_ranks
+from phalanx.observe.step_clock import StepClock
 
 _CHUNK = 1 << 22
 _MOST_MORE = 1.25
-"""A fast rank gets at most so many times its `batch_size`, for its memory's sake."""
+"""Upper limit of a fast rank's share, as a multiple of `batch_size`: its memory must hold it."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,7 +41,7 @@ def hash_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 class RankChecks:
-    """Runs the checks that the config asks for; all ranks call its methods at the same steps."""
+    """Runs the checks that the config asks for, of several ranks; all call its methods at the same steps."""
 
     def __init__(self, formation: Formation, model: nn.Module, emit: Callable[[RankSuspected], None]) -> None:
         config = formation.config
@@ -52,23 +53,17 @@ class RankChecks:
         self._factor, self._window = config.straggler_factor, config.straggler_steps
         self._shares: tuple[int, ...] | None = None
         """How many samples of a micro-step each rank should take from now on."""
-        several = formation.world_size > 1
-        self.is_on = several and (self._every is not None or self._factor is not None)
         self._checked = -1
-        self._handles: list[Any] = []
-        self._pace = OwnTime(formation.device) if several and self._factor is not None else None
-        if self._pace is not None:
+        self._pace: OwnTime | None = None
+        if self._factor is not None:
+            self._pace = OwnTime(formation.clock, model, formation.device)
             if formation.world.store is not None:
                 formation.world.store.set(f"host/{formation.rank}", socket.gethostname())
-            self._handles = [
-                model.register_forward_pre_hook(self._pace.forward_begins),
-                model.register_forward_hook(self._pace.forward_ends),
-            ]
 
     def close(self) -> None:
         """Remove the hooks from the user's model."""
-        for handle in self._handles:
-            handle.remove()
+        if self._pace is not None:
+            self._pace.close()
 
     def after_step(self, step: int) -> None:
         """Run what is due after a step."""
@@ -81,7 +76,7 @@ class RankChecks:
 
     def compare_weights(self, step: int) -> None:
         """Compare the replicas' weights, once per step; also before a save, so that no checkpoint has wrong ones."""
-        if self._every is None or not self.is_on or self._checked == step:
+        if self._every is None or self._checked == step:
             return
         self._checked = step
         own = hash_of(self._model.parameters(), self._formation.device)
@@ -182,34 +177,44 @@ def _comparable(loop: Any) -> dict[str, Any]:
 
 
 class OwnTime:
-    """A rank's own time per step: from the end of a step to the end of the next forward pass, without collectives.
+    """A rank's own time per step, without collectives: data, forward passes, and what is done between two steps.
 
-    What follows, the backward pass, waits for the slowest rank and is equally long on all of them. On CUDA the forward
-    pass of one step is timed by events, which cost nothing until they are read.
+    The backward pass waits for the slowest rank and is equally long on all of them. On CUDA the host only launches the
+    forward pass: that of one step is timed by events, which cost nothing until they are read.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._ended: float | None = None
+    def __init__(self, clock: StepClock, model: nn.Module, device: torch.device) -> None:
+        self._clock = clock
+        self._before = self._spent()
         self._times: list[float] = []
-        self._events: list[Any] = []
+        self._events: list[torch.cuda.Event] = []
+        self._handles: list[Any] = []
+        if device.type == "cuda":
+            self._handles = [
+                model.register_forward_pre_hook(lambda *_: self._record(0)),
+                model.register_forward_hook(lambda *_: self._record(1)),
+            ]
 
-    def forward_begins(self, *_: Any) -> None:
-        """Note the begin of a forward pass."""
-        if self._on_cuda and not self._events:
-            self._events = [_recorded()]
+    def close(self) -> None:
+        """Remove the hooks from the user's model."""
+        for handle in self._handles:
+            handle.remove()
 
-    def forward_ends(self, *_: Any) -> None:
-        """Note its end, and the time since the last step, once per step."""
-        if self._ended is not None:
-            self._times.append(time.perf_counter() - self._ended)
-            self._ended = None
-        if len(self._events) == 1:
-            self._events.append(_recorded())
+    def _spent(self) -> float:
+        seconds = self._clock.phase_seconds
+        return seconds["data"] + seconds["forward"] + seconds["other"]
+
+    def _record(self, place: int) -> None:
+        if len(self._events) == place:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
 
     def step_ends(self) -> None:
         """Note the end of a step."""
-        self._ended = time.perf_counter()
+        now = self._spent()
+        self._times.append(now - self._before)
+        self._before = now
 
     def take(self) -> float:
         """Return the usual seconds of the steps since the last call; waits for the device."""
@@ -222,7 +227,63 @@ class OwnTime:
         return usual
 
 
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+@dataclass(frozen=True)
+class Finding:
+    """A suspicion about some ranks, and its reason; what follows from it is up to the settings."""
+
+    kind: Literal["corruption", "straggler"]
+    ranks: tuple[int, ...]
+    why: str
+
+
+def odd_replicas(hashes: Sequence[int]) -> Finding | None:
+    """Compare the hashes of replicas that must be equal, by rank; name those that differ from the majority.
+
+    Without a majority (two ranks that differ, say) all of them are named.
+    """
+    counts = Counter(hashes).most_common()
+    if len(counts) == 1:
+        return None
+    (value, most), total = counts[0], len(hashes)
+    if 2 * most > total:
+        odd = tuple(rank for rank, each in enumerate(hashes) if each != value)
+        return Finding("corruption", odd, f"the weights of {_named(odd)} differ from those of the {most} other ranks")
+    every = tuple(range(total))
+    return Finding("corruption", every, f"the weights of {_named(every)} differ, and no majority agrees")
+
+
+def slow_ranks(seconds: Sequence[float], factor: float) -> Finding | None:
+    """Compare each rank's own time per step; name those that take more than `factor` times the median of the others."""
+    slow = []
+    for rank, own in enumerate(seconds):
+        others = [each for other, each in enumerate(seconds) if other != rank]
+        if others and own > factor * statistics.median(others):
+            slow.append(rank)
+    if not slow:
+        return None
+    usual = statistics.median(each for rank, each in enumerate(seconds) if rank not in slow)
+    times = ", ".join(f"{seconds[rank] * 1000:.3g} ms" for rank in slow)
+    verb = "takes" if len(slow) == 1 else "take"
+    why = f"{_named(tuple(slow))} {verb} {times} per step without waiting, the others {usual * 1000:.3g} ms"
+    return Finding("straggler", tuple(slow), why)
+
+
+def balanced_shares(seconds: Sequence[float], shares: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return how many samples each rank should take for all to be equally long busy, at most `most`, at least one.
+
+    `seconds`: each rank's own time with the present `shares`; the sum of the shares stays the same.
+    """
+    total, speeds = sum(shares), [share / max(own, 1e-9) for own, share in zip(seconds, shares, strict=True)]
+    wanted = [min(float(most), max(1.0, total * speed / sum(speeds))) for speed in speeds]
+    found = [int(share) for share in wanted]
+    while (missing := total - sum(found)) != 0:
+        change = 1 if missing > 0 else -1
+        able = [rank for rank, share in enumerate(found) if (share < most if change > 0 else share > 1)]
+        found[max(able, key=lambda rank: change * (wanted[rank] - found[rank]))] += change
+    return tuple(found)
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

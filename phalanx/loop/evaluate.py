@@ -78,6 +78,42 @@ def evaluate(
     return sums.result()
 
 
+class Evaluation:
+    """Evaluates the model of a training loop on its validation data, if it has any."""
+
+    def __init__(self, loop: Any) -> None:
+        """`loop`: the `TrainLoop`, which has one of these."""
+        self._loop = loop
+        self._loader: PreparedLoader | None = None
+        if loop.task.val is not None:
+            self._loader = loop.formation.prepare_loader(loop.task.val, training=False)
+        self._last: tuple[int, dict[str, float]] = (-1, {})
+
+    def after_epoch(self, epoch: int, *, last: bool) -> dict[str, float]:
+        """Evaluate where it is due; return the metrics. `last`: no other epoch follows."""
+        every = self._loop.config.eval_every
+        if self._loader is None or not every or not (last or (epoch + 1) % every == 0):
+            return {}
+        return self.run(ended_epoch=epoch)
+
+    def run(self, *, ended_epoch: int | None = None) -> dict[str, float]:
+        """Evaluate now, and report and judge the result; all ranks call this."""
+        loop, step = self._loop, self._loop.step
+        if ended_epoch is None or self._last[0] != step:  # else a callback has measured these weights
+            self._last = (step, self._measured())
+            loop.judge("val", self._last[1])
+        epoch = loop.epoch if ended_epoch is None else ended_epoch
+        loop.report.evaluated(step, epoch, self._last[1], ends_epoch=ended_epoch is not None)
+        return self._last[1]
+
+    def _measured(self) -> dict[str, float]:
+        loop, limit = self._loop, self._loop.config.limit_val_batches
+        assert self._loader is not None, "only with validation data"
+        total = batches_to_measure(self._loader, limit)
+        with loop.report.phase("evaluate", total), loop.formation.averaged():
+            return evaluate(loop.formation, loop.model, self._loader, loop.task.loss_fn, loop.task.metrics, limit)
+
+
 def batches_to_measure(loader: PreparedLoader, limit: float | None) -> int | None:
     """Return how many batches per rank an evaluation takes; None where the data has no length."""
     length = loader.sharded.steps_per_epoch

@@ -36,11 +36,9 @@ from phalanx.data.loader import shard_loader
 from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.losses import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
-from phalanx.loop.phases import StepPhases
 from phalanx.loop.prepare import (
     Prepared,
     PreparedLoader,
@@ -51,6 +49,7 @@ from phalanx.loop.prepare import (
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
+from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -89,7 +88,7 @@ class Formation(Prepared):
         self.saver = Saver()
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
-        self.phases = StepPhases()
+        self.clock = StepClock()
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
 
@@ -134,7 +133,10 @@ class Formation(Prepared):
         # What an earlier call has sharded lies where the strategy has put it, with offload in host memory.
         if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
-        self._undo.append(spare_activations(model, self.config))
+        if self.config.recompute is not None or self.config.activation_offload:
+            from phalanx.loop.activation import spare_activations
+
+            self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model
@@ -193,10 +195,10 @@ class Formation(Prepared):
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
-        self.phases.enter("forward")
-        passes = BatchPasses(self.gradients, self.precision, forward, self.phases)
+        self.clock.enter("forward")
+        passes = BatchPasses(self.gradients, self.precision, forward, self.clock)
         loss = self.strategy.train_batch(model, batch, passes)
-        self.phases.enter("other")
+        self.clock.enter("other")
         return loss
 
     def weighs_labels(self, forward: Forward, model: nn.Module, batch: Any, loader: PreparedLoader) -> bool:

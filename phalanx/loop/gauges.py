@@ -1,24 +1,26 @@
-"""What this rank measures about itself while it trains, about once per second, for `phalanx top` and the like."""
+"""What this rank measures while it trains: gauges for `phalanx top`, tokens per second, MFU, peak memory."""
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import GpuReading, GpuSensor
-from phalanx.loop.phases import StepPhases
-from phalanx.loop.speed import PeakMemory
+from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import RanksReported
 from phalanx.observe.heartbeat import Gauges, current, read_beats
+from phalanx.observe.step_clock import StepClock
 from phalanx.world.world import World
 
 _EVERY = 1.0
@@ -32,91 +34,66 @@ _FIRST_REPORT = 3.0
 class RankGauges:
     """Writes the gauges of this rank beside its heartbeat; on the main rank also reports those of all ranks."""
 
-    def __init__(
-        self,
-        world: World,
-        phases: StepPhases,
-        data_wait: Callable[[], float],
-        communication: Callable[[], float | None],
-        emit: Callable[[RanksReported], None] | None,
-    ) -> None:
-        """`data_wait`, `communication`: seconds waited so far; `emit`: takes the report, on the main rank."""
-        self._phases, self._data_wait, self._communication, self._emit = phases, data_wait, communication, emit
+    def __init__(self, world: World, clock: StepClock, emit: Callable[[RanksReported], None] | None) -> None:
+        """`emit`: takes the report, on the main rank."""
+        self._clock, self._emit = clock, emit
         self._ranks = world.world_size
         self.memory = PeakMemory(world.device)
         self._limit = _memory_limit(world)
         self._sensor = _sensor(world.device)
         self.gpu = GpuReading()
-        self._samples = self._steps = 0
-        self._last_step = time.monotonic()
-        self._mark = (self._last_step, 0, 0, 0.0, 0.0, 0.0)
-        self._due = self._last_step + _EVERY
-        self._report_at = self._last_step + _FIRST_REPORT
+        self._mark = clock.read(at_last_step=True)
+        self._due, self._report_at = _EVERY, _FIRST_REPORT
 
-    def step_done(self, samples: int) -> None:
-        """Count a step and the samples that all ranks saw in it."""
-        self._samples += samples
-        self._steps += 1
-        self._last_step = time.monotonic()
-        if self._last_step >= self._due:
+    def after_step(self, seconds: float) -> None:
+        """Write the gauges where that is due; `seconds`: the training time so far."""
+        if seconds >= self._due:
             self._write()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time of evaluation and checkpoints: a step would seem as long as these."""
-        before = time.monotonic(), self._data_wait(), self._communication() or 0.0
-        yield
-        seconds, waited, talked = time.monotonic(), self._data_wait(), self._communication() or 0.0
-        now, samples, steps, data, talk, own = self._mark
-        spent = seconds - before[0]
-        self._mark = (now + spent, samples, steps, data + waited - before[1], talk + talked - before[2], own)
-        self._last_step += spent
-
     def _write(self) -> None:
-        now, own = self._last_step, self._phases.own
-        waited, talked = self._data_wait(), self._communication()
-        mark = (now, self._samples, self._steps, waited, talked or 0.0, own)
-        seconds, samples, steps, data, talk, work = (new - old for new, old in zip(mark, self._mark, strict=True))
-        self._mark, self._due = mark, now + _EVERY
+        clock, talked = self._clock, self._clock.communication()
+        now = clock.read(at_last_step=True)
+        since = now.since(self._mark)
+        self._mark, self._due = now, now.seconds + _EVERY
         if self._sensor is not None:
             self.gpu = self._sensor.read()
         current().gauge(
             Gauges(
-                samples_per_second=samples / seconds / self._ranks,
-                step_seconds=seconds / steps,
-                data_wait=data / seconds,
-                communication=math.nan if talked is None else talk / seconds,
-                own_seconds=work / steps,
+                samples_per_second=since.samples / since.seconds / self._ranks,
+                step_seconds=since.seconds / since.steps,
+                data_wait=since.data_wait / since.seconds,
+                communication=math.nan if talked is None else since.communication / since.seconds,
+                own_seconds=since.own / since.steps,
                 memory=float(self.memory.bytes()),
                 memory_limit=self._limit,
                 gpu_utilization=_known(self.gpu.utilization),
                 gpu_memory=_known(self.gpu.memory),
                 gpu_power=_known(self.gpu.power),
                 gpu_temperature=_known(self.gpu.temperature),
-                data_wait_seconds=waited,
-                communication_seconds=math.nan if talked is None else talked,
+                data_wait_seconds=clock.data_wait(),
+                communication_seconds=_known(talked),
             )
         )
-        if self._emit is not None and now >= self._report_at:
+        if self._emit is not None and now.seconds >= self._report_at:
             self.report()
 
     def report(self) -> None:
         """Report all ranks that can be seen from here; without a launcher this one."""
         if self._emit is None:
             return
-        began = time.monotonic()
+        began = self._clock.seconds
         folder = os.environ.get("PHALANX_LOG_DIR", "")
         beats = read_beats(Path(folder)) if folder else {}
         if not beats and (own := current().read(0)) is not None:
             beats = {0: own}
         if beats:
             self._emit(rank_table.report(beats))
-        ended = time.monotonic()
+        ended = self._clock.seconds
         self._report_at = ended + max(_REPORT_SECONDS, (ended - began) / _MOST_OF_TIME)
 
     def end(self) -> None:
         """Report once more, where steps were taken since the last time."""
-        if self._steps > self._mark[2]:
+        if self._clock.steps > self._mark.steps:
             self._write()
         self.report()
 
@@ -136,3 +113,85 @@ def _sensor(device: torch.device) -> GpuSensor | None:
         return None
     found: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
     return GpuSensor(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+
+
+@dataclass(frozen=True)
+class TokenRate:
+    """Converts samples per second to tokens per second and, where the peak is known, to MFU."""
+
+    tokens_per_sample: int = 0
+    peak_share_per_token: float | None = None
+
+    def tokens(self, samples_per_second: float) -> float | None:
+        """Return tokens per second over all ranks; None for a model without tokens."""
+        return samples_per_second * self.tokens_per_sample if self.tokens_per_sample else None
+
+    def mfu(self, samples_per_second: float) -> float | None:
+        """Return the model's operations as a share of all devices' peak."""
+        tokens = self.tokens(samples_per_second)
+        return None if tokens is None or self.peak_share_per_token is None else tokens * self.peak_share_per_token
+
+
+class PeakMemory:
+    """The peak memory of this rank: the device's on CUDA, the process's on the CPU.
+
+    Reading it takes up to half a millisecond, as long as a small step, so it is read once per second at most.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read_at = -math.inf
+        self._peak = 0
+
+    def bytes(self) -> int:
+        """Return the peak as it was at most a second ago."""
+        now = time.monotonic()
+        if now - self._read_at >= 1.0:
+            self._read_at = now
+            if self._device.type == "cuda":
+                stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+                self._peak = int(stats["allocated_bytes"]["all"]["peak"])
+            else:
+                self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self._peak
+
+
+def token_rate(model: nn.Module, batch: Any, world: World, precision: str) -> TokenRate:
+    """Look at the first batch: integers [batch, time] are tokens where the model counts its operations."""
+    inputs = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
+    is_tokens = isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
+    if not is_tokens or not implements(model, CountsFlops):
+        return TokenRate()
+    length = int(inputs.shape[1])
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    if world.device.type != "cuda" or frozen:  # the count is that of training every weight
+        return TokenRate(length)
+    peak = peak_flops(torch.cuda.get_device_name(world.device), precision)
+    return TokenRate(length, None if peak is None else model.flops_per_token(length) / (peak * world.world_size))
+
+
+_TERAFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "MI300X": 1307.4,
+    "MI250X": 383.0,
+}
+"""By what the driver calls them. The name that says more comes first: an H100 PCIe is an H100, too."""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return a device's peak in operations per second, or None when it is not known: then no MFU is reported."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = device_name.replace("-", " ").split()
+    for name, teraflops in _TERAFLOPS.items():
+        if all(part in words for part in name.split()):
+            return teraflops * 1e12
+    return None

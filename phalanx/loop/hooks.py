@@ -52,6 +52,9 @@ class Callback:
     def on_checkpoint(self, trainer: Any, path: str) -> None:
         """After a checkpoint was published: some steps after it was begun, for it is written while training goes on."""
 
+    def on_training_end(self, trainer: Any) -> None:
+        """After the last step and checkpoint, before the end of the run is reported."""
+
     def on_fit_end(self, trainer: Any) -> None:
         """After the last step and evaluation."""
 
@@ -67,6 +70,8 @@ class Hooks:
         self._callbacks: list[Callback] = []
         self.called: dict[str, int] = {}
         """How many callbacks were called after a step or an epoch whose others were not: a lost rank broke it off."""
+        self.unreported: StepInfo | None = None
+        """A step that was taken, and after which not all callbacks were called yet."""
         self.sinks: list[Sink] = []
         """Receivers of events that were given among the callbacks."""
         for item in callbacks or []:

@@ -19,7 +19,7 @@ from phalanx.errors import OutOfMemoryError
 from phalanx.host.cgroups import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
-from phalanx.observe.memory_bill import MemoryBill, optimizer_states, write_bill
+from phalanx.observe.memory_breakdown import MemoryBreakdown, optimizer_states, write_breakdown
 from phalanx.strategies.tensors import find_blocks
 
 _EVERY = 5.0
@@ -34,7 +34,7 @@ class _DeviceOutOfMemory(OutOfMemoryError, torch.OutOfMemoryError):
 
 
 class MemoryWatch(Callback):
-    """Keeps the bill of this rank's memory up to date, at most every five seconds, and explains a failed allocation."""
+    """Keeps the breakdown of this rank's memory up to date, and explains a failed allocation."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Write what can be expected before the first step."""
@@ -55,7 +55,7 @@ class MemoryWatch(Callback):
             self._held = (*self._held[:1], (info.step, float(held)))
             self._write()
 
-    def bill(self) -> MemoryBill:
+    def breakdown(self) -> MemoryBreakdown:
         """Return what the memory is spent on now."""
         formation, config = self._trainer.formation, self._trainer.config
         model, optimizer = formation.unwrap(self._trainer.model), self._trainer.optimizer
@@ -75,7 +75,7 @@ class MemoryWatch(Callback):
             total = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             limit, local, other = float(host_memory()), formation.world.env.local_world_size, self._before - own
         layout = self._trainer.train_loader.sharded.layout
-        return MemoryBill(
+        return MemoryBreakdown(
             device=formation.device.type,
             limit=limit,
             parameters=own,
@@ -102,11 +102,11 @@ class MemoryWatch(Callback):
         found = _ASKED.search(str(error))
         asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
         where = self._where(error.__traceback__)
-        what = f"out of memory in {self._trainer.formation.phases.current}{where}"
+        what = f"out of memory in {self._trainer.formation.clock.phase}{where}"
         if asked:
             what += f": {size(asked)} more were asked for"
         kind = _DeviceOutOfMemory if is_cuda else OutOfMemoryError
-        return kind("\n".join([what, *self.bill().lines(asked)]), hint=str(error).splitlines()[0])
+        return kind("\n".join([what, *self.breakdown().lines(asked)]), hint=str(error).splitlines()[0])
 
     def _where(self, frames: TracebackType | None) -> str:
         """Return the innermost module that was running, and the line that it was at."""
@@ -126,7 +126,7 @@ class MemoryWatch(Callback):
         folder = os.environ.get("PHALANX_LOG_DIR", "")
         if folder:
             slot = os.environ.get("PHALANX_SLOT") or os.environ.get("RANK", "0")
-            write_bill(self.bill(), Path(folder), int(slot))
+            write_breakdown(self.breakdown(), Path(folder), int(slot))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> float:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from phalanx.config import DistributedConfig
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
-from phalanx.loop.ema import WeightAverage
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.models.contract import Adapter, implements
@@ -26,6 +25,9 @@ from phalanx.strategies.base import Strategy
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.loop.ema import WeightAverage
 
 
 class Prepared:
@@ -54,6 +56,13 @@ class Prepared:
         self.best_path: Path | None = None
         self._weighs_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
+
+    def start_average(self) -> None:
+        """Average the weights of the model that was prepared, where `ema_decay` is set."""
+        if self.config.ema_decay is not None:
+            from phalanx.loop.ema import WeightAverage
+
+            self.average = WeightAverage(self.strategy.unwrap(self.models[0]), self.config.ema_decay)
 
     def _followed(self) -> None:
         if self.average is not None:
@@ -134,6 +143,17 @@ class PreparedLoader:
                 self._gradients.abandon()
             raise
         sharded.set_epoch(sharded.epoch + 1)
+
+    def steps_left(self, epochs: int | None) -> int | None:
+        """Return the optimizer steps up to the end of the last epoch; None where that is not known beforehand."""
+        sharded, per_epoch = self.sharded, self.sharded.steps_per_epoch
+        if per_epoch is None or epochs is None:
+            return None
+        left = max(0, epochs - sharded.epoch)
+        if not sharded.samples_done or not left:
+            return per_epoch * left
+        unseen = (sharded.num_samples or 0) - sharded.samples_done  # resumed within an epoch
+        return per_epoch * (left - 1) + -(-unseen // sharded.layout.global_batch)
 
     def roll_over(self) -> None:
         """Begin the next epoch where all samples of this one were read, but the iteration stopped before its end."""

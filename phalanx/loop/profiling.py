@@ -108,7 +108,7 @@ class StepProfile(Callback):
         self._loop = trainer
         self._check(trainer)
         if self._nvtx is not None:
-            self._formation.phases.on_enter = self._nvtx.enter
+            self._formation.clock.on_enter = self._nvtx.enter
             mark_jobs(torch.cuda.nvtx.range)
         self._arm(trainer.step + 1)
 
@@ -145,7 +145,7 @@ class StepProfile(Callback):
     def _begin(self) -> None:
         self._recording = True
         self._compare_clocks("begin")
-        self._formation.phases.on_enter = self._enter
+        self._formation.clock.on_enter = self._enter
         if self._records and torch_compat.is_profiling():
             self._records = False
             self._loop.report.say("nothing is recorded for `profile`: another torch.profiler is active here", "warning")
@@ -242,7 +242,7 @@ class StepProfile(Callback):
     def _detach(self) -> None:
         self._phases.leave()
         self._steps.leave()
-        self._formation.phases.on_enter = None if self._nvtx is None else self._nvtx.enter
+        self._formation.clock.on_enter = None if self._nvtx is None else self._nvtx.enter
         mark_jobs(None if self._nvtx is None else torch.cuda.nvtx.range)
         for hook in self._hooks:
             hook.remove()
@@ -297,7 +297,7 @@ class StepProfile(Callback):
 
     # The end of the run.
 
-    def publish(self) -> None:
+    def on_training_end(self, trainer: Any) -> None:
         """Collect the traces of all ranks on the main one, merge them, and report what limits the speed."""
         if self._recording:  # the run ended before the last step that was to be recorded
             self._finish()
@@ -346,7 +346,7 @@ class StepProfile(Callback):
             if self._profiler is not None:
                 self._profiler.stop()
                 self._profiler = None
-        self._formation.phases.on_enter = None
+        self._formation.clock.on_enter = None
         mark_jobs(None)
         if self._nvtx is not None:
             self._nvtx.leave()

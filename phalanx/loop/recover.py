@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -22,9 +22,7 @@ from torch import nn
 from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
 from phalanx.host.signals import STOPS
-from phalanx.loop.checks import compare_ranks
 from phalanx.loop.hooks import Callback, StepInfo
-from phalanx.loop.neighbours import Neighbours
 from phalanx.loop.run_state import Committed, RunState, capture, restore
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.events import Recovered
@@ -36,8 +34,11 @@ from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.gate import StepGate
 from phalanx.world.world import World
 
+if TYPE_CHECKING:
+    from phalanx.loop.neighbours import Neighbours
+
 _SAVE_SECONDS = 0.1
-"""How long a save in flight may take when ranks were lost: only where they had written their part it is complete."""
+"""Grace period for an in-flight save after a loss; it completes only if the lost ranks had written their part."""
 
 _POLL_SECONDS = 0.005
 
@@ -212,7 +213,7 @@ class Recovering(Survivor):
         if "nccl" in (loop.formation.world.comm_backend or ""):
             loop.formation.gradients.gate = StepGate(loop.formation.device)
         loop.reseed = loop.formation.reseed  # a step that is done again must draw the same numbers
-        loop.before_stop = self._leave_if_regrouping
+        loop.control.before_stop = self._leave_if_regrouping
         if self._change is None:
             take_spent()  # the first group is start-up
         else:
@@ -222,6 +223,8 @@ class Recovering(Survivor):
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Keep shards in the memory of other ranks; return what restores them, else a checkpoint."""
         if self._neighbours is None:
+            from phalanx.loop.neighbours import Neighbours
+
             self._neighbours = Neighbours(loop.config.memory_frequency)
         neighbours = self._neighbours
         neighbours.join(loop.formation)
@@ -289,6 +292,8 @@ class _ReportRecovery(Callback):
         """Compare the ranks and report, once."""
         if info.step == self._first + 1:
             self._report(trainer)
+            from phalanx.loop.checks import compare_ranks
+
             compare_ranks(trainer)
 
     def on_fit_end(self, trainer: TrainLoop) -> None:

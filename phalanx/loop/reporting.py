@@ -7,9 +7,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import nn
 
 from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
-from phalanx.loop.gauges import RankGauges
+from phalanx.data.order import BatchSplit
+from phalanx.loop.formation import Formation
+from phalanx.loop.gauges import RankGauges, TokenRate, token_rate
 from phalanx.loop.hooks import StepInfo
-from phalanx.loop.loss_log import Losses, totals
-from phalanx.loop.phases import StepPhases
-from phalanx.loop.speed import TokenRate, token_rate
+from phalanx.loop.loss_log import Losses, LossLog, totals
 from phalanx.models.contract import recorded_dimensions
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -40,8 +39,6 @@ from phalanx.observe.format import speed_note
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
-from phalanx.observe.timing import Throughput
-from phalanx.strategies.base import Strategy
 from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
@@ -50,39 +47,22 @@ _FIRST_STEPS_COMPILED = 3
 """torch compiles once more where gradients or optimizer states differ from the first step's."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What stays the same during a run."""
-
-    name: str
-    run_dir: Path
-    config: DistributedConfig
-    world: World
-    strategy: Strategy
-    precision: str
-    batch_size: int
-    global_batch: int
-    phases: StepPhases
-    data_wait: Callable[[], float] = lambda: 0.0
-    """Seconds that this rank has waited for training data."""
-
-
 class Reporter:
     """Turns what happens in the loop into events and history."""
 
-    def __init__(self, facts: RunFacts, events: EventStream) -> None:
-        self.ledger = Ledger(
-            attempt=facts.world.env.attempt + facts.world.env.generation,
-            launched=facts.world.is_launched,
-            data_wait=facts.data_wait,
-            communication=self._communication,
-        )
-        self._facts = facts
+    def __init__(self, formation: Formation, name: str, layout: BatchSplit, run_dir: Path, events: EventStream) -> None:
+        """`name`: of the run; `layout`: of its training batches."""
+        self._formation, self._config, self._world = formation, formation.config, formation.world
+        self._name, self._layout, self._run_dir = name, layout, run_dir
         self.events = events
-        self._every = facts.config.log_every_n_steps
-        self._first_steps = _FIRST_STEPS_COMPILED if facts.config.compile else 1
+        self.loss_log = LossLog(self._world)
+        self.clock = formation.clock
+        self.clock.communication = self._communication
+        attempt = self._world.env.attempt + self._world.env.generation
+        self.ledger = Ledger(self.clock, attempt=attempt, launched=self._world.is_launched)
+        self._every = self._config.log_every_n_steps
+        self._first_steps = _FIRST_STEPS_COMPILED if self._config.compile else 1
         self.history = History()
-        self._speed = Throughput()
         self._began = time.monotonic()
         self._time_before = 0.0
         self._first_step = 0
@@ -94,8 +74,7 @@ class Reporter:
         self.next_commands: list[str] = []
         """What the summary of the run proposes to run next."""
         self._token_rate = TokenRate()
-        emit = events.emit if facts.world.is_main else None
-        self._gauges = RankGauges(facts.world, facts.phases, facts.data_wait, self._communication, emit)
+        self._gauges = RankGauges(self._world, self.clock, events.emit if self._world.is_main else None)
         self._resumed_from: str | None = None
 
     def resumed(self, state: dict[str, Any]) -> None:
@@ -108,76 +87,58 @@ class Reporter:
         self._loss_sum, self._loss_count = so_far.get("loss_sum", 0.0), so_far.get("loss_count", 0.0)
         self._resumed_from = state["path"]
 
-    def started(
-        self,
-        step: int,
-        total_steps: int | None,
-        parameters: tuple[int, int],
-        notes: list[str],
-        *,
-        announce: bool = True,
-        model: object = None,
-    ) -> None:
+    def started(self, step: int, total_steps: int | None, model: nn.Module, *, announce: bool = True) -> None:
         """Report the run's start: what runs where, and how large a step is.
 
-        `step`: how many were taken before. `parameters`: all, and those that are trained. `announce`: False where the
-        group of ranks has changed in a run that was reported already.
-        `model`: its dimensions are recorded for the planner, if it has any.
+        `step`: steps taken before. `announce`: False where the group of ranks has changed in a run that was reported
+        already.
         """
-        facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
         self._first_samples = self.samples
-        self._speed = Throughput()
+        count = self._formation.strategy.count_parameters  # all ranks call it
+        parameters = count(model), count(model, trained=True)
+        self.clock.start()
         self.ledger.begin()
         self._began = self._epoch_began = time.monotonic()
         if not announce:
             return
-        note = speed_note(world.ranks_per_gpu)
-        self.events.emit(
-            RunStarted(
-                name=facts.name,
-                run_dir=str(facts.run_dir),
-                world_size=world.world_size,
-                device=world.device.type,
-                strategy=facts.strategy.name,
-                precision=facts.precision,
-                parameters=parameters[0],
-                batch_size=facts.batch_size,
-                accumulation=config.gradient_accumulation_steps,
-                global_batch=facts.global_batch,
-                total_steps=total_steps,
-                epochs=config.epochs or (1 if config.max_steps is None else None),
-                resumed_from=self._resumed_from,
-                mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
-                first_step=step,
-                tensorboard_dir=tensorboard_dir(config, facts.run_dir),
-                log_dir=str(facts.run_dir / "logs"),
-                trained_parameters=parameters[1],
-                layout=layout_words(facts.strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
-                ranks_per_gpu=world.ranks_per_gpu,
-                job=self._job(model),
-            )
-        )
+        self.events.emit(self._run_started(model, *parameters))
         self._report_goodput()
-        self.say(config.unused_note, "warning")
-        for note in notes:
+        self.say(self._config.unused_note, "warning")
+        for note in self._formation.notes:
             self.say(note)
-        if config.compile:
+        if self._config.compile:
             self.events.emit(Phase("compile", "begin"))
         if total_steps is not None and step >= total_steps:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
-    def _job(self, model: object) -> dict[str, Any]:
-        """Return what the planner must know of this run; empty where ranks share a GPU, which says nothing of speed."""
-        device, dimensions = self._facts.world.device, recorded_dimensions(model)
-        if not dimensions or self._facts.world.ranks_per_gpu > 1:
-            return {}
-        gpu, memory = "", 0.0
-        if device.type == "cuda":
-            gpu, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-        settings = self._facts.config.given()
-        return {"model": dimensions, "settings": settings, "gpu": gpu, "gpu_memory_gib": memory / 2**30}
+    def _run_started(self, model: nn.Module, parameters: int, trained: int) -> RunStarted:
+        config, world, strategy = self._config, self._world, self._formation.strategy
+        note = speed_note(world.ranks_per_gpu)
+        return RunStarted(
+            name=self._name,
+            run_dir=str(self._run_dir),
+            world_size=world.world_size,
+            device=world.device.type,
+            strategy=strategy.name,
+            precision=self._formation.precision.name,
+            parameters=parameters,
+            batch_size=self._layout.batch_size,
+            accumulation=config.gradient_accumulation_steps,
+            global_batch=self._layout.global_batch,
+            total_steps=self._total_steps,
+            epochs=config.epochs or (1 if config.max_steps is None else None),
+            resumed_from=self._resumed_from,
+            mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
+            first_step=self._first_step,
+            tensorboard_dir=tensorboard_dir(config, self._run_dir),
+            log_dir=str(self._run_dir / "logs"),
+            trained_parameters=trained,
+            layout=layout_words(strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
+            ranks_per_gpu=world.ranks_per_gpu,
+            job=_job(model, config, world),
+        )
 
     def recovered(self, event: Recovered) -> None:
         """Report that the group of ranks changed in place."""
@@ -191,7 +152,7 @@ class Reporter:
 
     def first_batch(self, model: nn.Module, batch: Any) -> None:
         """Find from the first batch how many tokens a sample has."""
-        self._token_rate = token_rate(model, batch, self._facts.world, self._facts.precision)
+        self._token_rate = token_rate(model, batch, self._world, self._formation.precision.name)
 
     def to_keep(self) -> dict[str, Any]:
         """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
@@ -213,16 +174,14 @@ class Reporter:
 
     def count(self, samples: int) -> None:
         """Count a step's samples."""
-        self._speed.add(samples)
-        self.ledger.step_done()
-        self._gauges.step_done(samples)
-        if self._speed.steps == self._first_steps:
-            if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
-                torch.cuda.synchronize(self._facts.world.device)
-            self._speed.warmed_up()
-            self.ledger.first_steps_done(self._speed.warm_up_seconds)
-            if self._facts.config.compile:
-                self.events.emit(Phase("compile", "end", self._speed.warm_up_seconds))
+        seconds = self.clock.step_done(samples)
+        self._gauges.after_step(seconds)
+        if self.clock.steps == self._first_steps:
+            if self._world.device.type == "cuda":  # else the first steps' work would count in the next one
+                torch.cuda.synchronize(self._world.device)
+            self.clock.warmed_up()
+            if self._config.compile:
+                self.events.emit(Phase("compile", "end", self.clock.warm_up.seconds))
         self.samples += samples
         self._epoch_samples += samples
         if self.ledger.is_due:
@@ -244,7 +203,7 @@ class Reporter:
         mean = self.losses(losses)
         if mean is None:
             return
-        rate, seconds = self._speed.lap()
+        rate, seconds = self.clock.lap()
         event = StepDone(
             step=info.step,
             epoch=info.epoch + 1,
@@ -301,24 +260,21 @@ class Reporter:
         began = time.monotonic()
         self.events.emit(Phase(name, "begin", total=total))
         self._update_totals()
-        phases = self._facts.phases
-        phases.mark(name)
-        with self._speed.paused(), self._gauges.paused(), self.ledger.phase(name):
+        with self.clock.paused(name):
             yield
-        phases.mark(phases.current)
         self.events.emit(Phase(name, "end", time.monotonic() - began))
 
-    def ended(self, status: str, step: int, checkpoint: str | None, reason: str) -> None:
+    def ended(self, status: str, reason: str, step: int, checkpoint: str | None) -> None:
         """Close the run's record and show what can be done next."""
         self.history.status, self.history.reason = status, reason
         self._update_totals()
         self._gauges.end()
         self._close_goodput()
         if status in ("finished", "stopped"):
-            event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
+            event = self._formation.strategy.closing_event() if self._world.is_main else None
             if event is not None:
                 self.events.emit(event)
-        folder = tensorboard_dir(self._facts.config, self._facts.run_dir)
+        folder = tensorboard_dir(self._config, self._run_dir)
         commands = [f"{board} --logdir {folder}"] if folder and (board := _command("tensorboard")) else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
@@ -333,25 +289,25 @@ class Reporter:
     def _update_totals(self) -> None:
         history = self.history
         history.total_time = self._time_before + time.monotonic() - self._began
-        history.throughput = rate = self._speed.steady
-        history.first_steps_seconds = self._speed.warm_up_seconds
-        history.slow_seconds = self._speed.slow_seconds
+        history.throughput = rate = self.clock.steady
+        history.first_steps_seconds = self.clock.warm_up.seconds
+        history.slow_seconds = self.clock.slow_seconds
         history.tokens_per_second = self._token_rate.tokens(rate)
         history.mfu = self._token_rate.mfu(rate)
         history.speedup = self._speedup(rate)
-        sent = self._facts.strategy.comm_stats()  # of this run only, also after a resumption
+        sent = self._formation.strategy.comm_stats()  # of this run only, also after a resumption
         history.sent_bytes = sent.sent_bytes if sent else None
         history.plain_bytes = sent.plain_bytes if sent else None
         history.exchange_hidden = sent.hidden_s if sent else None
         history.exchange_waited = sent.waited_s if sent else None
 
     def _communication(self) -> float | None:
-        sent = self._facts.strategy.comm_stats()
+        sent = self._formation.strategy.comm_stats()
         return sent.waited_s if sent else None
 
     def _report_goodput(self) -> Goodput:
-        rate = self._speed.steady
-        step = self._first_step + self._speed.steps
+        rate = self.clock.steady
+        step = self._first_step + self.clock.steps
         samples = (self._first_samples, self.samples)
         event = self.ledger.event(step, self._first_step, samples, rate, self._token_rate.mfu(rate))
         self.events.emit(event)
@@ -360,16 +316,25 @@ class Reporter:
     def _close_goodput(self) -> None:
         """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
         last = self._report_goodput()
-        found = (
-            account([*read_events(self._facts.run_dir / EVENTS), last.to_dict()]) if self._facts.world.is_main else None
-        )
+        found = account([*read_events(self._run_dir / EVENTS), last.to_dict()]) if self._world.is_main else None
         if found is not None:
             history = self.history
             history.goodput, history.whole_throughput, history.whole_mfu = found.seconds, found.throughput, found.mfu
 
     def _speedup(self, rate: float) -> float | None:
-        reference = self._facts.config.reference_throughput
+        reference = self._config.reference_throughput
         return None if reference is None else rate / reference
+
+
+def _job(model: object, config: DistributedConfig, world: World) -> dict[str, Any]:
+    """Return what the planner must know of this run; empty where ranks share a GPU, which says nothing of speed."""
+    device, dimensions = world.device, recorded_dimensions(model)
+    if not dimensions or world.ranks_per_gpu > 1:
+        return {}
+    gpu, memory = "", 0.0
+    if device.type == "cuda":
+        gpu, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    return {"model": dimensions, "settings": config.given(), "gpu": gpu, "gpu_memory_gib": memory / 2**30}
 
 
 def _command(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """The state of a run that must survive a change of its ranks: one object, captured and restored in one place.
 
 It is what a checkpoint holds (`state.py`): weights, optimizers, averages, loss scale, data position and order, random
-states; and what the loop adds (`LoopState`): schedules with their bases, the best checkpoint, early stopping, history,
+states; and what the loop adds (`loop_state`): schedules with their bases, the best checkpoint, early stopping, history,
 callbacks, the time spent, and whether the run has ended. A new rank receives this object and nothing else.
 """
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import Snapshot
-from phalanx.host.remote import as_path
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.optim import rate_factor
@@ -25,78 +24,41 @@ from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.seed import set_rng_state
 
 
-@dataclass
-class RunEnding:
-    """Why and how a run ends."""
+def loop_state(loop: Any) -> dict[str, Any]:
+    """Return what the loop adds to the state of what it has prepared, as plain values, equal on all ranks.
 
-    early: bool = False
-    """Whether it ends before its last step."""
-    status: str = "finished"
-    reason: str = ""
-    reported: bool = False
-    """Whether the end was reported: only the result is left to return."""
+    `loop`: the `TrainLoop`.
+    """
+    control = loop.control.state_dict()
+    return {
+        **loop.report.to_keep(),
+        "schedule": loop.schedule.state_dict(),
+        "watched": {"best": loop.saving.best.state_dict(), "stopping": control.pop("stopping")},
+        "callbacks": loop.hooks.state_dict(),
+        **control,
+    }
 
 
-class LoopState:
-    """What the loop adds to the state of what it has prepared."""
-
-    def __init__(self, loop: Any) -> None:
-        """`loop`: the `TrainLoop`, which has one of these."""
-        self._loop = loop
-
-    def collect(self) -> dict[str, Any]:
-        """Return it as plain values, equal on all ranks."""
-        loop = self._loop
-        stopping = None if loop.stopping is None else loop.stopping.state_dict()
-        return {
-            **loop.report.to_keep(),
-            "schedule": loop.schedule.state_dict(),
-            "watched": {"best": loop.best.state_dict(), "stopping": stopping},
-            "time_spent": loop.time_limit.spent,
-            "callbacks": loop.hooks.state_dict(),
-            "ending": dataclasses.asdict(loop.ending),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `collect` returned, and from the state's "path"; all ranks call this."""
-        loop = self._loop
-        loop.report.resumed(state)
-        if (unreported := state.pop("unreported", None)) is not None:
-            loop.unreported = StepInfo(**unreported)
-        loop.hooks.called = state.pop("called", {})
-        loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
-        if loop.continues:  # the same run, with other ranks
-            loop.time_spent = state["time_spent"]
-            loop.ending = RunEnding(**state["ending"])
-            loop.saving.look_up()
-        watched = state.get("watched", {})
-        self._restore_best(watched.get("best"), state["path"])
-        if loop.stopping is not None:
-            loop.stopping.load_state_dict(watched.get("stopping"))
-        loop.control.start_after(loop.epoch)
-        if "schedule" in state:
-            loop.schedule.load_state_dict(state["schedule"])
-        if loop.optimizer_settings is not None and not loop.continues:
-            loop.optimizer_settings.put_back(loop.optimizer)
-        total = loop.count_steps()
-        if total != loop.total_steps:  # another number of ranks: the same epochs take another number of steps
-            loop.total_steps = total
-            loop.schedule.reshape(rate_factor(loop.config, total))
-
-    def _restore_best(self, state: dict[str, Any] | None, resumed_from: str) -> None:
-        """Continue with the best value so far, and the checkpoint of its step."""
-        loop = self._loop
-        if state is None or not loop.best.load_state_dict(state):
-            return
-        path = state["path"]
-        if path is None and loop.continues:  # it may have been published since
-            path = loop.saving.saved_paths.get(loop.best.step)
-        elif path is None and loop.best.step == loop.step:
-            path = resumed_from
-        pending = path is None and loop.continues and loop.best.step == loop.step  # the loop saves it now
-        if not pending:
-            loop.report.say(loop.best.find(None if path is None else as_path(path)), "warning")
-        loop.best.record(loop.history)
+def load_loop_state(loop: Any, state: dict[str, Any]) -> None:
+    """Continue from what `loop_state` returned, and from the state's "path"; all ranks call this."""
+    loop.report.resumed(state)
+    if (unreported := state.pop("unreported", None)) is not None:
+        loop.hooks.unreported = StepInfo(**unreported)
+    loop.hooks.called = state.pop("called", {})
+    loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
+    if loop.continues:  # the same run, with other ranks
+        loop.saving.look_up()
+    watched = state.get("watched", {})
+    loop.saving.restore_best(watched.get("best"), state["path"])
+    loop.control.load_state_dict({**state, "stopping": watched.get("stopping")}, loop.epoch, same_run=loop.continues)
+    if "schedule" in state:
+        loop.schedule.load_state_dict(state["schedule"])
+    if loop.optimizer_settings is not None and not loop.continues:
+        loop.optimizer_settings.put_back(loop.optimizer)
+    total = loop.count_steps()
+    if total != loop.total_steps:  # another number of ranks: the same epochs take another number of steps
+        loop.total_steps = total
+        loop.schedule.reshape(rate_factor(loop.config, total))
 
 
 @dataclass(frozen=True)
@@ -158,12 +120,12 @@ def capture(loop: Any, committed: Committed) -> RunState | None:
     formation = loop.formation
     if committed.step < 0:
         return None
-    content = snapshot_of(formation, loop.state.collect() | _identity(formation), alone=True)
+    content = snapshot_of(formation, loop_state(loop) | _identity(formation), alone=True)
     if formation.step == committed.step:  # else the step was taken, and only its report failed
         content.shared["loaders"] = committed.loaders
         committed.put_buffers_back()
-    if loop.unreported is not None:
-        info = {item.name: getattr(loop.unreported, item.name) for item in dataclasses.fields(StepInfo)}
+    if loop.hooks.unreported is not None:
+        info = {item.name: getattr(loop.hooks.unreported, item.name) for item in dataclasses.fields(StepInfo)}
         info["loss_tensor"] = info["loss_tensor"].detach().cpu()
         content.shared["unreported"] = info
     content.shared["called"] = loop.hooks.called
@@ -174,7 +136,7 @@ def capture(loop: Any, committed: Committed) -> RunState | None:
 
 def kept(loop: Any) -> Snapshot:
     """Return the state at the boundary of a step, for the memory of other ranks; all ranks call this."""
-    return snapshot_of(loop.formation, loop.state.collect() | _identity(loop.formation))
+    return snapshot_of(loop.formation, loop_state(loop) | _identity(loop.formation))
 
 
 def _identity(formation: Formation) -> dict[str, Any]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx import checkpoint
 from phalanx.checkpoint.group import from_rank_zero
+from phalanx.errors import NonFiniteLossError
 from phalanx.host.remote import RemotePath, as_path
+from phalanx.loop.best import BestCheckpoint
 from phalanx.loop.formation import Formation
-from phalanx.loop.interval import AutoInterval
+from phalanx.loop.run_state import loop_state
 from phalanx.loop.state import expected_bytes, restore_snapshot
+
+if TYPE_CHECKING:
+    from phalanx.loop.interval import AutoInterval
 
 _CHECK_EVERY = 8
 _AHEAD_STEPS = 32
@@ -38,7 +43,11 @@ class CheckpointPolicy:
         self.directory = as_path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
         if self.directory is not None and self.every is None:
             self.every = (1, "epochs")
-        self.auto = AutoInterval(formation) if self.every is not None and self.every[1] == "auto" else None
+        self.auto: AutoInterval | None = None
+        if self.every is not None and self.every[1] == "auto":
+            from phalanx.loop.interval import AutoInterval
+
+            self.auto = AutoInterval(formation)
         self.last_step: int | None = None
         self.last_path: str | None = None
         self.saved_paths: dict[int, str] = {}
@@ -161,48 +170,81 @@ class CheckpointPolicy:
         return state
 
 
-class Saves:
-    """Saves checkpoints of a training loop; `CheckpointPolicy` says when and where."""
+class Saves(CheckpointPolicy):
+    """Saves the checkpoints of a training loop, and marks the best of them."""
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop: Any, run_dir: Path, ranks_synced: Callable[[int], bool] | None) -> None:
         """`loop`: the `TrainLoop`, which has one of these."""
+        super().__init__(loop.formation, run_dir, ranks_synced)
         self._loop = loop
+        self.best = BestCheckpoint(loop.config)
 
-    def begin(self, *, may_skip: bool = False) -> None:
+    def judge(self, values: dict[str, float], step: int) -> None:
+        """Note whether the weights after this step are the best so far."""
+        self.best.judge(values, step)
+        self.best.record(self._loop.history)
+
+    def due_after_step(self, step: int) -> bool:
+        """Whether a checkpoint is due: by the settings, or because the weights are the best so far."""
+        return super().due_after_step(step) or self.best.is_unsaved(step)
+
+    def due_after_epoch(self, epochs: int) -> bool:
+        """Whether a checkpoint is due: by the settings, or because the weights are the best so far."""
+        return super().due_after_epoch(epochs) or self.best.is_unsaved(self._loop.step)
+
+    def after_step(self, step: int, epochs: int | None = None) -> None:
+        """Publish a save that is written, and begin one where it is due; `epochs`: complete where the step ended one.
+
+        At the run's end the loop saves.
+        """
+        if self.advance(step):
+            self.publish()
+        due = self.due_after_step(step) or (epochs is not None and self.due_after_epoch(epochs))
+        if due and not self._loop.is_finished():
+            self.save(may_skip=True)
+
+    def save(self, *, may_skip: bool = False) -> None:
         """Start saving a checkpoint, unless this step has one or the weights are not finite."""
         loop = self._loop
-        if loop.saving.directory is None:
+        if self.directory is None:
             return
-        may_skip = may_skip and loop.config.async_checkpoint == "skip" and not loop.best.is_unsaved(loop.step)
-        if may_skip and loop.saving.in_flight:
+        may_skip = may_skip and loop.config.async_checkpoint == "skip" and not self.best.is_unsaved(loop.step)
+        if may_skip and self.in_flight:
             loop.report.say(f"no checkpoint of step {loop.step}: the one before is still being written")
             return
-        self.finish()
-        if loop.saving.has_saved(loop.step):
-            self.note_best(loop.step)
+        self.publish()
+        if self.has_saved(loop.step):
+            self._mark_best(loop.step)
             return
         loop.losses_checked()
-        loop.checks.compare_weights(loop.step)
+        if loop.checks is not None:
+            loop.checks.compare_weights(loop.step)
         loop.formation.strategy.consolidate(loop.model)
         if not loop.formation.weights_are_finite():  # the last step made them so, after its loss was computed
-            raise loop.failed(f"step {loop.step} left weights that are not finite, so they were not saved")
-        loop.formation.best_path = loop.best.path
+            raise self.failed(f"step {loop.step} left weights that are not finite, so they were not saved")
+        loop.formation.best_path = self.best.path
         with loop.report.phase("checkpoint"):
-            loop.saving.begin(**loop.state.collect())
+            self.begin(**loop_state(loop))
         if not loop.config.async_checkpoint:
-            self.finish()
-        if loop.saving.auto is not None:
-            loop.report.say(loop.saving.auto.saved(loop.step, loop.report.ledger.stalled))
+            self.publish()
+        if self.auto is not None:
+            loop.report.say(self.auto.saved(loop.step, loop.formation.clock.pauses["checkpoint"]))
 
-    def finish(self) -> None:
+    def save_last(self) -> None:
+        """Save after the last step, unless that is done, and wait until it is published."""
+        if self.last_step != self._loop.step or self.best.is_unsaved(self._loop.step):
+            self.save()
+        self.publish()
+
+    def publish(self) -> None:
         """Wait until the save in flight, if any, is published; mark it if it is the best, and report it."""
         loop = self._loop
-        if not loop.saving.in_flight:
+        if not self.in_flight:
             return
         with loop.report.phase("checkpoint"):
-            saved = loop.saving.finish()
+            saved = self.finish()
         assert saved is not None, "in flight"
-        best = self.note_best(saved.step)
+        best = self._mark_best(saved.step)
         loop.report.checkpointed(saved, best=best)
         if best and loop.formation.is_main:  # what had the mark when this one was published is not kept by it now
             published = checkpoint.Checkpoint(saved.path, checkpoint.read_manifest(saved.path))
@@ -211,9 +253,31 @@ class Saves:
                 loop.report.say(note, "warning")
         loop.hooks.fire("on_checkpoint", loop, str(saved.path))
 
-    def note_best(self, step: int) -> bool:
+    def _mark_best(self, step: int) -> bool:
         """Mark the last checkpoint, of this step, if its weights are the best so far; return whether they are."""
-        loop = self._loop
-        is_best: bool = loop.best.saved(as_path(loop.saving.last_path or ""), step)
-        loop.best.record(loop.history)
+        is_best: bool = self.best.saved(as_path(self.last_path or ""), step)
+        self.best.record(self._loop.history)
         return is_best
+
+    def failed(self, what: str) -> NonFiniteLossError:
+        """Report that the run failed, and return the error to raise."""
+        self.publish()  # losses are equal on all ranks, so all are here
+        last = f"the last good checkpoint is {self.last_path}" if self.last_path else "there is no checkpoint before it"
+        self._loop.report.ended("failed", what, self._loop.step, self.last_path)
+        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
+        return NonFiniteLossError(f"{what}; {last}", hint=hint)
+
+    def restore_best(self, state: dict[str, Any] | None, resumed_from: str) -> None:
+        """Continue with the best value so far, and the checkpoint of its step."""
+        loop = self._loop
+        if state is None or not self.best.load_state_dict(state):
+            return
+        path = state["path"]
+        if path is None and loop.continues:  # it may have been published since
+            path = self.saved_paths.get(self.best.step or 0)
+        elif path is None and self.best.step == loop.step:
+            path = resumed_from
+        pending = path is None and loop.continues and self.best.step == loop.step  # the loop saves it now
+        if not pending:
+            loop.report.say(self.best.find(None if path is None else as_path(path)), "warning")
+        self.best.record(loop.history)

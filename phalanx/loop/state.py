@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,15 @@ from torch import nn
 
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError
-from phalanx.loop.ema import WeightAverage
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
 from phalanx.strategies.base import local
 from phalanx.strategies.optimizer_state import check_groups, fill_state, match_groups
 from phalanx.strategies.tensors import drop_gathered
 from phalanx.world.seed import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from phalanx.loop.ema import WeightAverage
 
 _AVERAGE = "average"
 """The entry for the averaged weights (ema_decay), in memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,10 +11,12 @@ from torch import nn
 from phalanx.loop.forward import Forward, count_labels
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.loss_log import LossLog
-from phalanx.loop.phases import StepPhases
 from phalanx.loop.precision import Precision
-from phalanx.strategies.base import Strategy
+from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.tensors import count_rows
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
 
 
 class BatchPasses:
@@ -25,11 +27,11 @@ class BatchPasses:
         gradients: Gradients,
         precision: Precision,
         forward: Forward,
-        phases: StepPhases,
+        clock: StepClock,
         weight: float | torch.Tensor | None = None,
     ) -> None:
         self._gradients = gradients
-        self._phases = phases
+        self._clock = clock
         self._forward = forward
         self._weight = weight
         self.autocast = precision.autocast
@@ -43,12 +45,12 @@ class BatchPasses:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of that loss."""
-        self._phases.enter("backward")
+        self._clock.enter("backward")
         self._gradients.backward(loss, self._weight)
 
     def begin(self) -> float | torch.Tensor:
         """Begin a backward pass that the strategy runs itself; return the factor on its loss."""
-        self._phases.enter("backward")
+        self._clock.enter("backward")
         return self._gradients.enter(self._weight)
 
     def end(self) -> None:
@@ -71,15 +73,12 @@ class StepOutcome(NamedTuple):
 
 
 def train_step(
-    gradients: Gradients,
-    precision: Precision,
-    strategy: Strategy,
+    formation: Formation,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward: Forward,
     batches: Iterator[Any],
-    ledger: LossLog,
-    phases: StepPhases,
+    loss_log: LossLog,
     *,
     by_tokens: bool = False,
     clip: float | None = None,
@@ -90,25 +89,26 @@ def train_step(
 
     `reseed`: called with the step and the position of each micro-batch's samples before its forward pass.
     """
+    gradients, clock = formation.gradients, formation.clock
     step = gradients.steps + 1
-    phases.enter("data")
+    clock.enter("data")
     for batch in batches:
-        phases.enter("forward")
+        clock.enter("forward")
         share: float | torch.Tensor = float(gradients.current.samples)
         if by_tokens:
             share = forward.count_labels(batch) if gradients.current.samples else 0.0
         if reseed is not None:
             reseed(step, gradients.current.offset)
-        passes = BatchPasses(gradients, precision, forward, phases, share if by_tokens else None)
-        loss = strategy.train_batch(model, batch, passes)
-        ledger.add(step, loss, share)
+        passes = BatchPasses(gradients, formation.precision, forward, clock, share if by_tokens else None)
+        loss = formation.strategy.train_batch(model, batch, passes)
+        loss_log.add(step, loss, share)
         if gradients.boundary:
             break
-        phases.enter("data")
+        clock.enter("data")
     else:
-        phases.enter("other")
+        clock.enter("other")
         return None
-    phases.enter("optimizer")
+    clock.enter("optimizer")
     norm = None
     if clip is not None:
         norm = gradients.clip(clip, [optimizer])
@@ -116,5 +116,5 @@ def train_step(
         norm = gradients.norm([optimizer])
     optimizer.step()
     optimizer.zero_grad()
-    phases.enter("other")
+    clock.enter("other")
     return StepOutcome(loss, norm)

@@ -1,8 +1,7 @@
-"""Stop requests (signals, `max_steps`, tuning trials), agreed by all ranks at a step boundary."""
+"""Stop requests (signals, notices, tuning trials), agreed by all ranks at a step boundary."""
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -10,10 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PreemptedError
 from phalanx.observe import control
 from phalanx.observe.control import TrialControl
-from phalanx.observe.format import duration
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.env import read_rank_env, stop_signals
 
@@ -129,40 +126,6 @@ class StopRequest:
         requested_after, kind, self.reason = store.get(self._key).decode().split(":", 2)
         self.regroups = kind == _REGROUP
         return step > int(requested_after)
-
-
-class TimeLimit:
-    """The time after which training ends (`max_time`); the main rank watches it, and asks all ranks to stop."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._began, self._ends = 0.0, math.inf
-        self.reason = "" if seconds is None else f"max_time of {duration(seconds)} reached"
-
-    def begin(self, spent: float = 0.0) -> None:
-        """Start the clock; `spent`: seconds that count already."""
-        self._began = time.monotonic() - spent
-        if self._seconds is not None:
-            self._ends = self._began + self._seconds
-
-    @property
-    def spent(self) -> float:
-        """The seconds that count so far."""
-        return time.monotonic() - self._began if self._began else 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() >= self._ends
-
-
-def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> PreemptedError:
-    """Return the error of a run that was stopped, with the checkpoint to resume from."""
-    kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint_dir was set, so nothing was kept"
-    hint = "Set checkpoint_dir to keep the progress of a run that is stopped."
-    if checkpoint:
-        hint = f"To resume, add resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."
-    return PreemptedError(f"stopped by {reason} after step {step}: {kept}", hint=hint)
 
 
 _POLL_SECONDS = 0.02

@@ -17,8 +17,9 @@ from phalanx.loop.best import check_metrics
 from phalanx.loop.hooks import Hooks
 from phalanx.loop.losses import LossFn
 from phalanx.loop.metrics import Metric
-from phalanx.loop.optim import build_optimizer
-from phalanx.loop.optimizer_binding import check_scheduler
+from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
+from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
+from phalanx.loop.prepare import Prepared, PreparedLoader
 
 
 @dataclass
@@ -181,3 +182,21 @@ def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{others} of the optimizer's parameters do not belong to the model that is to be trained",
             hint="Build the optimizer from model.parameters() of the same model object.",
         )
+
+
+def make_schedule(
+    formation: Prepared,
+    task: TrainTask,
+    optimizer: torch.optim.Optimizer,
+    loader: PreparedLoader,
+    total_steps: int | None,
+) -> LRSchedule | OwnSchedule:
+    """Return the schedule of the learning rate: that of the user's scheduler, or the config's."""
+    if task.scheduler is None:
+        layout = loader.sharded.layout
+        scale = rate_scale(formation.config, layout.global_batch, layout.batch_size)
+        return LRSchedule(optimizer, rate_factor(formation.config, total_steps), scale)
+    scheduler = make_scheduler(task.scheduler, optimizer)
+    formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
+    by_step = task.scheduler_interval == "step"
+    return OwnSchedule(scheduler, lambda step: step if by_step else loader.epoch)

@@ -5,108 +5,85 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import NonFiniteLossError
-from phalanx.loop.best import BestCheckpoint, MetricWatch
-from phalanx.loop.checks import RankChecks
-from phalanx.loop.ema import WeightAverage
-from phalanx.loop.evaluate import batches_to_measure, begin_training, evaluate
+from phalanx.config import DistributedConfig
+from phalanx.loop.control import RunControl, preempted_error
+from phalanx.loop.evaluate import Evaluation, begin_training
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
-from phalanx.loop.loss_log import Losses, LossLog
-from phalanx.loop.notices import StopNotices
-from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
-from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
-from phalanx.loop.reporting import Reporter, RunFacts
-from phalanx.loop.run_state import LoopState, RunEnding
-from phalanx.loop.saving import CheckpointPolicy, Saves
+from phalanx.loop.loss_log import Losses
+from phalanx.loop.optim import OptimizerSettings
+from phalanx.loop.reporting import Reporter
+from phalanx.loop.run_state import load_loop_state
+from phalanx.loop.saving import Saves
 from phalanx.loop.step import train_step
-from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
-from phalanx.loop.task import TrainTask, make_optimizer
+from phalanx.loop.stopping import StopRequest
+from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
-_INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
+if TYPE_CHECKING:
+    from phalanx.loop.checks import RankChecks
 
 
 class TrainLoop:
-    """Trains a task. `run` does all of it; `steps` lets the caller act after every step."""
+    """Trains a task. `run` does all of it; `steps` lets the caller act after every step.
+
+    What else a run does is in parts with their own state, called in this order after a step: `checks` (of ranks),
+    `report` (events and history), `hooks` (callbacks), `control` (whether the run ends), `saving` (checkpoints).
+    """
 
     def __init__(self, formation: Formation, task: TrainTask, events: EventStream, run_dir: Path) -> None:
         self.formation = formation
-        self.config = formation.config
         self.task = task
+        self.run_dir = run_dir
         self.model = formation.prepare(task.model)
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
         self.train_loader = formation.prepare_loader(task.train)
-        self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
-        layout = self.train_loader.sharded.layout
-        self.global_batch = layout.global_batch
+        self._evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
-        scale = rate_scale(self.config, self.global_batch, layout.batch_size)
-        self.schedule: LRSchedule | OwnSchedule
-        if task.scheduler is None:
-            self.schedule = LRSchedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
-        else:
-            scheduler = make_scheduler(task.scheduler, self.optimizer)
-            formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
-            by_step = task.scheduler_interval == "step"
-            self.schedule = OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
+        self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
         self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         formation.undo_later(self.schedule.put_back)  # the next loop around this optimizer begins with its own rates
         self.hooks = Hooks(task.callbacks)
         for sink in self.hooks.sinks if formation.is_main else ():
             events.add(sink)
-        self.ledger = LossLog(formation.world)
-        self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._ranks_synced)
-        world = formation.world
-        self.control = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
-        self.run_dir = run_dir
-        self.saving = CheckpointPolicy(
-            formation, run_dir, None if formation.strategy.in_lockstep else self._ranks_synced
-        )
-        self.best = BestCheckpoint(self.config)
-        self.saves = Saves(self)
-        watched = self.config.stopping_metric
-        self.stopping = watched and MetricWatch("early_stopping", watched, min_delta=self.config.min_delta)
-        if self.config.ema_decay is not None:
-            formation.average = WeightAverage(formation.unwrap(self.model), self.config.ema_decay)
-        facts = RunFacts(
-            name=task.name,
-            run_dir=run_dir,
-            config=self.config,
-            world=world,
-            strategy=formation.strategy,
-            precision=formation.precision.name,
-            batch_size=layout.batch_size,
-            global_batch=self.global_batch,
-            phases=formation.phases,
-            data_wait=lambda: self.train_loader.waited_s,
-        )
-        self.report = Reporter(facts, events)
-        self.checks = RankChecks(formation, self.model, events.emit)
+        synced = None if formation.strategy.in_lockstep else self._ranks_synced
+        self.control = RunControl(formation, synced)
+        self.saving = Saves(self, run_dir, synced)
+        formation.start_average()
+        formation.clock.data_wait = lambda: self.train_loader.waited_s
+        self.report = Reporter(formation, task.name, self.train_loader.sharded.layout, run_dir, events)
+        self.checks = self._make_checks(events)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
-        self.before_end: Callable[[], None] | None = None
-        """Called on all ranks after the last step, before the end of the run is reported."""
-        self.before_stop: Callable[[], None] | None = None
-        """Called when all ranks have agreed to stop, before saving; it may raise instead."""
         self.reseed = formation.reseed if self.config.fixed_order else None
         """Makes dropout a function of the step and the samples, so that it is equal on any rank and when done again."""
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._forward: Forward | None = None
         self._by_labels = False
-        self.ending = RunEnding()
-        self.state = LoopState(self)
-        self.time_limit = TimeLimit(self.config.max_seconds)
-        self.time_spent = 0.0
-        self.unreported: StepInfo | None = None
-        """A step that was taken, and after which not all callbacks were called yet."""
-        self._evaluated: tuple[int, dict[str, float]] | None = None
+
+    def _make_checks(self, events: EventStream) -> RankChecks | None:
+        config = self.config
+        if self.formation.world_size == 1 or (config.check_replicas_every or config.straggler_factor) is None:
+            return None
+        from phalanx.loop.checks import RankChecks
+
+        return RankChecks(self.formation, self.model, events.emit)
+
+    @property
+    def config(self) -> DistributedConfig:
+        """The settings of the run."""
+        return self.formation.config
+
+    @property
+    def global_batch(self) -> int:
+        """The samples of a step over all ranks."""
+        return self.train_loader.sharded.layout.global_batch
 
     @property
     def step(self) -> int:
@@ -128,9 +105,14 @@ class TrainLoop:
         """What has been measured so far."""
         return self.report.history
 
+    @property
+    def stop(self) -> StopRequest:
+        """The request to stop, from a signal or another thread."""
+        return self.control.stop
+
     def request_stop(self, reason: str = "stopped by a callback") -> None:
         """End training after this step; every rank must call this at the same step. `reason`: for the summary."""
-        self.ending.early, self.ending.reason = True, self.ending.reason or reason
+        self.control.end_early(reason)
 
     def run(self) -> History:
         """Train to the end and return the history."""
@@ -142,50 +124,46 @@ class TrainLoop:
         """Train, yielding after every optimizer step."""
         self.saving.check_directory()
         if (state := self.restore()) is not None:
-            self.state.restore(state)
-        if self.ending.reported:  # ranks were lost while the result was returned
-            self.history.status, self.history.reason = self.ending.status, self.ending.reason
+            load_loop_state(self, state)
+        ending = self.control.ending
+        if ending.reported:  # ranks were lost while the result was returned
+            self.history.status, self.history.reason = ending.status, ending.reason
             self.formation.average = None
             self.schedule.put_back(only_scheduled=True)
             return
-        count = self.formation.strategy.count_parameters
-        parameters = count(self.model), count(self.model, trained=True)
-        notes, announce = self.formation.notes, not self.continues
-        self.report.started(self.step, self.total_steps, parameters, notes, announce=announce, model=self.model)
-        if self._finished() and not self.continues:
-            self.ending.reason = "nothing was left to train"
-        self.time_limit.begin(self.time_spent)
-        self.stop.listen(StopNotices(self.config, self.formation.world, self.stop.ask, self.report.say))
+        self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
+        if self.is_finished() and not self.continues:
+            ending.reason = "nothing was left to train"
+        self.control.begin(self.report.say)
         try:
             self.hooks.fire("on_fit_start", self)
             self.hooks.check_states()
             if self.continues:
                 self._complete_boundary()
-            while not self._finished():
+            while not self.is_finished():
                 yield from self._epoch()
             self._end()
         finally:
-            self.checks.close()
+            if self.checks is not None:
+                self.checks.close()
             self.stop.silence()
 
     def _epoch(self) -> Iterator[StepInfo]:
         config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
+        report, hooks, checks = self.report, self.hooks, self.checks
         begin_training(self.model, self.formation.unwrap(self.model))
         batches = self._first_batch_seen(iter(self.train_loader))
-        while self._forward is not None and not self._finished(within_epoch=True):
+        while self._forward is not None and not self.is_finished(within_epoch=True):
             step = self.step + 1
             self.schedule.apply(step - 1)
-            due = self.report.is_due(step)
+            due = report.is_due(step)
             outcome = train_step(
-                self.formation.gradients,
-                self.formation.precision,
-                self.formation.strategy,
+                self.formation,
                 self.model,
                 self.optimizer,
                 self._forward,
                 batches,
-                self.ledger,
-                self.formation.phases,
+                report.loss_log,
                 by_tokens=self._by_labels,
                 clip=config.gradient_clipping,
                 measure_norm=due,
@@ -197,49 +175,49 @@ class TrainLoop:
             if average is not None:  # before what other ranks take part in: a step is complete, or was not taken
                 average.update(step)
             samples = self.formation.gradients.current.global_samples
-            self.report.count(samples)
-            info = self.unreported = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
-            if self.checks.is_on:
-                self.checks.after_step(step)
+            report.count(samples)
+            info = hooks.unreported = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
+            if checks is not None:
+                checks.after_step(step)
             if due:
                 skipped = self.formation.gradients.skipped_steps
-                self.report.step_done(info, self._losses(), outcome.grad_norm, skipped)
-            if self.hooks.wants_steps:
-                self.hooks.after_step(self, info)
-            self.unreported = None
-            if self.train_loader.is_consumed or self._finished(within_epoch=True):
+                report.step_done(info, self._losses(), outcome.grad_norm, skipped)
+            if hooks.wants_steps:
+                hooks.after_step(self, info)
+            hooks.unreported = None
+            if self.train_loader.is_consumed or self.is_finished(within_epoch=True):
                 batches.close()
                 self.train_loader.roll_over()
                 self._end_epoch(epoch)
-                self._checkpoint_or_stop(step, epochs=epoch + 1)
+                self._save_or_stop(step, epochs=epoch + 1)
                 yield info
                 return
-            self._checkpoint_or_stop(step)
-            if self.ending.early:  # by max_time: measure and report what was trained of this epoch
+            self._save_or_stop(step)
+            if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
                 self._end_epoch(epoch)
             yield info
-            if self.checks.rebalance(self.train_loader.sharded, self.report.say):
+            if checks is not None and checks.rebalance(self.train_loader.sharded, report.say):
                 batches.close()
                 return  # the epoch continues with other shares
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
-            if (self.saving.due_after_epoch(epoch + 1) or self.best.is_unsaved(self.step)) and not self._finished():
-                self.saves.begin()
+            if self.saving.due_after_epoch(epoch + 1) and not self.is_finished():
+                self.saving.save()
 
     def _complete_boundary(self) -> None:
         """Do what follows the last step, and the ranks were lost in: callbacks, the last evaluation, a checkpoint."""
-        if self.unreported is not None:
-            self.hooks.after_step(self, self.unreported)
-            self.unreported = None
+        if self.hooks.unreported is not None:
+            self.hooks.after_step(self, self.hooks.unreported)
+            self.hooks.unreported = None
         reported = [record.step for record in self.history.epochs[-1:]] == [self.step]
         closed = reported and "on_epoch_end" not in self.hooks.called
-        if self._finished() and self.step and not closed:
+        if self.is_finished() and self.step and not closed:
             epoch = self.epoch
             self.train_loader.roll_over()
             self._end_epoch(epoch)
-        elif self.step and (self.saving.due_after_step(self.step) or self.best.is_unsaved(self.step)):
-            self.saves.begin()
+        elif self.step and self.saving.due_after_step(self.step):
+            self.saving.save()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch how the model is called and batches are weighed, then yield all batches."""
@@ -257,138 +235,72 @@ class TrainLoop:
         """Whether ranks that are not in lock-step have waited for each other in this step."""
         return step % self.config.log_every_n_steps == 0 or self.formation.strategy.just_synced
 
-    def _checkpoint_or_stop(self, step: int, epochs: int | None = None) -> None:
-        """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one.
-
-        At the run's end `_end` saves.
-        """
-        if self.formation.is_main and self.time_limit.is_over:
-            self.stop.ask(self.time_limit.reason)
-        stopping = self.stop.agreed(step)
-        if stopping and self.stop.reason == self.time_limit.reason:
-            self.request_stop(self.time_limit.reason)
+    def _save_or_stop(self, step: int, epochs: int | None = None) -> None:
+        """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one."""
+        if not self.control.must_stop(step):
+            self.saving.after_step(step, epochs)
             return
-        if stopping and self.before_stop is not None:
-            self.before_stop()
-        if self.saving.advance(step):
-            self.saves.finish()
-        due = self.saving.due_after_step(step) or self.best.is_unsaved(step)
-        due = due or (epochs is not None and self.saving.due_after_epoch(epochs))
-        if stopping or (due and not self._finished()):
-            self.saves.begin(may_skip=not stopping)
-        if stopping:
-            self.saves.finish()
-            by_user = self.stop.reason == "SIGINT"
-            self._report_end(*_INTERRUPTED if by_user else ("preempted", f"stopped by {self.stop.reason}"))
-            raise preempted_error(self.stop.reason, step, self.saving.last_path)
+        self.saving.save()
+        self.saving.publish()
+        self.report.ended(*self.control.stopped(), self.step, self.saving.last_path)
+        raise preempted_error(self.stop.reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and report after a whole epoch, or after the last step."""
         self.losses_checked()
-        last = self._finished()
-        metrics: dict[str, float] = {}
-        every = self.config.eval_every
-        if self.val_loader is not None and every and (last or (epoch + 1) % every == 0):
-            metrics = self.evaluate(ended_epoch=epoch)
-        self._judge("train", {"loss": self.report.epoch_loss})
+        last = self.is_finished()
+        metrics = self._evaluation.after_epoch(epoch, last=last)
+        self.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
-        if last or not self.control.is_active:
-            return
-        with self.report.ledger.phase("idle"):
-            goes_on = self.control.should_continue(epoch + 1)
-        if not goes_on:
-            self.request_stop("stopped by the tuner")
-            self.ending.status = "stopped"
+        if not last:
+            self.control.after_epoch(epoch + 1)
 
-    def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
-        assert self.val_loader is not None, "only with validation data"
-        if ended_epoch is not None and self._evaluated is not None and self._evaluated[0] == self.step:
-            metrics = self._evaluated[1]  # a callback has measured these weights
-        else:
-            metrics = self._measured()
-        epoch = self.epoch if ended_epoch is None else ended_epoch
-        self.report.evaluated(self.step, epoch, metrics, ends_epoch=ended_epoch is not None)
-        return metrics
+        return self._evaluation.run()
 
-    def _measured(self) -> dict[str, float]:
-        """Evaluate, and decide by the result."""
-        limit, task = self.config.limit_val_batches, self.task
-        assert self.val_loader is not None
-        total = batches_to_measure(self.val_loader, limit)
-        with self.report.phase("evaluate", total), self.formation.averaged():
-            metrics = evaluate(self.formation, self.model, self.val_loader, task.loss_fn, task.metrics, limit)
-        self._evaluated = (self.step, metrics)
-        self._judge("val", metrics)
-        return metrics
-
-    def _judge(self, split: str, metrics: dict[str, float]) -> None:
+    def judge(self, split: str, metrics: dict[str, float]) -> None:
         """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
         values = {f"{split}/{name}": value for name, value in metrics.items()}
-        self.best.judge(values, self.step)
-        self.best.record(self.history)
-        watch = self.stopping
-        if watch is not None and watch.judge(values, self.step) is False and watch.since >= self.config.patience:
-            times = f"{watch.since} {'epoch' if split == 'train' else 'evaluation'}{'s' * (watch.since > 1)}"
-            self.request_stop(f"early stopping, {watch.watched.name} has not improved for {times}")
+        self.saving.judge(values, self.step)
+        self.control.judge(values, self.step)
 
     def _end(self) -> None:
         self.formation.strategy.consolidate(self.model)
-        if self.saving.last_step != self.step or self.best.is_unsaved(self.step):
-            self.saves.begin()
-        self.saves.finish()
+        self.saving.save_last()
         if self.formation.average is not None:  # the result of the run
             self.formation.average.swap()
             self.formation.average = None
-        if self.before_end is not None:
-            self.before_end()
-        self._report_end(self.ending.status, self.ending.reason)
-        self.ending.reported = True
+        self.hooks.fire("on_training_end", self)
+        ending = self.control.ending
+        self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
+        ending.reported = True
         self.hooks.fire("on_fit_end", self)
         self.schedule.put_back(only_scheduled=True)
 
-    def _report_end(self, status: str, reason: str) -> None:
-        self.report.ended(status, self.step, self.saving.last_path, reason)
-
     def _losses(self) -> Losses:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
-        losses = self.ledger.read()
+        losses = self.report.loss_log.read()
         bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            raise self.failed(f"the loss is {losses[bad].loss} at step {bad}")
+            raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}")
         return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
-
-    def failed(self, what: str) -> NonFiniteLossError:
-        """Report that the run failed, and return the error to raise."""
-        self.saves.finish()  # losses are equal on all ranks, so all are here
-        path = self.saving.last_path
-        last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
-        self._report_end("failed", what)
-        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
-        return NonFiniteLossError(f"{what}; {last}", hint=hint)
 
     def losses_checked(self) -> None:
         """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""
         self.report.losses(self._losses())
 
-    def _finished(self, *, within_epoch: bool = False) -> bool:
-        if self.ending.early or (self.total_steps is not None and self.step >= self.total_steps):
+    def is_finished(self, *, within_epoch: bool = False) -> bool:
+        """Whether no step is left; `within_epoch`: apart from the number of epochs."""
+        if self.control.ending.early or (self.total_steps is not None and self.step >= self.total_steps):
             return True
         return not within_epoch and self.max_epochs is not None and self.epoch >= self.max_epochs
 
     def count_steps(self) -> int | None:
         """Return the number of optimizer steps of the whole run, where it is known beforehand."""
-        config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
-        if per_epoch is None or self.max_epochs is None:
-            return config.max_steps
-        # The steps for the samples that are left; a resumed run may be within an epoch.
-        sharded, left = self.train_loader.sharded, max(0, self.max_epochs - self.epoch)
-        steps = per_epoch * left
-        if sharded.samples_done and left:
-            unseen = (sharded.num_samples or 0) - sharded.samples_done
-            steps = per_epoch * (left - 1) + -(-unseen // self.global_batch)
-        return int(min(self.step + steps, config.max_steps or math.inf))
+        left, most = self.train_loader.steps_left(self.max_epochs), self.config.max_steps
+        return most if left is None else int(min(self.step + left, most or math.inf))
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

@@ -11,8 +11,8 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from phalanx.host.processes import process_began
 from phalanx.observe.events import Goodput
 from phalanx.observe.heartbeat import previous_beat
+from phalanx.observe.step_clock import StepClock
 
 CATEGORIES = {
     "productive": "productive",
@@ -46,44 +47,33 @@ LAUNCHED_AT = "PHALANX_LAUNCHED_AT"
 
 _REPORT_SECONDS = 10.0
 """The longest time between two reports, beyond one step: what an attempt that is killed leaves unreported."""
-_PHASES = {"evaluate": "evaluation", "checkpoint": "checkpoint"}
+_LONG_PAUSE = 1.0
+_PAUSES = {"evaluate": "evaluation"}
+"""Categories of the pauses that have another name."""
 _process_is_counted = False
 
 
 class Ledger:
     """The seconds of one attempt on this rank, by category; they add up to its wall time."""
 
-    def __init__(
-        self,
-        *,
-        attempt: int = 0,
-        launched: bool = False,
-        data_wait: Callable[[], float] = lambda: 0.0,
-        communication: Callable[[], float | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`launched`: this process was started to train; `data_wait`, `communication`: the seconds waited so far."""
+    def __init__(self, clock: StepClock, *, attempt: int = 0, launched: bool = False) -> None:
+        """`clock`: that of the attempt's steps; `launched`: this process was started to train."""
         global _process_is_counted
         self._attempt = attempt
         self._clock = clock
-        self._offset = time.time() - clock()  # durations do not jump when the time of day is set
+        self._offset = time.time() - clock.now  # durations do not jump when the time of day is set
         self._before: defaultdict[str, float] = defaultdict(float)
         self.began = self._now()
         if launched and not _process_is_counted:
             self._count_start()
         _process_is_counted = True  # a second fit in this process begins here
         self._loop_began = self._now()
-        self._data_wait = data_wait
-        self._communication = communication
-        self._spent: defaultdict[str, float] = defaultdict(float)
-        self._steps = 0
-        self._first_steps = (0, 0.0)
-        self._report_at = 0.0
+        self._report_at = self._reported_pauses = 0.0
         beat = previous_beat() if attempt else None
         self._before_beat = None if beat is None else [beat.step, beat.time]
 
     def _now(self) -> float:
-        return self._offset + self._clock()
+        return self._offset + self._clock.now
 
     def _count_start(self) -> None:
         """Begin with the command that started the ranks; a later attempt begins with this process."""
@@ -104,51 +94,25 @@ class Ledger:
             self._before["recovery"] = recovery
 
     @property
-    def stalled(self) -> float:
-        """Seconds that checkpoints have stalled training so far."""
-        return self._spent["checkpoint"]
-
-    @property
     def is_due(self) -> bool:
-        """Whether it is time for a report."""
-        return self._clock() >= self._report_at
-
-    def step_done(self) -> None:
-        """Count a step."""
-        self._steps += 1
-
-    def first_steps_done(self, seconds: float) -> None:
-        """The steps so far took this time, code was compiled; what they took more than others is start-up."""
-        self._first_steps = (self._steps, max(0.0, seconds - self._data_wait()))
-
-    def spend(self, category: str, seconds: float) -> None:
-        """Count seconds of the loop that were not training steps."""
-        self._spent[category] += seconds
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside: evaluate, checkpoint, or a category; report soon if it took long."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            seconds = self._clock() - began
-            self.spend(_PHASES.get(name, name), seconds)
-            if seconds >= 1.0:
-                self._report_at = 0.0
+        """Whether it is time for a report: some seconds after the last one, or after long pauses."""
+        paused = self._clock.paused_seconds - self._reported_pauses
+        return paused >= _LONG_PAUSE or self._clock.now >= self._report_at
 
     def seconds(self) -> dict[str, float]:
         """Return the time so far by category; the loop's time that nothing else explains was productive."""
-        spent = {**self._spent, "data_wait": self._data_wait()}
-        waited = self._communication()
-        work = max(0.0, self._now() - self._loop_began - sum(spent.values()) - (waited or 0.0))
-        first, took = self._first_steps
-        if 0 < first < self._steps:
-            usual = max(0.0, work - took) / (self._steps - first)
-            spent["compile"] = min(work, max(0.0, took - first * usual))
+        clock, now = self._clock, self._clock.read()
+        spent = {_PAUSES.get(name, name): seconds for name, seconds in clock.pauses.items()}
+        spent["data_wait"] = now.data_wait
+        work = max(0.0, self._now() - self._loop_began - sum(spent.values()) - now.communication)
+        first = clock.warm_up
+        if 0 < first.steps < now.steps:  # what the first steps took more than others is start-up
+            took = max(0.0, first.seconds - first.data_wait)
+            usual = max(0.0, work - took) / (now.steps - first.steps)
+            spent["compile"] = min(work, max(0.0, took - first.steps * usual))
             work -= spent["compile"]
-        if waited is not None:
-            spent["communication"] = waited
+        if clock.communication() is not None:
+            spent["communication"] = now.communication
         parts = {"productive": work, **spent}
         for name, seconds in self._before.items():
             parts[name] = parts.get(name, 0.0) + seconds
@@ -156,7 +120,8 @@ class Ledger:
 
     def event(self, step: int, first_step: int, samples: tuple[int, int], rate: float, mfu: float | None) -> Goodput:
         """Return the report of the attempt so far. `samples`: of the run before this attempt, and so far."""
-        self._report_at = self._clock() + _REPORT_SECONDS
+        self._report_at = self._clock.now + _REPORT_SECONDS
+        self._reported_pauses = self._clock.paused_seconds
         return Goodput(
             step=step,
             first_step=first_step,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,13 @@ from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
-from phalanx.loop.faults import OBJECTS, FaultPlan
 from phalanx.loop.formation import Formation
+from phalanx.loop.hooks import Callback
 from phalanx.loop.memory import MemoryWatch
-from phalanx.loop.numbers import NumberWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
-from phalanx.loop.profiling import StepProfile
-from phalanx.loop.recover import Survivor, run_recovering
-from phalanx.loop.task import TrainTask, add_objects
+from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
-from phalanx.observe.tensorboard import TensorBoardSink
+from phalanx.observe.sinks import EventStream
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
@@ -38,10 +35,14 @@ from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
 from phalanx.trainers.auto import settle_here
-from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
 from phalanx.world.membership import Member
+
+if TYPE_CHECKING:
+    from phalanx.loop.faults import FaultPlan
+    from phalanx.loop.profiling import StepProfile
+    from phalanx.loop.recover import Survivor
 
 
 @dataclass
@@ -78,6 +79,8 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     if job.action != "fit":
         return run()
     if (member := Member.from_environment()) is not None:
+        from phalanx.loop.recover import run_recovering
+
         return run_recovering(member, run)
     for engine in engines_here():
         run = engine.wrap_run(run)
@@ -128,24 +131,14 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
     profile = None
+    plan = _fault_plan(job, formation)
     try:
         if survivor is not None:
             survivor.match(job.task.model)
-        if os.environ.get(OBJECTS):
-            add_objects(job.task, job.config, formation.device)
         loop = TrainLoop(formation, job.task, events, run_dir)
-        if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
-            loop.hooks.add(HistogramCallback(board, every))
-        loop.hooks.add(memory)
-        if job.config.debug == "nan":
-            loop.hooks.add(NumberWatch())
-        if (plan := FaultPlan.from_environment()) is not None:
-            loop.hooks.add(plan)
-        if (profile := StepProfile.wanted(formation, run_dir)) is not None:
-            loop.hooks.add(profile)
-            loop.before_end = profile.publish
-        for engine in engines_here():
-            for callback in engine.callbacks():
+        profile = _step_profile(formation, run_dir)
+        for callback in (*_watches(job.config, events), memory, plan, profile, *_engine_callbacks()):
+            if callback is not None:
                 loop.hooks.add(callback)
         with own_modes(job.task.model):
             history = loop.run() if survivor is None else survivor.run(loop, run_dir)
@@ -166,6 +159,46 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))
+
+
+def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
+    """Yield the callbacks that settings ask for."""
+    if config.tensorboard_histograms:
+        from phalanx.observe.tensorboard import TensorBoardSink
+        from phalanx.trainers.histograms import HistogramCallback
+
+        if (board := events.find(TensorBoardSink)) is not None:
+            yield HistogramCallback(board, config.tensorboard_histograms)
+    if config.debug == "nan":
+        from phalanx.loop.numbers import NumberWatch
+
+        yield NumberWatch()
+
+
+def _fault_plan(job: Job, formation: Formation) -> FaultPlan | None:
+    """Return the faults that the environment asks for, if any."""
+    if not any(name.startswith("PHALANX_FAULTS") for name in os.environ):
+        return None
+    from phalanx.loop.faults import OBJECTS, FaultPlan
+    from phalanx.loop.task import add_objects
+
+    if os.environ.get(OBJECTS):
+        add_objects(job.task, job.config, formation.device)
+    return FaultPlan.from_environment()
+
+
+def _step_profile(formation: Formation, run_dir: Path) -> StepProfile | None:
+    """Return the profile of a run that asks for one, or runs on a GPU, perhaps under nsys."""
+    if formation.config.profiling is None and formation.device.type != "cuda":
+        return None
+    from phalanx.loop.profiling import StepProfile
+
+    return StepProfile.wanted(formation, run_dir)
+
+
+def _engine_callbacks() -> Iterator[Callback]:
+    for engine in engines_here():
+        yield from engine.callbacks()
 
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:

@@ -58,7 +58,7 @@ def test_the_forms_of_a_rate_agree():
         (("--gpus", "8,16", "--failures", "4/3d"), "--failures 4/3d/16"),
         (("--gpus", "8", "--failures", "0/3d"), "each number must be greater than 0"),
         (("--gpus", "8", "--failures", "rsc1"), "Did you mean 'rsc-1'?"),
-        (("--gpus", "8,16"), "no model was named"),
+        (("--gpus", "8"), "no model was named"),
         (("gpt2", "--gpu", "h100", "--gpus", "8,16"), "--gpus 8,16: expected a whole number"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phalanx.loop import gauges
-from phalanx.loop.phases import StepPhases
 from phalanx.observe import heartbeat
+from phalanx.observe.step_clock import StepClock
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def clock(monkeypatch):
     found = SimpleNamespace(now=100.0)
     monkeypatch.delenv("PHALANX_LOG_DIR", raising=False)
     monkeypatch.setattr(heartbeat, "_LOCAL", heartbeat.LocalBoard())
-    monkeypatch.setattr(gauges, "time", SimpleNamespace(monotonic=lambda: found.now))
+    found.steps = StepClock(lambda: found.now)
     return found
 
 
@@ -26,15 +26,16 @@ def steps(measured: gauges.RankGauges, clock: SimpleNamespace, first: int, last:
     for step in range(first, last + 1):
         clock.now += 0.1
         heartbeat.current().beat(step)
-        measured.step_done(samples=8)
+        measured.after_step(clock.steps.step_done(samples=8))
 
 
 def test_evaluation_and_the_end_of_a_run_do_not_count_as_steps(clock):
     world = SimpleNamespace(world_size=2, device=torch.device("cpu"), env=SimpleNamespace(local_world_size=2))
     waited, reports = [0.0], []
-    measured = gauges.RankGauges(world, StepPhases(), lambda: waited[0], lambda: None, reports.append)
+    clock.steps.data_wait = lambda: waited[0]
+    measured = gauges.RankGauges(world, clock.steps, reports.append)
     steps(measured, clock, 1, 5)
-    with measured.paused():
+    with clock.steps.paused("evaluate"):
         clock.now += 60.0
         waited[0] += 30.0
     steps(measured, clock, 6, 15)
@@ -60,6 +61,6 @@ def test_reports_that_take_long_come_less_often(clock):
         clock.now += 0.2
 
     world = SimpleNamespace(world_size=2, device=torch.device("cpu"), env=SimpleNamespace(local_world_size=2))
-    measured = gauges.RankGauges(world, StepPhases(), lambda: 0.0, lambda: None, emit)
+    measured = gauges.RankGauges(world, clock.steps, emit)
     steps(measured, clock, 1, 600)
     assert [round(when - 100) for when in reports] == [3, 44]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError
-from phalanx.loop.checks import OwnTime, hash_of
-from phalanx.reliability.findings import Finding, balanced_shares, odd_replicas, slow_ranks
+from phalanx.loop.checks import Finding, OwnTime, balanced_shares, hash_of, odd_replicas, slow_ranks
+from phalanx.observe.step_clock import StepClock
 
 CPU = torch.device("cpu")
 
@@ -68,15 +66,16 @@ def test_tensors_larger_than_a_chunk(monkeypatch):
 
 
 def test_a_rank_has_its_own_time_and_not_the_wait_for_others():
-    pace = OwnTime(CPU)
-    for _ in range(3):
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    pace = OwnTime(clock, torch.nn.Identity(), CPU)
+    for between in (0.5, 0.01, 0.01):  # a callback that once takes long does not make a rank slow
+        for phase, seconds in (("other", between), ("data", 0.01), ("forward", 0.02), ("backward", 0.05)):
+            clock.enter(phase)
+            now[0] += seconds
+        clock.enter("other")
         pace.step_ends()
-        time.sleep(0.01)
-        pace.forward_begins()
-        pace.forward_ends()
-        time.sleep(0.05)  # the backward pass, which waits for the slowest rank
-        pace.forward_ends()  # of another micro-batch
-    assert 0.01 <= pace.take() < 0.04
+    assert pace.take() == pytest.approx(0.04)  # not the backward pass, which waits for the slowest rank
     assert pace.take() == 0.0
 
 

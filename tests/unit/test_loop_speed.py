@@ -12,9 +12,8 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import PyTorchDDPTrainer
-from phalanx.loop.speed import token_rate
+from phalanx.loop.gauges import peak_flops, token_rate
 from phalanx.models import build
-from phalanx.observe.timing import peak_flops
 
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 

@@ -11,6 +11,7 @@ import pytest
 from phalanx.observe import events
 from phalanx.observe.format import goodput_words
 from phalanx.observe.goodput import CATEGORIES, Ledger, account, read_events
+from phalanx.observe.step_clock import StepClock
 
 
 class Clock:
@@ -28,19 +29,22 @@ def report(ledger: Ledger, step: int, first_step: int = 0, samples: tuple[int, i
 def test_every_second_has_a_category():
     clock = Clock()
     waited = {"data": 0.0, "comm": 0.0}
-    ledger = Ledger(clock=clock, data_wait=lambda: waited["data"], communication=lambda: waited["comm"])
+    steps = StepClock(clock)
+    steps.data_wait, steps.communication = (lambda: waited["data"]), (lambda: waited["comm"])
+    ledger = Ledger(steps)
     clock.now += 5.0
+    steps.start()
     ledger.begin()
     for step in range(10):
         clock.now += 4.0 if step == 0 else 1.0
-        ledger.step_done()
+        steps.step_done(8)
         if step == 0:
-            ledger.first_steps_done(4.0)
+            steps.warmed_up()
     waited |= {"data": 2.0, "comm": 1.0}
     clock.now += 3.0
-    with ledger.phase("evaluate"):
+    with steps.paused("evaluate"):
         clock.now += 6.0
-    with ledger.phase("checkpoint"):
+    with steps.paused("checkpoint"):
         clock.now += 7.0
     found = ledger.seconds()
     assert sum(found.values()) == pytest.approx(clock.now - 100.0)
@@ -53,7 +57,7 @@ def test_every_second_has_a_category():
 
 def test_start_up_after_a_failure_is_recovery():
     clock = Clock()
-    ledger = Ledger(clock=clock, attempt=1)
+    ledger = Ledger(StepClock(clock), attempt=1)
     clock.now += 4.0
     ledger.begin()
     assert ledger.seconds() == pytest.approx({"productive": 0.0, "recovery": 4.0, "data_wait": 0.0})
@@ -61,13 +65,14 @@ def test_start_up_after_a_failure_is_recovery():
 
 def test_a_report_is_due_every_ten_seconds_and_after_a_long_phase():
     clock = Clock()
-    ledger = Ledger(clock=clock)
+    steps = StepClock(clock)
+    ledger = Ledger(steps)
     ledger.begin()
     assert ledger.is_due
     report(ledger, 0)
     clock.now += 9.0
     assert not ledger.is_due
-    with ledger.phase("checkpoint"):
+    with steps.paused("checkpoint"):
         clock.now += 2.0
     assert ledger.is_due
 
@@ -139,18 +144,19 @@ def test_words_of_the_summary():
 
 
 def test_a_step_is_counted_in_less_than_a_hundredth_of_two_milliseconds():
-    ledger = Ledger()
+    steps = StepClock()
+    ledger = Ledger(steps)
     ledger.begin()
     report(ledger, 0)
     began = time.perf_counter()
     for _ in range(10_000):
-        ledger.step_done()
+        steps.step_done(8)
         assert not ledger.is_due
     assert (time.perf_counter() - began) / 10_000 < 20e-6
 
 
 def test_the_event_survives_json():
-    event = Ledger().event(1, 0, (0, 8), 3.0, None)
+    event = Ledger(StepClock()).event(1, 0, (0, 8), 3.0, None)
     assert events.from_json(event.to_json()) == event
 
 

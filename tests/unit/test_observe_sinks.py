@@ -17,8 +17,8 @@ from phalanx.host.gpus import GpuSensor
 from phalanx.observe import events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.mlflow import MlflowSink
+from phalanx.observe.step_clock import StepClock
 from phalanx.observe.tensorboard import TensorBoardSink
-from phalanx.observe.timing import Stopwatch, Throughput
 from phalanx.trainers.histograms import histogram_of
 
 
@@ -194,26 +194,26 @@ def test_without_mlflow_the_extra_is_named(monkeypatch):
 
 def test_pauses_do_not_count():
     now = [0.0]
-    watch = Stopwatch(lambda: now[0])
+    watch = StepClock(lambda: now[0])
     now[0] = 2.0
-    with watch.paused(), watch.paused():
+    with watch.paused("evaluate"), watch.paused("checkpoint"):
         now[0] = 7.0
         assert watch.seconds == 2.0
     now[0] = 8.0
-    assert watch.seconds == 3.0
+    assert (watch.seconds, watch.pauses) == (3.0, {"evaluate": 5.0})
 
 
 def test_throughput_is_that_of_training_time():
     now = [0.0]
-    meter = Throughput(lambda: now[0])
+    meter = StepClock(lambda: now[0])
     assert (meter.average, meter.lap()) == (0.0, (0.0, 0.0))
-    meter.add(64)
-    meter.add(64)
+    meter.step_done(64)
+    meter.step_done(64)
     now[0] = 2.0
     assert meter.lap() == (64.0, 1.0)
-    with meter.paused():
+    with meter.paused("evaluate"):
         now[0] = 100.0
-    meter.add(32)
+    meter.step_done(32)
     now[0] = 102.0
     assert meter.lap() == (16.0, 2.0)
     assert meter.average == 40.0
@@ -221,22 +221,22 @@ def test_throughput_is_that_of_training_time():
 
 def test_the_average_leaves_the_first_steps_out():
     now = [0.0]
-    meter = Throughput(lambda: now[0])
-    meter.add(64)
+    meter = StepClock(lambda: now[0])
+    meter.step_done(64)
     now[0] = 60.0
     meter.warmed_up()
     assert meter.average == 64 / 60  # there is nothing else yet
-    meter.add(64)
+    meter.step_done(64)
     now[0] = 61.0
-    assert (meter.average, meter.warm_up_seconds) == (64.0, 60.0)
+    assert (meter.average, meter.warm_up.seconds) == (64.0, 60.0)
 
 
 def test_the_steady_rate_leaves_out_laps_in_which_code_was_compiled_again():
     now = [0.0]
-    meter = Throughput(lambda: now[0])
+    meter = StepClock(lambda: now[0])
     for seconds in (60.0, 10.0, 9.0, 45.0, 11.0):  # the first lap is the warm-up, the fourth one compiles again
         for _ in range(10):
-            meter.add(8)
+            meter.step_done(8)
         now[0] += seconds
         meter.warmed_up() if now[0] == 60.0 else None
         meter.lap()
@@ -246,9 +246,9 @@ def test_the_steady_rate_leaves_out_laps_in_which_code_was_compiled_again():
 
 def test_with_few_laps_the_steady_rate_is_the_average():
     now = [0.0]
-    meter = Throughput(lambda: now[0])
+    meter = StepClock(lambda: now[0])
     for seconds in (1.0, 9.0):
-        meter.add(5)
+        meter.step_done(5)
         now[0] += seconds
         meter.lap()
     assert meter.steady == meter.average == 1.0

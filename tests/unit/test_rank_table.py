@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from phalanx.loop.phases import StepPhases
 from phalanx.observe import rank_table
 from phalanx.observe.heartbeat import Beat, Gauges, HeartbeatBoard, board_path, read_beats
+from phalanx.observe.step_clock import StepClock
 
 
 def beats(*own: float, step: int = 7) -> dict[int, Beat]:
@@ -57,10 +57,10 @@ def test_ten_thousand_ranks_become_percentiles_in_little_time():
 def test_phases_add_up_to_the_wall_time():
     now = [0.0]
     entered: list[str] = []
-    phases = StepPhases(lambda: now[0])
+    phases = StepClock(lambda: now[0])
     phases.on_enter = entered.append
     for name, at in (("data", 1.0), ("forward", 3.0), ("backward", 6.0), ("other", 10.0), ("data", 15.0)):
         now[0] = at
         phases.enter(name)
-    assert phases.seconds == {"data": 2.0, "forward": 3.0, "backward": 4.0, "optimizer": 0.0, "other": 6.0}
-    assert (phases.own, entered[-1]) == (5.0, "data")
+    assert phases.phase_seconds == {"data": 2.0, "forward": 3.0, "backward": 4.0, "optimizer": 0.0, "other": 6.0}
+    assert (phases.read().own, entered[-1]) == (5.0, "data")

@@ -378,8 +378,8 @@ def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, mo
 def test_ranges_of_phases_end_where_the_next_begins():
     from contextlib import contextmanager
 
-    from phalanx.loop.phases import StepPhases
     from phalanx.loop.profiling import PhaseRanges, under_nsys
+    from phalanx.observe.step_clock import StepClock
 
     seen = []
 
@@ -389,12 +389,12 @@ def test_ranges_of_phases_end_where_the_next_begins():
         yield
         seen.append(f"-{name}")
 
-    ranges, phases = PhaseRanges(push_and_pop), StepPhases()
+    ranges, phases = PhaseRanges(push_and_pop), StepClock()
     phases.on_enter = ranges.enter
     phases.enter("data")
     phases.enter("forward")
-    phases.mark("checkpoint")
-    phases.mark(phases.current)
+    with phases.paused("checkpoint"):
+        pass
     ranges.leave()
     assert seen == ["+data", "-data", "+forward", "-forward", "+checkpoint", "-checkpoint", "+forward", "-forward"]
     assert under_nsys({"NSYS_PROFILING_SESSION_ID": "1"})

@@ -28,7 +28,7 @@ class HorovodSurvivor(Survivor):
         """Restore from memory after the first attempt, and stop where machines were lost or added."""
         if self.attempt > 0:
             loop.restore = self.restore_or_resume(loop)
-        loop.before_stop = self._regroup_if_hosts_changed
+        loop.control.before_stop = self._regroup_if_hosts_changed
         if self.hosts_changed:  # during the rendezvous
             self.take_host_change()
 

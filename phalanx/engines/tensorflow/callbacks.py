@@ -22,7 +22,7 @@ from phalanx.loop.stopping import EpochControl
 from phalanx.observe.events import CheckpointSaved, EpochDone, Message, MetricsReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
-from phalanx.observe.timing import Throughput
+from phalanx.observe.step_clock import StepClock
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class KerasReport:
         self._events = events
         self._started = started
         self.history = History()
-        self._speed = Throughput()
+        self._clock = StepClock()
         self._began = self._epoch_began = time.monotonic()
         self._step = started.first_step
         self._epoch = 0
@@ -70,16 +70,16 @@ class KerasReport:
         """Note that an epoch begins."""
         self._epoch, self._mean, self._batches = epoch, (0, 0.0), 0
         self._epoch_began = time.monotonic()
-        self._speed.lap()
+        self._clock.lap()
 
     def end_step(self, batch: int, loss: Callable[[], float], rate: Callable[[], float]) -> None:
         """Count a step; read its loss, which waits for the device, only where it is logged."""
         self._step += 1
         self._batches += 1
-        self._speed.add(self._started.global_batch)
+        self._clock.step_done(self._started.global_batch)
         if self._step % self._config.log_every_n_steps and self._step != self._started.first_step + 1:
             return
-        samples, seconds = self._speed.lap()
+        samples, seconds = self._clock.lap()
         event = StepDone(
             step=self._step,
             epoch=self._epoch + 1,
@@ -103,7 +103,7 @@ class KerasReport:
 
     def begin_evaluation(self) -> None:
         """Pause the throughput."""
-        self._evaluating.enter_context(self._speed.paused())
+        self._evaluating.enter_context(self._clock.paused("evaluate"))
 
     def end_evaluation(self) -> None:
         """Resume the throughput."""
@@ -116,7 +116,7 @@ class KerasReport:
         train = {name: value for name, value in values.items() if not name.startswith("val_") and name != "lr"}
         seconds = time.monotonic() - self._epoch_began
         loss = train.get("loss", float("nan"))
-        speed = self._speed.average
+        speed = self._clock.average
         self.history.epochs.append(EpochRecord(epoch + 1, self._step, loss, val, rate, seconds, speed))
         if val:
             self._events.emit(MetricsReported(self._step, epoch + 1, "val", val, ends_epoch=True))
@@ -148,7 +148,7 @@ class KerasReport:
 
     def _update(self) -> None:
         self.history.total_time = time.monotonic() - self._began
-        self.history.throughput = self._speed.average
+        self.history.throughput = self._clock.average
 
 
 def report_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.prepare import adapt
-from phalanx.observe.memory_bill import optimizer_states
+from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
 from phalanx.tools.plan.auto import describe, planned_gib
 from phalanx.tools.plan.rules import layout_of

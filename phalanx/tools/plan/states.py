@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from phalanx.observe.memory_bill import optimizer_states
+from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.tools.plan.activations import HALF, SINGLE
 from phalanx.tools.plan.model import ModelShape
 from phalanx.world.schedules import SCHEDULES

@@ -88,8 +88,8 @@ def _move_collective(
 
 
 def _shared_memory(plan: BenchPlan, channel: P2PChannel, *, in_place: bool) -> Case:
-    from phalanx.comm.shm import SharedGroup
-    from phalanx.comm.shm.pages import group_text_gatherer, on_one_machine
+    from phalanx.comm.shm import SharedGroup, on_one_machine
+    from phalanx.comm.shm.pages import group_text_gatherer
 
     gather = group_text_gatherer(None)
     if not on_one_machine(gather, channel.rank):

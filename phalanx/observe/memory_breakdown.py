@@ -1,6 +1,6 @@
-"""What a rank's memory is spent on, and which changes of the settings save how much: the answer to "out of memory".
+"""`MemoryBreakdown`: what a rank's memory is spent on, and which changes of the settings save how much.
 
-A rank writes its bill beside its log, so that the launcher can show it when the kernel has killed the rank.
+A rank writes its breakdown beside its log, so that the launcher can show it when the kernel has killed the rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def optimizer_states(name: str, momentum: float = 0.9) -> int:
 
 
 @dataclass(frozen=True)
-class MemoryBill:
+class MemoryBreakdown:
     """The memory of one rank in bytes, by what it is for, and the settings that decide about it."""
 
     device: str
@@ -66,7 +66,7 @@ class MemoryBill:
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """The bill as rows of a table."""
+        """The breakdown as rows of a table."""
         seen = "" if self.activations else "not measured before the end of a step"
         return [
             ("parameters", size(self.parameters), ""),
@@ -114,7 +114,7 @@ class MemoryBill:
         return [*shown[: _CHANGES - 1], enough[0]] if enough and not set(enough) & set(shown) else shown
 
     def lines(self, needed: float = 0.0) -> list[str]:
-        """Return the bill, what grew, and what to change, as lines for the user."""
+        """Return the breakdown, what grew, and what to change, as lines for the user."""
         known = sum((self.parameters, self.gradients, self.optimizer, self.activations, self.other))
         shared = f", shared by {self.local_ranks} ranks" if self.local_ranks > 1 else ""
         lines = [f"memory per rank: {size(known)} known, of {size(self.limit)}{shared}", table(self.rows, indent="  ")]
@@ -133,16 +133,16 @@ def _path(log_dir: Path, rank: int) -> Path:
     return log_dir / f"rank-{rank}.memory.json"
 
 
-def write_bill(bill: MemoryBill, log_dir: Path, rank: int) -> None:
-    """Keep a rank's bill where the launcher finds it."""
+def write_breakdown(breakdown: MemoryBreakdown, log_dir: Path, rank: int) -> None:
+    """Keep a rank's breakdown where the launcher finds it."""
     with suppress(OSError):  # a full disk must not end training
-        replace_file(_path(log_dir, rank), json.dumps(dataclasses.asdict(bill)))
+        replace_file(_path(log_dir, rank), json.dumps(dataclasses.asdict(breakdown)))
 
 
-def read_bill(log_dir: Path, rank: int) -> MemoryBill | None:
-    """Return the last bill of a rank; None where it wrote none."""
+def read_breakdown(log_dir: Path, rank: int) -> MemoryBreakdown | None:
+    """Return the last breakdown of a rank; None where it wrote none."""
     try:
         data = json.loads(_path(log_dir, rank).read_text())
-        return MemoryBill(**{**data, "held": tuple((step, held) for step, held in data["held"])})
+        return MemoryBreakdown(**{**data, "held": tuple((step, held) for step, held in data["held"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
