@@ -58,7 +58,9 @@ class FlagParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does; words of --profile may stand one by one: `--profile steps=10:15 ranks=0,3`."""
         words = list(sys.argv[1:] if args is None else args)
-        for place in reversed([place for place, word in enumerate(words) if word == "--profile"]):
+        profile = self._option_string_actions.get("--profile")
+        takes_words = profile is not None and profile.nargs != 0
+        for place in reversed([place for place, word in enumerate(words) if word == "--profile" and takes_words]):
             end = place + 1
             while end < len(words) and is_profile_word(words[end]):
                 end += 1

@@ -12,7 +12,7 @@ from phalanx.launch.nccl import CLUSTERS, nccl_environment, nccl_variables
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_command_prints_what_a_shell_can_read(capsys, cluster):
-    assert main(["nccl-env", "--cluster", cluster, "--interface", "ens7"]) == 0
+    assert main(["doctor", "--nccl-env", cluster, "--interface", "ens7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines
     assert all(line.startswith(("export ", "# export ")) and "  # " in line for line in lines)
@@ -21,7 +21,7 @@ def test_the_command_prints_what_a_shell_can_read(capsys, cluster):
 
 def test_json_shows_what_is_set_already(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
-    assert main(["nccl-env", "--cluster", "ethernet", "--json"]) == 0
+    assert main(["doctor", "--nccl-env", "ethernet", "--json"]) == 0
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert found["NCCL_IB_DISABLE"] | {"reason": ""} == {
         "name": "NCCL_IB_DISABLE",
@@ -59,10 +59,10 @@ def test_what_the_user_set_stays():
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--cluster", "infinband"], "Did you mean 'infiniband'?"), ([], "nccl-env needs a kind of cluster")],
+    [(["infinband"], "Did you mean 'infiniband'?"), ([], "expected one argument")],
 )
 def test_an_unknown_cluster_is_refused(capsys, words, said):
-    assert main(["nccl-env", *words]) == 2
+    assert main(["doctor", "--nccl-env", *words]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -209,7 +209,7 @@ def test_every_verb_about_the_run_marks_its_figures(tmp_path, monkeypatch):
         assert NOTE in (answer := phalanx(*words)).out, (words, answer.text)
     for words in (("report", "r"), ("top", "r")):
         assert json.loads(phalanx(*words, "--json").out)["ranks_per_gpu"] == 4
-    assert phalanx("report", "r", "--html", "page.html").code == 0
+    assert phalanx("ui", "r", "--save", "page.html").code == 0
     assert NOTE in (tmp_path / "page.html").read_text()
 
 
