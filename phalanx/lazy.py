@@ -15,7 +15,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in homes:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         module = import_module(homes[name])
-        value = module if homes[name].endswith(f".{name}") else getattr(module, name)
+        is_module = homes[name].endswith(f".{name}") and not hasattr(module, name)  # `phalanx.lora` is a function
+        value = module if is_module else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
