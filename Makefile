@@ -40,7 +40,7 @@ $(VENV)/.test: $(VENV)/.phalanx
 	@$(call optional,kubeflow-training,$(UV) --no-deps kubeflow-training)
 	command -v cmake >/dev/null || $(UV) cmake
 	@# Horovod compiles for minutes, while the others are fetched.
-	@$(call optional,Horovod,$(BIN)/python -m phalanx.engines.horovod.build) & \
+	@$(call optional,Horovod,$(BIN)/python tools/build_horovod.py) & \
 	$(MAKE) --no-print-directory $(VENV)/.engines; status=$$?; wait; exit $$status
 	@touch $@
 
@@ -93,7 +93,7 @@ docs: $(VENV)/.test ## build the documentation into site/, warnings are errors
 horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
 	$(UV) setuptools wheel
 	command -v cmake >/dev/null || $(UV) cmake
-	$(BIN)/python -m phalanx.engines.horovod.build
+	$(BIN)/python tools/build_horovod.py
 
 bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machine)
 	$(BIN)/python benchmarks/startup.py

@@ -6,7 +6,7 @@
     phalanx train --script horovod_train.py --backend horovod --num-workers 2 --min-workers 1 \\
         --host-discovery-script ./hosts.sh                                       # ranks may be lost, and others come
 
-Horovod has to be built once: make horovod, or python -m phalanx.engines.horovod.build.
+Horovod has to be built once: make horovod, or python tools/build_horovod.py.
 """
 
 from __future__ import annotations

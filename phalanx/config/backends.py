@@ -50,7 +50,7 @@ BACKENDS = {
         package=Package(
             "horovod",
             "Horovod",
-            "Build it: make horovod, or python -m phalanx.engines.horovod.build. (The extra phalanx[horovod] alone "
+            "Build it: make horovod, or python tools/build_horovod.py. (The extra phalanx[horovod] alone "
             "does not compile: docs/horovod.md)",
         ),
         resizes=True,

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 from command import ROOT, clean_environment
 
-from phalanx.engines.horovod import build
-
 if TYPE_CHECKING:
     from pathlib import Path
+
+SCRIPT = ROOT / "tools" / "build_horovod.py"
+
+
+def loaded() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_horovod", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = loaded()
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +41,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "phalanx.engines.horovod.build"],
+        [sys.executable, str(SCRIPT)],
         cwd=ROOT,
         env=clean_environment(**environment),
         capture_output=True,

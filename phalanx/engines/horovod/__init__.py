@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,6 @@ class Horovod(Engine):
         """Refuse a script that imports Horovod where another launcher starts its ranks: each would train alone."""
         if started_by == STARTED_BY or not _imports_horovod(script):
             return
-        from phalanx.engines.horovod.build import installed_library, speaks_mpi
-
         if started_by != "mpirun":
             why = "hvd.init() finds other ranks only where horovodrun started them"
         elif (library := installed_library()) is not None and not speaks_mpi(library):
@@ -89,3 +88,15 @@ def _imports_horovod(script: Path) -> bool:
 
 
 ENGINE = Horovod()
+
+
+def installed_library() -> Path | None:
+    """Return the shared library of the installed Horovod, if any, without importing it."""
+    found = importlib.util.find_spec("horovod")
+    folders = [] if found is None else found.submodule_search_locations or []
+    return next((library for folder in folders for library in sorted(Path(folder).glob("*/mpi_lib*.so"))), None)
+
+
+def speaks_mpi(library: Path) -> bool:
+    """Whether a Horovod was built with MPI: read from its symbols, because loading it would load torch."""
+    return b"MPI_Init_thread" in library.read_bytes()

@@ -28,7 +28,7 @@ def horovod() -> Any:
     except ImportError as error:
         raise UsageError(
             f"horovodrun started this rank, but this Python cannot import Horovod: {error}",
-            hint="Build it: make horovod, or python -m phalanx.engines.horovod.build",
+            hint="Build it: make horovod, or python tools/build_horovod.py",
         ) from error
     if not hvd.is_initialized():
         hvd.init()

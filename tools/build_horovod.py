@@ -1,4 +1,4 @@
-"""Build Horovod against the installed torch: `python -m phalanx.engines.horovod.build`. The wheel is cached.
+"""Build Horovod against the installed torch: `python tools/build_horovod.py`. The wheel is cached.
 
 Horovod's last release has no wheels, and its CMake files ask for C++14, which torch's headers do not support: the
 compiler is called through a wrapper that appends the standard. MPI is built in where its compiler and headers are
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -70,18 +69,6 @@ def settings() -> dict[str, str]:
             if f"HOROVOD_{word}_{name}" in given:
                 chosen.pop(f"HOROVOD_{opposite}_{name}", None)
     return chosen
-
-
-def installed_library() -> Path | None:
-    """Return the shared library of the installed Horovod, if any, without importing it."""
-    found = importlib.util.find_spec("horovod")
-    folders = [] if found is None else found.submodule_search_locations or []
-    return next((library for folder in folders for library in sorted(Path(folder).glob("*/mpi_lib*.so"))), None)
-
-
-def speaks_mpi(library: Path) -> bool:
-    """Whether a Horovod was built with MPI: read from its symbols, because loading it would load torch."""
-    return b"MPI_Init_thread" in library.read_bytes()
 
 
 def wheel_folder() -> Path:
