@@ -6,9 +6,11 @@ for every epoch:
     for every global batch:                         -> StepInfo
         for every micro-batch: forward, backward    (gradients synchronised on the last one only)
         clip, optimizer step, learning rate
+        checks of ranks, if a setting asks for them
         at logging steps: read losses, report, stop on NaN
         step hooks
-        at the end of an epoch: evaluate, report, epoch hooks
-        at checkpoint steps, or on a stop signal: save at the step boundary
+        at the end of an epoch: evaluate, judge (best checkpoint, early stopping), report, epoch hooks
+        on a stop request that all ranks agree on: save and leave
+        at checkpoint steps: save at the step boundary
 return weights and history
 """

@@ -12,10 +12,8 @@ from torch import nn
 
 from phalanx.data.device import map_batch
 from phalanx.errors import UsageError
-from phalanx.loop.forward import decide_forward, positional_parameters
-from phalanx.loop.losses import LossFn
-from phalanx.loop.metrics import Metric, MetricSums
-from phalanx.loop.shapes import raise_explained
+from phalanx.loop.forward import decide_forward, positional_parameters, raise_explained
+from phalanx.loop.metrics import LossFn, Metric, MetricSums
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation

@@ -37,7 +37,7 @@ from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.forward import Forward, decide_forward
-from phalanx.loop.losses import LossFn
+from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.prepare import (
     Prepared,
@@ -49,7 +49,6 @@ from phalanx.loop.prepare import (
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
-from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -88,7 +87,6 @@ class Formation(Prepared):
         self.saver = Saver()
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
-        self.clock = StepClock()
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
 

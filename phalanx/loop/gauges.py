@@ -53,17 +53,17 @@ class RankGauges:
     def _write(self) -> None:
         clock, talked = self._clock, self._clock.communication()
         now = clock.read(at_last_step=True)
-        since = now.since(self._mark)
+        seconds, samples, steps, data, talk, own = (new - old for new, old in zip(now, self._mark, strict=True))
         self._mark, self._due = now, now.seconds + _EVERY
         if self._sensor is not None:
             self.gpu = self._sensor.read()
         current().gauge(
             Gauges(
-                samples_per_second=since.samples / since.seconds / self._ranks,
-                step_seconds=since.seconds / since.steps,
-                data_wait=since.data_wait / since.seconds,
-                communication=math.nan if talked is None else since.communication / since.seconds,
-                own_seconds=since.own / since.steps,
+                samples_per_second=samples / seconds / self._ranks,
+                step_seconds=seconds / steps,
+                data_wait=data / seconds,
+                communication=math.nan if talked is None else talk / seconds,
+                own_seconds=own / steps,
                 memory=float(self.memory.bytes()),
                 memory_limit=self._limit,
                 gpu_utilization=_known(self.gpu.utilization),

@@ -15,7 +15,7 @@ from torch import nn
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.loop.loss_weights import LossWeights
+from phalanx.loop.loss_log import LossWeights
 from phalanx.loop.precision import Precision
 from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy

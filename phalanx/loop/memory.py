@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.errors import OutOfMemoryError
 from phalanx.host.cgroups import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
 from phalanx.observe.memory_breakdown import MemoryBreakdown, optimizer_states, write_breakdown
+from phalanx.strategies.base import local
 from phalanx.strategies.tensors import find_blocks
 
 _EVERY = 5.0
@@ -131,8 +131,7 @@ class MemoryWatch(Callback):
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> float:
     """Return the bytes of this rank's parts."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return float(sum(tensor.nbytes for tensor in local))
+    return float(sum(local(tensor).nbytes for tensor in tensors))
 
 
 def _states(optimizer: Any) -> float:

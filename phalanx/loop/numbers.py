@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import NonFiniteLossError
 from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.strategies.base import local
 
 _SPIKE = 1000.0
-"""A module's largest output, so many times the usual one, is reported."""
+"""An output that is larger than the usual one by this factor is reported."""
 _USUAL_STEPS = 10
-"""So many steps make the usual output of a module."""
+"""The first steps of a module, whose largest output is the usual one."""
 
 
 class NumberWatch(Callback):
@@ -61,7 +61,7 @@ class NumberWatch(Callback):
         return check
 
     def _check_output(self, shown: str, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        largest = float(_local(output).detach().abs().max())
+        largest = float(local(output).detach().abs().max())
         if not torch.isfinite(torch.tensor(largest)):
             self._stop(f"{shown} produced {_described(output)} in the forward pass{self._from(module, inputs)}")
         count, usual = self._usual.get(shown, (0, 0.0))
@@ -73,7 +73,7 @@ class NumberWatch(Callback):
             self._usual[shown] = (count + 1, max(usual, largest) if count < _USUAL_STEPS else usual)
 
     def _check_gradient(self, shown: str, gradient: torch.Tensor) -> None:
-        if bool(_local(gradient).isfinite().all()):
+        if bool(local(gradient).isfinite().all()):
             self._last_gradient = shown
             return
         after = f", finite at {self._last_gradient}" if self._last_gradient else ", the first one to be computed"
@@ -86,7 +86,7 @@ class NumberWatch(Callback):
         """Describe what the module computed from: the inputs, and its weights where they are not finite."""
         parts = [f"input {_described(tensor)}" for tensor in _floating(inputs)]
         own = [(name, each) for name, each in module.named_parameters(recurse=False) if each.is_floating_point()]
-        parts += [f"{name} {_described(each)}" for name, each in own if not bool(_local(each).isfinite().all())]
+        parts += [f"{name} {_described(each)}" for name, each in own if not bool(local(each).isfinite().all())]
         return f", from {'; '.join(parts)}" if parts else ""
 
     @property
@@ -103,13 +103,9 @@ class NumberWatch(Callback):
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _floating(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and _local(value).numel():
+        if value.is_floating_point() and local(value).numel():
             yield value
     elif isinstance(value, dict):
         yield from (tensor for item in value.values() for tensor in _floating(item))
@@ -120,7 +116,7 @@ def _floating(value: Any) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def _described(tensor: torch.Tensor) -> str:
     """Return shape, type and statistics: how many values are not finite, and the range of the others."""
-    values = _local(tensor).detach()
+    values = local(tensor).detach()
     finite = values[values.isfinite()].float()
     text = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
     if finite.numel():

@@ -21,6 +21,7 @@ from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.models.contract import Adapter, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
+from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
@@ -39,6 +40,7 @@ class Prepared:
         self.world = world
         self.device = world.device
         self.run_id = run_id
+        self.clock = StepClock()
         self.lineage: list[dict[str, Any]] = []
         """The runs that this one continues, as a checkpoint's manifest holds them."""
         self.precision = Precision(self.config, self.device, by_engine=strategy.owns_precision)

@@ -35,6 +35,7 @@ class CheckpointPolicy:
         self._collect_at: int | None = None
         self._warm = False
         config, env = formation.config, formation.world.env
+        self.best = BestCheckpoint(config)
         self.every = config.checkpoint_every
         wanted = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
         # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
@@ -76,14 +77,15 @@ class CheckpointPolicy:
         self.directory = self.every = None
 
     def due_after_step(self, step: int) -> bool:
-        """Whether a checkpoint is due after this many steps."""
-        if self.auto is not None:
-            return self.auto.is_due(step)
-        return self.every is not None and self.every[1] == "steps" and step % self.every[0] == 0
+        """Whether a checkpoint is due after this many steps, or because the weights are the best so far."""
+        due = self.every is not None and self.every[1] == "steps" and step % self.every[0] == 0
+        due = due if self.auto is None else self.auto.is_due(step)
+        return due or self.best.is_unsaved(step)
 
     def due_after_epoch(self, epochs: int) -> bool:
-        """Whether a checkpoint is due after this many epochs."""
-        return self.every is not None and self.every[1] == "epochs" and epochs % self.every[0] == 0
+        """Whether a checkpoint is due after this many epochs, or because the weights are the best so far."""
+        due = self.every is not None and self.every[1] == "epochs" and epochs % self.every[0] == 0
+        return due or self.best.is_unsaved(self._formation.step)
 
     def has_saved(self, step: int) -> bool:
         """Whether this step is in the directory already."""
@@ -177,20 +179,11 @@ class Saves(CheckpointPolicy):
         """`loop`: the `TrainLoop`, which has one of these."""
         super().__init__(loop.formation, run_dir, ranks_synced)
         self._loop = loop
-        self.best = BestCheckpoint(loop.config)
 
     def judge(self, values: dict[str, float], step: int) -> None:
         """Note whether the weights after this step are the best so far."""
         self.best.judge(values, step)
         self.best.record(self._loop.history)
-
-    def due_after_step(self, step: int) -> bool:
-        """Whether a checkpoint is due: by the settings, or because the weights are the best so far."""
-        return super().due_after_step(step) or self.best.is_unsaved(step)
-
-    def due_after_epoch(self, epochs: int) -> bool:
-        """Whether a checkpoint is due: by the settings, or because the weights are the best so far."""
-        return super().due_after_epoch(epochs) or self.best.is_unsaved(self._loop.step)
 
     def after_step(self, step: int, epochs: int | None = None) -> None:
         """Publish a save that is written, and begin one where it is due; `epochs`: complete where the step ended one.

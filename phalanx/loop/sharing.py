@@ -106,7 +106,7 @@ class HeldParameters:
 
 
 class KeptGradients:
-    """An optimizer's gradients at its last call of `step` between two boundaries, after so many backward passes."""
+    """An optimizer's gradients at its last call of `step` between two boundaries, after `passes` backward passes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
         self.passes = passes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,11 +12,9 @@ from phalanx.loop.forward import Forward, count_labels
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.precision import Precision
+from phalanx.loop.prepare import Prepared
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.tensors import count_rows
-
-if TYPE_CHECKING:
-    from phalanx.loop.formation import Formation
 
 
 class BatchPasses:
@@ -73,7 +71,7 @@ class StepOutcome(NamedTuple):
 
 
 def train_step(
-    formation: Formation,
+    formation: Prepared,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward: Forward,

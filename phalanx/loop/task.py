@@ -15,8 +15,7 @@ from phalanx.data.source import read_source
 from phalanx.errors import UsageError
 from phalanx.loop.best import check_metrics
 from phalanx.loop.hooks import Hooks
-from phalanx.loop.losses import LossFn
-from phalanx.loop.metrics import Metric
+from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
 from phalanx.loop.prepare import Prepared, PreparedLoader

@@ -68,7 +68,7 @@ class RunStarted(Event):
     layout: str = ""
     """How the ranks share the model, in words: `fsdp 2 x tensor 2`."""
     ranks_per_gpu: int = 1
-    """Over 1: so many ranks share a GPU, and no figure of this run says how fast the layout is."""
+    """Over 1: this many ranks share a GPU, and no figure of this run says how fast the layout is."""
     job: dict[str, Any] = field(default_factory=dict)
     """What the planner must know to predict the run (`plan.learning.job_of`); empty for a model without dimensions."""
 

@@ -54,7 +54,7 @@ def slowest_of(beats: Mapping[int, Beat]) -> int | None:
 
 
 def slowest_first(beats: Mapping[int, Beat], number: int = SHOWN_RANKS) -> list[int]:
-    """Return so many ranks, the slowest first; ranks that are furthest behind come before those."""
+    """Return up to `number` ranks, the slowest first; ranks that are furthest behind come before those."""
     found = paces(beats)
     return sorted(beats, key=lambda rank: (beats[rank].step, -found.get(rank, 0.0)))[:number]
 

@@ -23,12 +23,6 @@ class Reading(NamedTuple):
     own: float
     """Seconds of work that waits for no other rank: data and forward passes, where replicas hold whole models."""
 
-    def since(self, before: Reading) -> Reading:
-        """Return what was counted since an earlier reading."""
-        steps, samples = self.steps - before.steps, self.samples - before.samples
-        data, talk = self.data_wait - before.data_wait, self.communication - before.communication
-        return Reading(self.seconds - before.seconds, samples, steps, data, talk, self.own - before.own)
-
 
 class StepClock:
     """Counts steps, their samples, and seconds by phase; what happens in `paused()` is counted apart, by its name.
@@ -157,8 +151,8 @@ class StepClock:
         if len(self._laps) < 3:
             return self.average
         slow = self._slow_laps()
-        samples = sum(lap[1] for lap in self._laps) - sum(lap[1] for lap in slow)
-        return _ratio(samples, sum(lap[0] for lap in self._laps) - sum(lap[0] for lap in slow))
+        kept = [lap for lap in self._laps if lap not in slow]
+        return _ratio(sum(lap[1] for lap in kept), sum(lap[0] for lap in kept))
 
     @property
     def slow_seconds(self) -> float:

@@ -31,7 +31,7 @@ AT_RANDOM = ("kill", "stop", "exception")
 """The kinds that are drawn unless others are named: all are survived in place."""
 LINKS = ("cut", "slow")
 _MARGIN = 3
-"""Random faults leave out so many steps at the beginning and the end: a finished rank cannot be lost."""
+"""Steps at the beginning and the end that random faults leave out: a finished rank cannot be lost."""
 _SYNTAX = "Write KIND:rank=R,step=S, for example kill:rank=2,step=50"
 
 

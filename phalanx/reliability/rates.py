@@ -28,7 +28,7 @@ class FailureRate:
 
     @classmethod
     def observed(cls, failures: float, days: float, gpus: int, source: str = "") -> FailureRate:
-        """Return the rate of a job on so many GPUs that was interrupted so often in so many days."""
+        """Return the rate of a job on `gpus` GPUs that was interrupted `failures` times in `days` days."""
         return cls.per_gpu_day(failures / days / gpus, source)
 
     def mtbf(self, gpus: int) -> float:

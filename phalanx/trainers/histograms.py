@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.loop.hooks import Callback
 from phalanx.observe.tensorboard import Histogram, TensorBoardSink
+from phalanx.strategies.base import local
 
 _BINS = 64
 
@@ -56,16 +56,16 @@ class HistogramCallback(Callback):
             found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
             step = trainer.step + 1  # a step counts when it is complete
             self._write("gradients", step, found.items())
-            norms = [_local(grad).norm() for grad in found.values()]
+            norms = [local(grad).norm() for grad in found.values()]
             self._write("gradients", step, [("norm_of_each", torch.stack(norms))] if norms else [])
             # In the host's memory: a copy beside the weights may be more than the device has.
-            self._before = {name: _local(weights[name]).detach().cpu().clone() for name in found}
+            self._before = {name: local(weights[name]).detach().cpu().clone() for name in found}
 
     def _after_step(self, trainer: Any) -> None:
         """Write by which share of its norm the step has changed each parameter; about 1e-3 is usual."""
         if not self._before:
             return
-        now = {name: _local(weight).detach().cpu() for name, weight in trainer.task.model.named_parameters()}
+        now = {name: local(weight).detach().cpu() for name, weight in trainer.task.model.named_parameters()}
         ratios = [(now[name] - old).norm() / old.norm().clamp(min=1e-12) for name, old in self._before.items()]
         self._write("updates", trainer.step + 1, [("ratio_of_each", torch.stack(ratios).float())])
         self._before = {}
@@ -75,14 +75,10 @@ class HistogramCallback(Callback):
         self._sink.histograms(step, {f"{group}/{name}": one for name, one in found if one is not None})
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def histogram_of(tensor: torch.Tensor) -> Histogram | None:
     """Return the distribution of a tensor's finite values, computed on its device; None where there are none."""
-    values = _local(tensor).detach().flatten().float()
+    values = local(tensor).detach().flatten().float()
     values = values[values.isfinite()]
     if values.numel() == 0:
         return None

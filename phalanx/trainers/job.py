@@ -137,9 +137,9 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             survivor.match(job.task.model)
         loop = TrainLoop(formation, job.task, events, run_dir)
         profile = _step_profile(formation, run_dir)
-        for callback in (*_watches(job.config, events), memory, plan, profile, *_engine_callbacks()):
-            if callback is not None:
-                loop.hooks.add(callback)
+        of_engines = [callback for engine in engines_here() for callback in engine.callbacks()]
+        for callback in filter(None, (*_watches(job.config, events), memory, plan, profile, *of_engines)):
+            loop.hooks.add(callback)
         with own_modes(job.task.model):
             history = loop.run() if survivor is None else survivor.run(loop, run_dir)
         if plan is not None and plan.weights_path is not None:
@@ -194,11 +194,6 @@ def _step_profile(formation: Formation, run_dir: Path) -> StepProfile | None:
     from phalanx.loop.profiling import StepProfile
 
     return StepProfile.wanted(formation, run_dir)
-
-
-def _engine_callbacks() -> Iterator[Callback]:
-    for engine in engines_here():
-        yield from engine.callbacks()
 
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:

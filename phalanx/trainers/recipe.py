@@ -15,7 +15,7 @@ from phalanx.data.sets import load_splits
 from phalanx.data.source import read_source
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
-from phalanx.loop.losses import find_loss
+from phalanx.loop.metrics import find_loss
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.models.contract import InitialisesWeights, implements

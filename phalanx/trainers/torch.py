@@ -21,8 +21,7 @@ from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
-from phalanx.loop.losses import LossFn, find_loss
-from phalanx.loop.metrics import Metric
+from phalanx.loop.metrics import LossFn, Metric, find_loss
 from phalanx.loop.optimizer_binding import load_scheduler_state
 from phalanx.loop.prepare import adapt, check_trains_adapters
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import DataError, ModelError, UsageError
 from phalanx.loop.evaluate import kept_in_eval
-from phalanx.loop.losses import cross_entropy
+from phalanx.loop.metrics import cross_entropy
 
 if TYPE_CHECKING:
     from phalanx.observe.history import History

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, PyTorchDDPTrainer
 from phalanx.data.sets import load
 from phalanx.errors import ModelError, PhalanxError, UsageError
-from phalanx.loop.losses import LOSSES, find_loss
+from phalanx.loop.metrics import LOSSES, find_loss
 
 
 def refused(call, kind: type[PhalanxError] = UsageError) -> str:

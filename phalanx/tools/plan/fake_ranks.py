@@ -30,7 +30,7 @@ from phalanx.config import DistributedConfig
 from phalanx.config.strategies import facts_of
 from phalanx.errors import ModelError, PhalanxError, UsageError
 from phalanx.loop.formation import Formation
-from phalanx.loop.losses import LossFn
+from phalanx.loop.metrics import LossFn
 from phalanx.loop.optim import build_optimizer
 from phalanx.models import moe
 from phalanx.models.contract import InitialisesWeights, implements

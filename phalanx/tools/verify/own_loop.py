@@ -17,7 +17,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
-from phalanx.loop.losses import LossFn
+from phalanx.loop.metrics import LossFn
 from phalanx.loop.prepare import PreparedLoader
 from phalanx.tools.verify.probe import Recording, Tensors
 from phalanx.trainers.weights import whole_tensors
