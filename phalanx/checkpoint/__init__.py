@@ -11,12 +11,12 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
     .run-....lock           held by a run in progress that saves here
     .chunks-.../            the tensors of a run's incremental checkpoints
     .writing-...            a save in progress, or the rest of a failed one, which the next save removes
-
-Tools for whole checkpoints: `checkpoint.compare.compare`, `checkpoint.copy.copy_checkpoint`.
 """
 
 from __future__ import annotations
 
+from phalanx.checkpoint.compare import StateDifference, compare
+from phalanx.checkpoint.copy import copy_checkpoint
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
 from phalanx.checkpoint.keep import keep_newest
 from phalanx.checkpoint.lock import RunLock
@@ -45,10 +45,13 @@ __all__ = [
     "SavedCheckpoint",
     "Saver",
     "Snapshot",
+    "StateDifference",
     "TensorInfo",
     "check_writable",
     "choose",
+    "compare",
     "compare_model",
+    "copy_checkpoint",
     "entries",
     "find_best",
     "keep_newest",
