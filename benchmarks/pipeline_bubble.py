@@ -20,7 +20,7 @@ from typing import Any
 
 from report import describe, environment, table, write_json
 
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 
 _HERE = Path(__file__).resolve().parent
 

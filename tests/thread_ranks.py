@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.comm.buckets import Bucket
+from phalanx.comm.exchange import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable

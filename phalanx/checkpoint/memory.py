@@ -22,12 +22,11 @@ from phalanx.checkpoint import group
 from phalanx.checkpoint.fetch import read_boxes
 from phalanx.checkpoint.files import LEAF_BYTES, Leaf
 from phalanx.checkpoint.index import Index, StoredTensor
-from phalanx.checkpoint.layout import FileLayout, StatePlan, shard_name
+from phalanx.checkpoint.layout import FileLayout, Staging, StatePlan, shard_name
 from phalanx.checkpoint.manifest import Snapshot
 from phalanx.checkpoint.place import Reader
 from phalanx.checkpoint.plain import from_plain, rank_content
 from phalanx.checkpoint.read import Loaded, plan_reads
-from phalanx.checkpoint.stage import Staging
 
 
 class _Key(NamedTuple):

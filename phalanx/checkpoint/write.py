@@ -24,11 +24,10 @@ from phalanx.checkpoint.files import FileRecord, Leaf, write_failed
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match, stamp_of
 from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
-from phalanx.checkpoint.layout import FULL, StatePlan, model_tensors, shard_name
+from phalanx.checkpoint.layout import FULL, Staging, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
 from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
 from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to_json
-from phalanx.checkpoint.stage import Staging
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
 from phalanx.observe.heartbeat import current as current_heartbeat

@@ -196,7 +196,7 @@ def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:
 
 
 def _reshard(namespace: argparse.Namespace) -> _Answer:
-    from phalanx.checkpoint.reshard import reshard
+    from phalanx.checkpoint.copy import reshard
     from phalanx.cli.ckpt_target import open_checkpoint, target_directory
 
     one = open_checkpoint(namespace.run)

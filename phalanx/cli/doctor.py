@@ -131,9 +131,9 @@ def examine(machine: HostReader) -> Iterator[CheckResult]:
 
 def _measure() -> Iterator[CheckResult]:
     """Measure an all-reduce of the ranks that fit on this machine, and compare it with what its links allow."""
+    from phalanx.host.files import scratch_folder
     from phalanx.host.gpus import count_gpus
     from phalanx.launch.output import PlainConsole
-    from phalanx.launch.scratch import scratch_folder
     from phalanx.tools.bench.comm.expected import gpu_links
     from phalanx.tools.bench.comm.plan import BenchPlan
     from phalanx.tools.bench.comm.report import make_row

@@ -10,8 +10,7 @@ from phalanx.cli.json_output import print_json
 from phalanx.config.settings import parse_duration
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import span, table
-from phalanx.reliability.effective import Process, best_interval
-from phalanx.reliability.rates import HOUR, PRESETS, FailureRate
+from phalanx.reliability import HOUR, PRESETS, FailureRate, Process, best_interval
 
 COSTS = {"checkpoint_cost": "10s", "restart_cost": "5m", "recovery_cost": "10s"}
 """What a checkpoint, a restart and a recovery in place cost where nothing is given."""

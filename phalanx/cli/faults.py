@@ -13,7 +13,7 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe
-from phalanx.reliability.faults import AT_RANDOM, KINDS, LINKS, Fault, draw_faults, read_faults
+from phalanx.reliability import AT_RANDOM, KINDS, LINKS, Fault, draw_faults, read_faults
 from phalanx.runs.spec import elastic_sizes
 
 _HELP = """Train while faults happen, and report for each: detected after, recovered in, steps lost.

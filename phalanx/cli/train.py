@@ -19,17 +19,16 @@ from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
+from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.launch.nccl import nccl_environment
-from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import Target
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
-from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RunRecord, end_record
+from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
 from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks

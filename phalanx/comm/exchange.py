@@ -1,4 +1,5 @@
-"""The collectives that gradient synchronisation and compression need, as one interface (`Exchange`).
+"""The collectives that gradient synchronisation and compression need, as one interface (`Exchange`), and the buckets of
+gradients that they average together.
 
 `TorchExchange` uses torch's process group. `ThrottledExchange` emulates a slow link for benchmarks where the kernel
 cannot shape traffic. Others: `SharedExchange` (`shm/`) and `ChannelExchange` (`collectives/hierarchical.py`).
@@ -7,14 +8,18 @@ cannot shape traffic. Others: `SharedExchange` (`shm/`) and `ChannelExchange` (`
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Exchange(Protocol):
@@ -155,3 +160,53 @@ def open_exchange(group: dist.ProcessGroup | None) -> Exchange:
     """Return the exchange of a process group, slowed down where a link is emulated."""
     exchange = TorchExchange(group)
     return exchange if _emulated is None else ThrottledExchange(exchange, _emulated)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Flat memory of some gradients, and each gradient as a view of it, with its parameter's name."""
+
+    index: int
+    flat: torch.Tensor
+    names: tuple[str, ...]
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients."""
+        return self.flat.numel() * self.flat.element_size()
+
+
+FIRST_BYTES = 1 << 20
+"""The first bucket is small: the earlier communication starts, the more of it overlaps with the backward pass."""
+
+
+@dataclass
+class BucketPlan:
+    """The gradients of one bucket by their number, all of one dtype."""
+
+    dtype: torch.dtype
+    members: list[int] = field(default_factory=list)
+    numel: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_buckets(gradients: Iterable[tuple[int, int, torch.dtype]], cap_bytes: float) -> list[BucketPlan]:
+    """Fill buckets up to `cap_bytes` with gradients (number, elements, dtype) in the given order, by dtype."""
+    full: list[BucketPlan] = []
+    filling: dict[torch.dtype, BucketPlan] = {}
+    for number, numel, dtype in gradients:
+        bucket = filling.get(dtype)
+        limit = min(cap_bytes, FIRST_BYTES) if not full else cap_bytes
+        if bucket is not None and bucket.nbytes + numel * dtype.itemsize > limit:
+            full.append(filling.pop(dtype))
+            bucket = None
+        if bucket is None:
+            bucket = filling[dtype] = BucketPlan(dtype)
+        bucket.members.append(number)
+        bucket.numel += numel
+    return full + list(filling.values())

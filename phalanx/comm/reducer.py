@@ -17,10 +17,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from phalanx import torch_compat
-from phalanx.comm.buckets import Bucket, plan_buckets
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange, plan_buckets
 from phalanx.errors import CommunicationError, ModelError, PhalanxError, unused_parameters
 from phalanx.observe.collectives import GRADIENTS
 

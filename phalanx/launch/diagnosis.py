@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED
-from phalanx.host.cgroups import oom_kills
 from phalanx.host.lost_peers import reports_lost_peer
-from phalanx.host.processes import how_it_ended, is_stopped
-from phalanx.host.reminders import duration_text
+from phalanx.host.processes import how_it_ended, is_stopped, oom_kills
 from phalanx.launch.blame import Blame
 from phalanx.launch.collectives import RankCalls, calls_path, read_calls
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
 from phalanx.launch.group import RankState, stack_path
+from phalanx.launch.launcher_loop import duration_text
 from phalanx.launch.output import log_path, log_tail
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.host.reminders import duration_text
 from phalanx.launch.blame import Blame, find_blame
 from phalanx.launch.collectives import ASK, RankCalls
 from phalanx.launch.failure import YIELD_SECONDS
 from phalanx.launch.group import RankState
+from phalanx.launch.launcher_loop import duration_text
 from phalanx.launch.roles import LauncherContext
 from phalanx.launch.watches import Hang, StartWatch
 

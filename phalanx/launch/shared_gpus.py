@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import gpu_memory, shared_memory
-from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import LaunchSpec
 
 _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch.forkserver.preload import extra_modules
 from phalanx.launch.group import RankState
+from phalanx.launch.launcher_loop import MOMENTS, Reminder, duration_text
 from phalanx.launch.spec import LaunchSpec
 
 IMPORT_MOMENTS = (15.0, *MOMENTS)

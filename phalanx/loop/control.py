@@ -17,7 +17,7 @@ from phalanx.observe.format import duration
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.notices import StopNotices
+    from phalanx.loop.stopping import StopNotices
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RunControl:
         config = self._formation.config
         if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
             return None
-        from phalanx.loop.notices import StopNotices
+        from phalanx.loop.stopping import StopNotices
 
         return StopNotices(config, self._formation.world, self.stop.ask, say)
 

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx import reliability
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
 from phalanx.loop.hooks import Callback, StepInfo
-from phalanx.reliability import faults
-from phalanx.reliability.faults import AT_RANDOM, Fault, Mark, Marks
+from phalanx.reliability import AT_RANDOM, Fault, Mark, Marks
 from phalanx.world.abort import raise_if_aborted
 
 VARIABLE = "PHALANX_FAULTS"
@@ -67,7 +67,7 @@ class FaultPlan(Callback):
         cls, count: int, *, ranks: int, steps: int, seed: int = 0, kinds: Sequence[str] = AT_RANDOM
     ) -> FaultPlan:
         """Return a plan of random faults, equal for equal arguments."""
-        return cls(*faults.draw_faults(count, ranks=ranks, steps=steps, seed=seed, kinds=kinds))
+        return cls(*reliability.draw_faults(count, ranks=ranks, steps=steps, seed=seed, kinds=kinds))
 
     @classmethod
     def from_environment(cls) -> FaultPlan | None:
@@ -76,7 +76,7 @@ class FaultPlan(Callback):
         if not path:
             return None
         try:
-            plan = cls(*faults.from_json(Path(path).read_text()), folder=f"{path}.marks")
+            plan = cls(*reliability.from_json(Path(path).read_text()), folder=f"{path}.marks")
         except (OSError, ValueError, TypeError) as error:
             hint = 'It names a file such as [{"kind": "kill", "rank": 1, "step": 50}].'
             raise UsageError(f"{VARIABLE} = {path} cannot be read as a list of faults: {error}", hint=hint) from None

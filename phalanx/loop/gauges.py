@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import GpuReading, GpuSensor
+from phalanx.host.processes import host_memory
 from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import RanksReported

@@ -16,7 +16,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.loss_log import LossWeights
-from phalanx.loop.precision import Precision
+from phalanx.loop.optim import Precision
 from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import complete, raise_if_aborted

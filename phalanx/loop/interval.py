@@ -11,8 +11,7 @@ import torch
 
 from phalanx.observe.format import duration, span
 from phalanx.observe.goodput import LAUNCHED_AT
-from phalanx.reliability.effective import best_interval
-from phalanx.reliability.rates import PRESETS
+from phalanx.reliability import PRESETS, best_interval
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import OutOfMemoryError
-from phalanx.host.cgroups import host_memory
+from phalanx.host.processes import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
 from phalanx.observe.memory_breakdown import MemoryBreakdown, optimizer_states, write_breakdown

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
-from phalanx.observe.tracking import read_tracking, write_tracking
+from phalanx.observe.sinks import read_tracking, write_tracking
 
 _START_PARAMS = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
 _OPENED = "MLFLOW_RUN_ID"

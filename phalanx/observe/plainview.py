@@ -8,7 +8,7 @@ from typing import TextIO
 
 from phalanx.observe import format
 from phalanx.observe.events import RunStarted, StepDone
-from phalanx.observe.pace import Pace
+from phalanx.observe.format import Pace
 
 
 class PlainView:

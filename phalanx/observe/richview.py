@@ -17,8 +17,8 @@ from rich.text import Text
 
 from phalanx.observe import format
 from phalanx.observe.events import RunStarted, StepDone
+from phalanx.observe.format import Pace
 from phalanx.observe.heartbeat import Beat
-from phalanx.observe.pace import Pace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,4 +1,8 @@
-"""The event stream and its plain sinks: JSON lines, and datagrams to the launcher."""
+"""The event stream and its plain sinks: JSON lines, and datagrams to the launcher.
+
+Also the sinks of other packages (entry points of the group `phalanx.sinks`), and `tracking.json`: the ids of a run at
+tracking services, so that a resumed run continues them.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
-from phalanx.host.files import make_private
+from phalanx.config import DistributedConfig
+from phalanx.config.option import load_entry_point
+from phalanx.errors import UsageError, nearest
+from phalanx.host.files import make_private, replace_file
 from phalanx.observe.events import Event, StepDone
-from phalanx.observe.guard import say_to_user
+from phalanx.observe.guard import Guard, say_to_user
 
 Found = TypeVar("Found")
 
@@ -181,3 +188,65 @@ def announce(what: str, rank: int, text: str = "") -> None:
             events.send(json.dumps({"event": what, "rank": rank, **({"text": text} if text else {})}).encode())
         except (BrokenPipeError, ConnectionResetError):
             return  # the launcher has ended, and this rank will be killed
+
+
+_NAME = "tracking.json"
+
+
+def read_tracking(run_dir: Path | None, service: str) -> str | None:
+    """Return the id of the run in this folder at a service, where it has one."""
+    return None if run_dir is None else _read(run_dir).get(service)
+
+
+def write_tracking(run_dir: Path | None, service: str, run_id: str) -> None:
+    """Keep the id of the run in this folder at a service."""
+    if run_dir is not None:
+        path, ids = run_dir / _NAME, _read(run_dir) | {service: run_id}
+        Guard(str(path), say_to_user).attempt(lambda: replace_file(path, json.dumps(ids, indent=2) + "\n"))
+
+
+def _read(run_dir: Path) -> dict[str, str]:
+    path = run_dir / _NAME
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {str(service): str(run_id) for service, run_id in found.items()}
+
+
+SINKS_GROUP = "phalanx.sinks"
+
+
+def check_sinks(config: DistributedConfig) -> None:
+    """Refuse a name that no installed package has."""
+    names = _names(config)
+    if not names:
+        return
+    from importlib.metadata import entry_points  # 30 ms to import
+
+    known = sorted(entry_points(group=SINKS_GROUP).names)
+    for name in names:
+        if name not in known:
+            close = nearest(name, known)
+            guess = f" Did you mean {close!r}?" if close else ""
+            raise UsageError(
+                f"sinks = {config.sinks!r}: no installed package has a sink {name!r}.{guess}",
+                hint=f"Installed: {', '.join(known) or 'none'}. A package adds one by an entry point in {SINKS_GROUP}.",
+            )
+
+
+def outside_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
+    """Make the sinks that the setting names."""
+    made: list[Sink] = []
+    for name in _names(config):
+        factory = load_entry_point(SINKS_GROUP, name)
+        sink = factory(config, run_dir) if callable(factory) else factory
+        if not isinstance(sink, Sink):
+            raise UsageError(
+                f"the entry point {name} in the group {SINKS_GROUP} gave {sink!r}, which is not a sink",
+                hint="Let it name a function of (config, run_dir) that returns an object with the methods "
+                "handle(event) and close().",
+            )
+        made.append(sink)
+    return made
+
+
+def _names(config: DistributedConfig) -> list[str]:
+    return [name for part in (config.sinks or "").split(",") if (name := part.strip())]

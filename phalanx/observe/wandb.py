@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
-from phalanx.observe.tracking import read_tracking, write_tracking
+from phalanx.observe.sinks import read_tracking, write_tracking
 
 _EXIT_CODES = {"failed": 1, "preempted": 1, "interrupted": 1}
 _FACTS = ("world_size", "device", "strategy", "precision", "global_batch", "parameters")

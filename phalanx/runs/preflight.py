@@ -13,7 +13,7 @@ from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError,
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.launch import check_endpoint
 from phalanx.observe.metrics import import_client
-from phalanx.observe.outside import check_sinks
+from phalanx.observe.sinks import check_sinks
 
 
 def check_before_start(config: DistributedConfig) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.config import DistributedConfig
+from phalanx.host.files import scratch_folder
 from phalanx.launch import CallTarget
-from phalanx.launch.scratch import scratch_folder
-from phalanx.runs.folder import log_folder
+from phalanx.runs.record import log_folder
 from phalanx.runs.result import read_result
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload

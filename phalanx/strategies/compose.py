@@ -31,8 +31,8 @@ from phalanx.strategies.pipeline.strategy import Pipeline
 from phalanx.strategies.tensor.strategy import is_split, split_tensors, splits_sequence
 from phalanx.strategies.tensors import average, global_norm, is_meta, scale_to_norm
 from phalanx.world.groups import build_axis_group
-from phalanx.world.schedules import SCHEDULES
 from phalanx.world.seed import seed_everything
+from phalanx.world.splits import SCHEDULES
 
 
 class Composed(FSDP):

@@ -14,8 +14,8 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.settings import settings_with
-from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
+from phalanx.host.processes import host_memory
 from phalanx.tool import tool
 from phalanx.world.env import read_rank_env
 

@@ -28,9 +28,8 @@ from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.sinks import EventStream
-from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
-from phalanx.runs.record import RunRecord
+from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups

@@ -15,8 +15,7 @@ from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.metrics import open_metrics
-from phalanx.observe.outside import outside_sinks
-from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink
+from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
 from phalanx.runs.preflight import check_before_start
 from phalanx.world.env import read_rank_env
 from phalanx.world.world import World

@@ -27,9 +27,8 @@ from phalanx.loop.prepare import adapt, check_trains_adapters
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
-from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import RunRecord
+from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups

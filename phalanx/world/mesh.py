@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from phalanx.config.settings import Settings
 from phalanx.engine import engine_of
 from phalanx.errors import UsageError
-from phalanx.world.schedules import SCHEDULES, choose_microbatches
+from phalanx.world.splits import SCHEDULES, choose_microbatches
 
 SHOWN = 3
 """How many possible products an error lists."""

@@ -25,7 +25,7 @@ from phalanx.tools.plan.model import ModelShape
 from phalanx.tools.plan.rules import refusal
 from phalanx.tools.plan.trace import trace_module
 from phalanx.trainers import fake_ranks
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 from tests.long_proofs import ALL, long_proof
 
 LLAMA = {"layers": 4, "width": 64, "heads": 8, "kv_heads": 8, "feed_width": 128, "vocab_size": 256}

@@ -24,9 +24,9 @@ from ray._private.ray_logging import LogDeduplicator
 from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
 
 from phalanx import DistributedConfig
-from phalanx.engines.ray import address as ray_address
 from phalanx.engines.ray import cluster
-from phalanx.engines.ray.address import check_address, started_on_this_machine
+from phalanx.engines.ray import cluster as ray_cluster
+from phalanx.engines.ray.cluster import check_address, started_on_this_machine
 from phalanx.engines.ray.follow import describe_death
 from phalanx.engines.ray.launch import read_resources, starter
 from phalanx.engines.ray.sources import PAYLOAD_NAME
@@ -276,7 +276,7 @@ def test_auto_means_what_ray_start_started_here_and_no_other(monkeypatch, tmp_pa
 
 
 def test_a_port_that_does_not_answer_like_ray_is_refused_with_the_time_it_took(monkeypatch):
-    monkeypatch.setattr(ray_address, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 0.3)
     with silent_port() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(UsageError, match=r"did not answer as Ray does in 0\.3 s"):

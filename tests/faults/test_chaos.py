@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.reliability.faults import Mark, Marks, read_faults
+from phalanx.reliability import Mark, Marks, read_faults
 
 EXACT = ("--strategy", "ring", "--fixed-order", "--device", "cpu")
 FIXED = (*EXACT, "--heartbeat-timeout", "0.5")

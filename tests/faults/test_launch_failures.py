@@ -19,8 +19,7 @@ from ranks import RecordingConsole, warm_pid
 import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
-from phalanx.host import reminders
-from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, watches
+from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, launcher_loop, watches
 from phalanx.launch.forkserver import client
 
 JOIN = """
@@ -238,7 +237,7 @@ def test_a_slow_start_is_reported_with_the_line_and_the_way_to_limit_it(launch_s
 
     # Only the watch of joining ranks uses the default moments.
     soon = (0.3, 0.7, 9.0)
-    monkeypatch.setattr(watches, "Reminder", lambda now, moments=soon: reminders.Reminder(now, moments))
+    monkeypatch.setattr(watches, "Reminder", lambda now, moments=soon: launcher_loop.Reminder(now, moments))
     run = launch_script("import time\ntime.sleep(60)\n", Patient())
     words = r"no rank has joined the group after [01] s: rank 0 is at train\.py:2 in <module>; --start-timeout SECONDS"
     first, second, *_ = run.console.notices

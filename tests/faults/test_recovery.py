@@ -20,7 +20,7 @@ import phalanx
 from phalanx.errors import RankFailedError
 from phalanx.launch.elastic import request_ranks
 from phalanx.models.gpt import gpt
-from phalanx.reliability.faults import Fault
+from phalanx.reliability import Fault
 
 STEPS = 40
 FIXED = {"strategy": "ring", "fixed_order": True}

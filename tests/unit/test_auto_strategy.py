@@ -5,8 +5,8 @@ import torch
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
-from phalanx.host.cgroups import host_memory
 from phalanx.host.gpus import gpu_memory
+from phalanx.host.processes import host_memory
 from phalanx.models.llama import llama
 from phalanx.trainers import auto
 from phalanx.trainers.auto import settle_here, settle_strategy

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.elastic import ElasticControl, ScaleRequests
+from phalanx.launch.elastic import ElasticControl, ScaleRequests, TakingOver
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
 from phalanx.launch.inquiry import Diagnosis
 from phalanx.launch.mailbox import Mailbox
 from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
-from phalanx.launch.takeover import TakingOver
 from phalanx.world.env import read_rank_env
 from phalanx.world.membership import Position
 

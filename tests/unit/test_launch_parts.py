@@ -11,8 +11,8 @@ import pytest
 from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
-from phalanx.host.cgroups import oom_kills
 from phalanx.host.gpus import count_gpus, count_visible
+from phalanx.host.processes import oom_kills
 from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from phalanx.launch.scratch import close_scratch, open_scratch, scratch_folder, sweep
+from phalanx.host.files import close_scratch, open_scratch, scratch_folder, sweep
 
 KILLED = """
 import os, signal
-from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.host.files import close_scratch, open_scratch
 print(open_scratch("run"), flush=True)
 kept = open_scratch("logs")
 close_scratch(kept, keep=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch import LaunchSpec, ScriptTarget
 from phalanx.launch.group import RankState
+from phalanx.launch.launcher_loop import MOMENTS, Reminder, duration_text
 from phalanx.launch.watches import IMPORT_MOMENTS, MACHINES_MOMENTS, StartupNotices, StartWatch
 
 

@@ -16,8 +16,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError
 from phalanx.loop.interval import AutoInterval
 from phalanx.observe.goodput import LAUNCHED_AT
-from phalanx.reliability.effective import best_interval
-from phalanx.reliability.rates import PRESETS
+from phalanx.reliability import PRESETS, best_interval
 
 
 class Clock:

@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 
 from phalanx.observe import events, format
 from phalanx.observe.console import Console
-from phalanx.observe.pace import Pace
+from phalanx.observe.format import Pace
 from phalanx.observe.plainview import PlainView
 from phalanx.observe.richview import RichView
 

@@ -17,8 +17,8 @@ from phalanx.loop import formation
 from phalanx.loop.reporting import _command
 from phalanx.observe import events, heartbeat
 from phalanx.observe.console import Console
+from phalanx.observe.format import Pace
 from phalanx.observe.heartbeat import Beat, HeartbeatBoard, board_path
-from phalanx.observe.pace import Pace
 from phalanx.observe.richview import RichView
 
 RUN = events.RunStarted("digits", "runs/1", 2, "cpu", "ddp", "bf16", 12345, 32, 1, 64, 450, 5, log_dir="runs/1/logs")

@@ -12,7 +12,7 @@ from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.rules import accepted, layout_of, refusal, settings_of
 from phalanx.world.mesh import plan_mesh
-from phalanx.world.schedules import SCHEDULES, choose_microbatches
+from phalanx.world.splits import SCHEDULES, choose_microbatches
 
 MODEL = ModelShape(layers=8, hidden=64, heads=8, kv_heads=4, vocab=128, ffn_hidden=128, name="toy")
 MIXTURE = ModelShape(layers=4, hidden=64, heads=8, vocab=128, ffn_hidden=128, experts=8, name="mixture")

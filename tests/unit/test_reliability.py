@@ -8,8 +8,7 @@ import statistics
 
 import pytest
 
-from phalanx.reliability.effective import Process, best_interval
-from phalanx.reliability.rates import DAY, HOUR, PRESETS, FailureRate
+from phalanx.reliability import DAY, HOUR, PRESETS, FailureRate, Process, best_interval
 
 INTERRUPTIONS = {
     "Faulty GPU": 148,

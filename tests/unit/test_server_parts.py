@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from phalanx import DistributedConfig
-from phalanx.engines.parameter_server.bundle import Bundle
-from phalanx.engines.parameter_server.gradients import Contribution, Rows, cut_gradient, merge
+from phalanx.engines.parameter_server.gradients import Bundle, Contribution, Rows, cut_gradient, merge
 from phalanx.engines.parameter_server.membership import WorkerTable
 from phalanx.engines.parameter_server.placement import Piece
-from phalanx.engines.parameter_server.state import pattern_of, rebuild
-from phalanx.engines.parameter_server.state_file import StateFile, StateSlots
+from phalanx.engines.parameter_server.state import StateFile, StateSlots, pattern_of, rebuild
 from phalanx.errors import ConfigError, ServerError
 from phalanx.observe.events import ServersReported
 from phalanx.observe.format import servers_lines
@@ -49,7 +47,7 @@ def test_an_interrupted_save_leaves_the_old_state(tmp_path, monkeypatch):
     def fail(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("phalanx.engines.parameter_server.state_file.os.fsync", fail)
+    monkeypatch.setattr("phalanx.engines.parameter_server.state.os.fsync", fail)
     with pytest.raises(OSError, match="no space"):
         saved.save({"clock": 2}, Bundle())
     assert saved.load()[0]["clock"] == 1

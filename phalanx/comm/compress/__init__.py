@@ -25,8 +25,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from phalanx.comm.buckets import Bucket
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange
 from phalanx.config import DistributedConfig
 
 

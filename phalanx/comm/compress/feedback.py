@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress import Compressor, wide
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange
 
 
 class Residuals:

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import torch_compat
-from phalanx.comm.buckets import Bucket
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange
 
 
 class FixedBuckets(DistributedDataParallel):

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress import average, generator, is_finite
 from phalanx.comm.compress.feedback import FeedbackCompressor, slices
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 

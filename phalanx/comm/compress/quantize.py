@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress import Compressor, generator, is_finite, wide
 from phalanx.comm.compress.feedback import FeedbackCompressor, average_in_two_phases
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange
 
 
 class _CastCodec:

@@ -8,10 +8,9 @@ from typing import Self
 
 import torch
 
-from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress import average, generator, is_finite
 from phalanx.comm.compress.feedback import FeedbackCompressor
-from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Bucket, Exchange
 from phalanx.config import DistributedConfig
 
 _LARGEST_INT32 = 2**31 - 1

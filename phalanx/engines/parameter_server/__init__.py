@@ -10,7 +10,7 @@ from phalanx.engines.parameter_server.membership import Rules, ShardSpec
 from phalanx.engines.parameter_server.placement import Piece, Placement, plan_placement, rebalance, spread
 from phalanx.engines.parameter_server.process import ShardProcess, listen, serve
 from phalanx.engines.parameter_server.shard import ServerShard
-from phalanx.engines.parameter_server.state_file import StateSlots
+from phalanx.engines.parameter_server.state import StateSlots
 
 __all__ = [
     "ParameterClient",

@@ -13,9 +13,15 @@ import torch
 
 from phalanx import torch_compat
 from phalanx.comm.comm_thread import CommThread
-from phalanx.engines.parameter_server.bundle import Bundle, ShardMemory, join_pieces, split_pieces
 from phalanx.engines.parameter_server.connection import ServerConnection
-from phalanx.engines.parameter_server.gradients import GradientPart, cut_gradient
+from phalanx.engines.parameter_server.gradients import (
+    Bundle,
+    GradientPart,
+    ShardMemory,
+    cut_gradient,
+    join_pieces,
+    split_pieces,
+)
 from phalanx.engines.parameter_server.placement import Piece, Placement, rebalance
 from phalanx.engines.parameter_server.protocol import FrameKind, Head, bytes_of, dtype_of, receive_into
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.engines.parameter_server.bundle import Bundle
-from phalanx.engines.parameter_server.gradients import Contribution, Merged, merge
+from phalanx.engines.parameter_server.gradients import Bundle, Contribution, Merged, merge
 from phalanx.engines.parameter_server.membership import ShardSpec, ShardStats, WorkerTable
 from phalanx.engines.parameter_server.placement import Piece, piece_from
 from phalanx.engines.parameter_server.state import ShardState

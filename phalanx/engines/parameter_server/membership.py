@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 
 from phalanx.engines.parameter_server.placement import Placement
-from phalanx.engines.parameter_server.state import pattern_of
-from phalanx.engines.parameter_server.state_file import StateFile, StateSlots
+from phalanx.engines.parameter_server.state import StateFile, StateSlots, pattern_of
 
 
 @dataclass

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from phalanx.engines.parameter_server.bundle import Bundle
 from phalanx.engines.parameter_server.core import ShardCore
-from phalanx.engines.parameter_server.gradients import Rows
+from phalanx.engines.parameter_server.gradients import Bundle, Rows
 from phalanx.engines.parameter_server.membership import ShardSpec
 from phalanx.engines.parameter_server.placement import digest_of, piece_from
 from phalanx.engines.parameter_server.protocol import (

@@ -18,7 +18,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.parameter_server import ParameterClient, Placement, better_placement, plan_placement
-from phalanx.engines.parameter_server.bundle import VALUE
+from phalanx.engines.parameter_server.gradients import VALUE
 from phalanx.engines.parameter_server.group import LAST_SECONDS, ServerGroup
 from phalanx.engines.parameter_server.state import plain_settings
 from phalanx.errors import UsageError, frozen_later

@@ -24,11 +24,11 @@ from phalanx.engines.ray.sources import PAYLOAD_NAME, UnpackedSources, unpack
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host import messages
 from phalanx.host.addresses import free_port
+from phalanx.host.files import close_scratch, open_scratch
 from phalanx.launch.environment import NodeInfo, rank_environment
 from phalanx.launch.error_file import read_record, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.rank import announce_joining, run_target, run_to_end
-from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.launch.spec import LaunchSpec
 from phalanx.observe import control
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from phalanx.engines.tensorflow.tf_config import Task, read_task
 from phalanx.errors import CommunicationError
 from phalanx.host.processes import die_with, own_python
-from phalanx.host.reminders import Reminder, duration_text
+from phalanx.launch.launcher_loop import Reminder, duration_text
 
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0

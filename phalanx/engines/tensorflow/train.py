@@ -23,7 +23,7 @@ from phalanx.host.files import make_private
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted
 from phalanx.observe.sinks import EventStream
-from phalanx.runs.folder import make_run_dir
+from phalanx.runs.record import make_run_dir
 from phalanx.trainers.session import open_sinks, save_config
 from phalanx.world.env import read_rank_env
 

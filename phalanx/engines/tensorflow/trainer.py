@@ -16,8 +16,8 @@ from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.observe.history import History
-from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
+from phalanx.runs.record import discard_unused, make_run_dir
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 

@@ -25,7 +25,7 @@ from phalanx.strategies.pipeline.stages import (
 )
 from phalanx.strategies.pipeline.strategy import Row, Tie
 from phalanx.strategies.tensors import PLACED
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 from phalanx.world.world import World
 
 

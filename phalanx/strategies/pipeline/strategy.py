@@ -26,7 +26,7 @@ from phalanx.strategies.context.sequence import TARGET_NAMES, SequenceSlices
 from phalanx.strategies.pipeline.loss import LossShare, MicrobatchLoss, cut_rows, fill_rows
 from phalanx.strategies.tensors import count_rows
 from phalanx.torch_compat import pytree
-from phalanx.world.schedules import PipelineSchedule, choose_microbatches
+from phalanx.world.splits import PipelineSchedule, choose_microbatches
 
 _KEPT_RUNNERS = 8
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.host.addresses import ssh_address
-from phalanx.host.cgroups import host_memory
+from phalanx.host.processes import host_memory
 from phalanx.version import __version__
 
 _COMMAND_SECONDS = 20

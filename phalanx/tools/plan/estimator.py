@@ -15,7 +15,7 @@ from phalanx.tools.plan.memory import rank_memory
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.prediction import Estimate
 from phalanx.tools.plan.timing import Machine, StepTime, attention_kind, step_time
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 
 INTERVAL = (0.95, 1.10)
 """Measured / predicted step time of nine in ten published rows (benchmarks/planner_accuracy.py)."""

@@ -41,7 +41,7 @@ from phalanx.world.env import RankEnv, export_rank_env
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
-from phalanx.world.schedules import SCHEDULES, choose_microbatches
+from phalanx.world.splits import SCHEDULES, choose_microbatches
 
 
 def dry_run(

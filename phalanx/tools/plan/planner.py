@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.reliability.effective import Process, best_interval
-from phalanx.reliability.rates import DAY, HOUR
-from phalanx.reliability.rates import PRESETS as FAILURE_RATES
+from phalanx.reliability import DAY, HOUR, Process, best_interval
+from phalanx.reliability import PRESETS as FAILURE_RATES
 from phalanx.tools.plan import explain, presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator, check_values

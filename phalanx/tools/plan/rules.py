@@ -18,8 +18,9 @@ from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
-from phalanx.world.schedules import SCHEDULES, choose_microbatches
 from phalanx.world.splits import (
+    SCHEDULES,
+    choose_microbatches,
     too_long,
     too_many_stages,
     uneven_context,

@@ -12,7 +12,7 @@ from phalanx.tools.plan.estimator import Estimator
 from phalanx.tools.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.rules import refusal
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.tools.plan.activations import HALF, SINGLE
 from phalanx.tools.plan.model import ModelShape
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 
 
 class StateBytes(NamedTuple):

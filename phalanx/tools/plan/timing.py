@@ -16,7 +16,7 @@ from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.prediction import TIME_PARTS
 from phalanx.tools.plan.states import counts, rank_layers, train_cut
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.splits import SCHEDULES
 
 HIDDEN = 0.19
 """Share of the data axis' communication that costs no time while a rank computes: nccl's kernels take multiprocessors

@@ -19,7 +19,7 @@ from phalanx.host.processes import own_python
 from phalanx.loop.faults import LINK, OBJECTS, VARIABLE, weights_file
 from phalanx.observe.format import table
 from phalanx.observe.goodput import EVENTS, read_events
-from phalanx.reliability.faults import Fault, Mark, Marks, to_json
+from phalanx.reliability import Fault, Mark, Marks, to_json
 
 _TOKEN = "PHALANX_CHAOS"
 """A variable by which processes of a chaos run are recognised."""

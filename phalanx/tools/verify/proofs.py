@@ -14,13 +14,13 @@ from phalanx.config import FIELDS, DistributedConfig, resolve
 from phalanx.config.fields import STRATEGIES
 from phalanx.config.settings import settings_with
 from phalanx.errors import PreemptedError, UsageError, unknown_name
+from phalanx.host.files import close_scratch, open_scratch
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import CallTarget
-from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.loop.faults import OBJECTS, VARIABLE
 from phalanx.observe.guard import say_to_user
-from phalanx.reliability.faults import Fault, Marks, to_json
-from phalanx.runs.folder import log_folder
+from phalanx.reliability import Fault, Marks, to_json
+from phalanx.runs.record import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.tools.verify.compare import FLOAT32, compare, limits_of, same_bits

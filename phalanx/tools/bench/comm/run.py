@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.host.files import scratch_folder
 from phalanx.launch import CallTarget, LaunchSpec, RankConsole
-from phalanx.launch.scratch import scratch_folder
 from phalanx.runs.start import run_on_ranks
 from phalanx.tools.bench.comm.plan import BenchPlan
 from phalanx.world.env import card_environment, export_rank_env, read_rank_env

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress import build_compressor, ring_bytes
+from phalanx.comm.exchange import Bucket
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import RankFailedError
+from phalanx.host.files import scratch_folder
 from phalanx.launch import CallTarget, LaunchSpec
-from phalanx.launch.scratch import scratch_folder
 from phalanx.runs.start import run_on_ranks
 from phalanx.tools.bench.compression import netns
 from phalanx.tools.bench.compression.plan import Case, CompressionRequest, read_link

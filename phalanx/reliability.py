@@ -1,9 +1,16 @@
-"""Faults as data: what is done to a run, to which rank and when; read from text or a file, or drawn from a seed."""
+"""Failures of jobs: faults as data, published failure rates, and the training time that is left.
+
+A fault says what is done to a run, to which rank and when; read from text or a file, or drawn from a seed. Effective
+training time is a closed form by Young and Daly: failures come at random with a mean time between them; a job that
+restarts loses its work since the last checkpoint and the time of the restart, one that recovers in place loses the time
+of the recovery and at most one step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -204,3 +211,107 @@ class Marks:
         texts = [path.read_text() for path in sorted(self.folder.glob("*.json"))]
         marks = [Mark(**json.loads(text)) for text in texts if text]
         return {mark.number: mark for mark in marks}
+
+
+DAY = 86400.0
+HOUR = 3600.0
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """Mean times to failure by job size, as points (GPUs, seconds).
+
+    Between two points the curve is a straight line of logarithms; outside of them the time is inverse to the number of
+    GPUs, as it is for GPUs that fail independently of each other.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    source: str = ""
+
+    @classmethod
+    def per_gpu_day(cls, failures: float, source: str = "") -> FailureRate:
+        """Return the rate of GPUs that fail independently, this often per day."""
+        return cls(((1, DAY / failures),), source)
+
+    @classmethod
+    def observed(cls, failures: float, days: float, gpus: int, source: str = "") -> FailureRate:
+        """Return the rate of a job on `gpus` GPUs that was interrupted `failures` times in `days` days."""
+        return cls.per_gpu_day(failures / days / gpus, source)
+
+    def mtbf(self, gpus: int) -> float:
+        """Return the mean time between failures of a job on this many GPUs, in seconds."""
+        first, last = self.points[0], self.points[-1]
+        for (fewer, slow), (more, fast) in zip(self.points, self.points[1:], strict=False):
+            if fewer <= gpus <= more:
+                share = math.log(gpus / fewer) / math.log(more / fewer)
+                return slow * math.exp(share * math.log(fast / slow))
+        near = first if gpus < first[0] else last
+        return near[1] * near[0] / gpus
+
+
+def _per_node_day(failures_per_thousand: float, source: str) -> FailureRate:
+    return FailureRate.per_gpu_day(failures_per_thousand / 1000 / GPUS_PER_NODE, source)
+
+
+_KOKOLIS = "Kokolis et al., Revisiting Reliability in Large-Scale ML Research Clusters, HPCA 2025"
+
+PRESETS = {
+    "llama-3": FailureRate.observed(
+        419, 54, 16384, "419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, table 5)"
+    ),
+    # One rate does not give both times: 6.50 failures per thousand days of a node of 8 GPUs would be 28.8 h at 1,024.
+    "rsc-1": FailureRate(
+        ((8, 47.7 * DAY), (1024, 7.9 * HOUR), (16384, DAY / (16384 / GPUS_PER_NODE * 6.50 / 1000))),
+        f"RSC-1: 47.7 days at 8 GPUs and 7.9 h at 1,024, as measured; from 16,384 on their projection with 6.50 "
+        f"failures per thousand node-days ({_KOKOLIS})",
+    ),
+    "rsc-1-nodes": _per_node_day(6.50, f"RSC-1: 6.50 failures per thousand node-days at every size ({_KOKOLIS})"),
+    "rsc-2-nodes": _per_node_day(2.34, f"RSC-2: 2.34 failures per thousand node-days at every size ({_KOKOLIS})"),
+}
+"""Published failure rates by name."""
+
+
+PARTS = ("productive", "checkpoint", "lost", "recovery")
+
+
+def best_interval(checkpoint_cost: float, mtbf: float) -> float:
+    """Return the seconds of work between two checkpoints that waste the least time (Daly's higher-order estimate).
+
+    Its first term is Young's: the square root of twice the cost times the mean time between failures.
+    """
+    if checkpoint_cost >= 2 * mtbf:
+        return mtbf
+    ratio = checkpoint_cost / (2 * mtbf)
+    work = math.sqrt(2 * checkpoint_cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_cost
+    return max(work, checkpoint_cost)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A job that fails and recovers; all times in seconds."""
+
+    mtbf: float
+    """Mean time between failures of the whole job."""
+    checkpoint_cost: float
+    """How long training stands still for a checkpoint."""
+    interval: float
+    """Work between two checkpoints."""
+    recovery: float
+    """From a failure to the first step after it: detection, restart, loading; or recovery in place."""
+    lost: float | None = None
+    """Work lost per failure, where that does not depend on checkpoints (in place: one step); None: since the last."""
+
+    def expected(self) -> dict[str, float]:
+        """Return the expected shares of wall time for productive work, checkpoints, lost work and recovery."""
+        cycle = self.interval + self.checkpoint_cost
+        # Failures during a recovery begin it again.
+        per_failure = self.mtbf * math.expm1(self.recovery / self.mtbf)
+        if self.lost is None:
+            failures = math.expm1(cycle / self.mtbf)  # per cycle that comes to its end
+            lost = failures * self.mtbf - cycle
+        else:
+            failures = cycle / (self.mtbf - self.lost)
+            lost = failures * self.lost
+        parts = (self.interval, self.checkpoint_cost, lost, failures * per_failure)
+        return {name: part / sum(parts) for name, part in zip(PARTS, parts, strict=True)}
