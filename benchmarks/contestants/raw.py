@@ -32,9 +32,9 @@ def run_on_tensors(task: Task) -> None:
 
 def run_on_our_backend(task: Task) -> None:
     """Train in torch's DDP, with `init_process_group("phalanx")`."""
-    import phalanx.comm.register
+    import phalanx.comm
 
-    phalanx.comm.register.register()
+    phalanx.comm.register_backend()
     run_in_ddp(task, "phalanx")
 
 

@@ -15,24 +15,36 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
 
 from __future__ import annotations
 
-from phalanx.checkpoint.compare import StateDifference, compare
-from phalanx.checkpoint.copy import copy_checkpoint
-from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
-from phalanx.checkpoint.keep import keep_newest
-from phalanx.checkpoint.lock import RunLock
-from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
-from phalanx.checkpoint.place import check_writable
-from phalanx.checkpoint.read import (
-    Loaded,
-    compare_model,
-    entries,
-    load,
-    load_newest,
-    read_tensors,
-    stored_tensors,
-)
-from phalanx.checkpoint.write import Request, Saver, save
-from phalanx.observe.best import Best, mark_best
+from typing import TYPE_CHECKING
+
+from phalanx.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.copy import copy_checkpoint
+    from phalanx.checkpoint.differences import StateDifference, compare
+    from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
+    from phalanx.checkpoint.keep import keep_newest
+    from phalanx.checkpoint.lock import RunLock
+    from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
+    from phalanx.checkpoint.place import check_writable
+    from phalanx.checkpoint.read import Loaded, compare_model, entries, load, load_newest, read_tensors, stored_tensors
+    from phalanx.checkpoint.write import Request, Saver, save
+    from phalanx.observe.best import Best, mark_best
+
+_MODULES = {
+    "copy": ["copy_checkpoint"],
+    "differences": ["StateDifference", "compare"],
+    "find": ["Checkpoint", "Choice", "choose", "find_best", "list_checkpoints", "read_index", "verify"],
+    "keep": ["keep_newest"],
+    "lock": ["RunLock"],
+    "manifest": ["Manifest", "SavedCheckpoint", "Snapshot", "TensorInfo", "read_manifest"],
+    "place": ["check_writable"],
+    "read": ["Loaded", "compare_model", "entries", "load", "load_newest", "read_tensors", "stored_tensors"],
+    "write": ["Request", "Saver", "save"],
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+_HOMES |= dict.fromkeys(["Best", "mark_best"], "phalanx.observe.best")
+__getattr__ = lazy_names(__name__, _HOMES)
 
 __all__ = [
     "Best",

@@ -17,7 +17,7 @@ from phalanx.observe.format import duration, size, table
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import Checkpoint
-    from phalanx.checkpoint.compare import StateDifference
+    from phalanx.checkpoint.differences import StateDifference
 
 _SHOWN = 20
 """Differing tensors that `diff` shows without --tensors."""
@@ -162,7 +162,7 @@ def _check(namespace: argparse.Namespace) -> _Answer:
 
 
 def _diff(namespace: argparse.Namespace) -> _Answer:
-    from phalanx.checkpoint.compare import compare
+    from phalanx.checkpoint.differences import compare
     from phalanx.cli.ckpt_target import open_checkpoint
 
     first, second = open_checkpoint(namespace.run), open_checkpoint(namespace.target)

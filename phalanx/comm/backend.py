@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from phalanx import torch_compat
+from phalanx.comm import BACKEND
 from phalanx.comm.reduction import find_reduction
-from phalanx.comm.register import NAME
 from phalanx.comm.shm import SharedGroup, share_memory
 from phalanx.comm.shm.pages import text_gatherer
 from phalanx.errors import UsageError
@@ -50,7 +50,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         """Return the name of this backend."""
-        return NAME
+        return BACKEND
 
     def _path(self, tensor: torch.Tensor) -> SharedGroup | None:
         """Return the shared memory where it can be used for a tensor; None: use gloo."""

@@ -110,7 +110,7 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     announce_joining(request["rank"])
     note_loaders()
     record_messages()
-    call("phalanx.comm.register:register")  # by its name: of what is above the launcher, nothing is imported here
+    call("phalanx.comm:register_backend")  # by its name: of what is above the launcher, nothing is imported here
 
 
 def buffer_lines() -> None:

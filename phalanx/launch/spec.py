@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from phalanx.errors import UsageError, nearest
-from phalanx.launch.failure import FailureReport
-from phalanx.launch.output import RankConsole
+
+if TYPE_CHECKING:
+    from phalanx.launch.failure import FailureReport
+    from phalanx.launch.output import RankConsole
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
-from phalanx.comm.register import register as register_backend
+from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.data.rng import derive_seed

@@ -14,9 +14,7 @@ from phalanx.config import FIELDS, DistributedConfig, write_toml
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
-from phalanx.observe.metrics import open_metrics
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
-from phalanx.runs.preflight import check_before_start
 from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 
@@ -27,6 +25,8 @@ def check_per_host(world: World, config: DistributedConfig) -> None:
     """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
     found: PhalanxError | None = None
     if world.env.local_rank == 0:
+        from phalanx.runs.preflight import check_before_start
+
         try:
             check_before_start(config)
         except PhalanxError as error:
@@ -80,6 +80,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
         sinks.append(to_launcher)
     else:
         from phalanx.observe.console import Console
+        from phalanx.observe.metrics import open_metrics
 
         sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
         if (served := open_metrics(run_dir.name, None, config.metrics_host, config.metrics_port)) is not None:

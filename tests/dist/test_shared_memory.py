@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from command import clean_environment, finish
 
-from phalanx.comm.register import register
+from phalanx.comm import register_backend
 from phalanx.comm.shm import SharedGroup
 from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.errors import CommunicationError
@@ -122,7 +122,7 @@ def test_ranks_that_disagree_are_named(ranks, kind, words):
 
 def disagree_on_the_way(kind: str) -> tuple[str, float]:
     """One rank's collective goes through shared memory, the other's through gloo."""
-    register()
+    register_backend()
     group, rank = dist.new_group(backend="phalanx", timeout=timedelta(seconds=15)), dist.get_rank()
     dist.barrier(group)
     calls = {
@@ -152,9 +152,9 @@ LOST_EARLY = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from phalanx.comm.register import register
+from phalanx.comm import register_backend
 
-register()
+register_backend()
 dist.init_process_group("phalanx")
 if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -257,9 +257,9 @@ KILLED = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
-from phalanx.comm.register import register
+from phalanx.comm import register_backend
 
-register()  # torch does so by itself where Phalanx is installed
+register_backend()  # torch does so by itself where Phalanx is installed
 dist.init_process_group("phalanx")
 tensor = torch.ones(1000)
 for step in range(1000):
@@ -283,7 +283,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch_script):
 def fall_back() -> tuple[list[str], list[float]]:
     from phalanx.comm.shm import group as group_module
 
-    register()
+    register_backend()
     group_module.HALF = 1 << 44  # more than any /dev/shm has
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -307,7 +307,7 @@ def test_a_small_shm_falls_back_to_gloo_with_one_warning(ranks):
 def train_on(backend: str) -> tuple[list[Any], list[Any]]:
     from torch.distributed.fsdp import fully_shard
 
-    register()
+    register_backend()
     group = dist.new_group(backend=backend)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
@@ -330,7 +330,7 @@ def train_on(backend: str) -> tuple[list[Any], list[Any]]:
 
 def contrast(backend: str) -> tuple[list[float], bool]:
     """A contrastive loss over features gathered from all ranks, and collectives on parameters themselves."""
-    register()
+    register_backend()
     group = dist.new_group(backend=backend)
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(6, 6))
@@ -362,7 +362,7 @@ def share_while_pinned() -> tuple[list[str], float]:
     os.sched_setaffinity(0, {0} if dist.get_rank() == 0 else os.sched_getaffinity(0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        register()
+        register_backend()
         group = dist.new_group(backend="phalanx")
         tensor = torch.ones(3)
         dist.all_reduce(tensor, group=group)

@@ -20,8 +20,8 @@ from phalanx.checkpoint import (
     save,
     verify,
 )
-from phalanx.checkpoint.compare import compare
 from phalanx.checkpoint.copy import copy_checkpoint
+from phalanx.checkpoint.differences import compare
 from phalanx.checkpoint.files import FileRecord
 from phalanx.checkpoint.manifest import dump_manifest
 from phalanx.checkpoint.place import place_at

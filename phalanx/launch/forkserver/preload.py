@@ -30,7 +30,7 @@ _MODULES = (
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "cloudpickle",
-    "phalanx.comm.register",
+    "phalanx.comm",
 )
 PRELOAD = "PHALANX_PRELOAD"
 """The environment variable with further modules to import, separated by commas: an engine's library."""
