@@ -27,8 +27,7 @@ def engine_rules(values: Mapping[str, Any]) -> list[ModuleType]:
     chosen = [values.get("backend"), values.get("strategy")]
     chosen += [engine for name, engine in _OF_ENGINES.items() if values.get(name) not in (None, FIELDS[name].default)]
     engines = [BACKENDS[name].engine for name in dict.fromkeys(chosen) if isinstance(name, str) and name in BACKENDS]
-    found = [f"{engine}.rules" for engine in engines if engine]
-    return [importlib.import_module(name) for name in found if importlib.util.find_spec(name) is not None]
+    return [importlib.import_module(f"{engine}.rules") for engine in engines if engine]
 
 
 def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
