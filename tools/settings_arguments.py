@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from phalanx.config import FIELDS, GROUPS  # noqa: E402
 from phalanx.config.option import kinds  # noqa: E402
-from phalanx.config.rules import _FOLDERS as FOLDERS  # noqa: E402
+from phalanx.config.renamed import ALIASES  # noqa: E402
+from phalanx.config.rules import FOLDERS  # noqa: E402
 
 HEAD = '''"""The settings as types of keyword arguments, for editors and type checkers; no program imports it.
 
@@ -80,7 +81,7 @@ def annotation(field: dataclasses.Field[Any]) -> str:
     if choices is not None and field.metadata["entry_points"] is None and field.name != "sharding":
         named = ", ".join(repr(choice).replace("'", '"') for choice in choices if choice is not None)
         return f"Literal[{named}]" + (" | None" if None in choices else "")
-    if field.name in FOLDERS:
+    if field.name in (*FOLDERS, "tensorboard_dir"):
         return str(field.type).replace("str", "str | os.PathLike[str]")
     return " | ".join(kinds(field))
 
@@ -91,6 +92,8 @@ def written() -> str:
     for group in GROUPS:
         names = [name for name in group.__dataclass_fields__ if name not in ("optimizer", "compression")]
         lines += [f"    {name}: {annotation(FIELDS[name])}" for name in names]
+    lines += ["    # Other spellings."]
+    lines += [f"    {name}: {annotation(field)}" for name, field in ALIASES.items()]
     own = {name: annotation(FIELDS[name]) for name in ("optimizer", "compression")}
     return HEAD + "\n".join(lines) + "\n" + TAIL.format(**own)
 

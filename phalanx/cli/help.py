@@ -17,6 +17,8 @@ COMMON = (
 )  # fmt: skip
 """The settings that the short help shows."""
 
+ALSO_ACCEPTED = "also accepted"
+"""The title of the aliases, which are shown with all settings only."""
 _GROUPS = {group.__name__.lower(): group for group in GROUPS}
 
 
@@ -72,7 +74,7 @@ def format_parts(parser: argparse.ArgumentParser, shown: str) -> str:
     formatter.add_text(parser.description)
     has_settings = False
     for group in parser._action_groups:
-        if shown == "all" or group.title not in _GROUPS:
+        if shown == "all" or group.title not in (*_GROUPS, ALSO_ACCEPTED):
             _add_section(formatter, group.title, group.description, group._group_actions)
         else:
             has_settings = True

@@ -112,11 +112,9 @@ class CommonSettings(TypedDict, total=False):
     resume_from_checkpoint: bool | str | os.PathLike[str]
     run_dir: str | os.PathLike[str] | None
     name: str | None
-    tensorboard: bool
-    tensorboard_dir: str | os.PathLike[str] | None
+    tensorboard: bool | str | os.PathLike[str]
     tensorboard_histograms: int
-    mlflow_tracking: bool
-    mlflow_experiment: str | None
+    mlflow: bool | str
     wandb: bool | str
     sinks: str | None
     metrics_port: int | None
@@ -141,6 +139,10 @@ class CommonSettings(TypedDict, total=False):
     straggler_steps: int
     on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
     stall_timeout: float | None
+    # Other spellings.
+    mlflow_tracking: bool
+    mlflow_experiment: str | None
+    tensorboard_dir: str | os.PathLike[str] | None
 
 
 class TrainerSettings(CommonSettings, total=False):

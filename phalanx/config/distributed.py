@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,7 +11,8 @@ from phalanx.config.backend_rules import BACKEND_RULES, engine_rules, unused_not
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.meanings import like
-from phalanx.config.option import problem
+from phalanx.config.option import plain, problem
+from phalanx.config.renamed import NAMES, removed, rename
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
@@ -81,7 +80,7 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        return DistributedConfig(**{**self.to_dict(), **changes})
+        return DistributedConfig(**{**self.to_dict(), **translate(changes)[0]})
 
     def with_trusted(self, **changes: Any) -> DistributedConfig:
         """Return a copy with values that the program itself computed (the device, a folder), without a new check."""
@@ -90,13 +89,13 @@ class DistributedConfig(Settings):
 
 def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the values of all settings, and (field, message) for every mistake in what was given."""
-    values = translate(given)
-    mistakes = [(name, unknown_field(name)) for name in values if name not in FIELDS]
+    values, mistakes = translate(given)
+    mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
     for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
         other = f"min_workers = {values['min_workers']}"
         mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
         values[name] = most
-    complete = {name: _plain(values.get(name, field.default)) for name, field in FIELDS.items()}
+    complete = {name: plain(values.get(name, field.default)) for name, field in FIELDS.items()}
     engines = engine_rules(complete)
     for engine in engines:
         if hasattr(engine, "reconcile"):
@@ -115,9 +114,16 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
 _RANGE = re.compile(r"\d+:\d+")
 
 
-def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with pairs of workers (least, most), torch's names of sharding and lists translated."""
-    values = dict(values)
+def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the settings with aliases, pairs of workers (least, most), torch's names of sharding and lists translated.
+
+    With them: (alias, message) for each alias with a wrong value.
+    """
+    values, mistakes = rename(given)
+    return _translate_values(values), mistakes
+
+
+def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
     for name, (least, most) in ranges(values).items():
         if values.get("min_workers") in (None, least):  # another value stays, and is refused
             values |= {"min_workers": least, name: most}
@@ -142,15 +148,8 @@ def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 def unknown_field(name: str) -> str:
     """Return the message about an unknown setting, with the nearest known name."""
-    close = like(name.replace("-", "_"), FIELDS)
+    if message := removed(name.replace("-", "_"), name):
+        return message
+    close = like(name.replace("-", "_"), NAMES)
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
     return f"unknown setting '{name}'.{guess}"
-
-
-def _plain(value: Any) -> Any:
-    """Turn paths and numbers of other types (pathlib, NumPy) into plain ones."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)

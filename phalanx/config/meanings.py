@@ -53,7 +53,6 @@ _SETTINGS = {
     "run_dir": "output_dir out_dir log_dir logdir default_root_dir output outdir out",
     "name": "run_name experiment_name exp_name",
     "tensorboard": "tb report_to logger",
-    "mlflow_tracking": "mlflow",
     "wandb": "weights_and_biases use_wandb",
     "log_every_n_steps": "logging_steps log_every log_interval print_freq log_freq",
     "progress": "progress_bar enable_progress_bar disable_tqdm tqdm",

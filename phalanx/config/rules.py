@@ -23,7 +23,7 @@ STRATEGY = ("strategy", "backend", "zero_stage")
 RANKS = ("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "hosts")
 """What `Settings.total_ranks` depends on."""
 
-_FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir", "data_dir", "nvme_path")
+FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard", "data_dir", "nvme_path")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """The compressors that use a setting; empty: all but 'none'."""
 _OF_STRATEGIES = {name: field.metadata["strategies"] for name, field in FIELDS.items() if field.metadata["strategies"]}
@@ -315,7 +315,7 @@ def split_adapters(settings: Settings) -> Mistakes:
 @rule("backend")
 def folders(settings: Settings) -> Mistakes:
     """Report URLs where a path is expected; checkpoints may be at URLs, except those of Keras."""
-    for name in _FOLDERS[2:] if settings.framework == "torch" else _FOLDERS:
+    for name in FOLDERS[2:] if settings.framework == "torch" else FOLDERS:
         wrong = url_problem(name, getattr(settings, name))
         if wrong is not None:
             yield name, wrong

@@ -64,10 +64,9 @@ class Monitoring:
     name: str | None = option(
         None, "name of the run (default: the recipe, script or model)", scope="place", keras="used"
     )
-    tensorboard: bool = option(False, "write TensorBoard files", keras="used")
-    tensorboard_dir: str | None = option(
-        None,
-        "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on",
+    tensorboard: bool | str = option(
+        False,
+        "write TensorBoard files: true, or their folder (true: run_dir, so that TensorBoard shows the run's name)",
         scope="place",
         keras="used",
     )
@@ -76,8 +75,9 @@ class Monitoring:
         "write histograms of weights, gradients, norms, update ratios to TensorBoard every so many epochs (0: never)",
         minimum=0,
     )
-    mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])", keras="used")
-    mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on", keras="used")
+    mlflow: bool | str = option(
+        False, "log to MLflow: true, or the experiment's name (extra: phalanx[mlflow])", keras="used"
+    )
     wandb: bool | str = option(
         False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])", keras="used"
     )

@@ -127,7 +127,6 @@ def import_mlflow() -> Any:
     try:
         import mlflow
     except ImportError as error:
-        raise UsageError(
-            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
-        ) from error
+        hint = "Run: pip install 'phalanx[mlflow]'"
+        raise UsageError("mlflow needs MLflow, which is not installed", hint=hint) from error
     return mlflow

@@ -115,7 +115,7 @@ def elastic_sizes(config: DistributedConfig, most: int) -> list[int]:
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
     """Return the variables of ranks for packages other than torch, which the fork server imports too."""
     found, imports = engine_of(config).environment(config, device)
-    if config.mlflow_tracking or config.mlflow_experiment:
+    if config.mlflow:
         imports = [*imports, "mlflow"]
     name = engine_name(config)
     if name or VARIABLE in os.environ:  # a run inside a rank of an engine is not one of that engine

@@ -45,8 +45,8 @@ _QUIET_RUN: dict[str, Any] = {
     "epochs": None,
     "log_every_n_steps": 1,
     "progress": False,
-    **dict.fromkeys(("tensorboard", "mlflow_tracking"), False),
-    **dict.fromkeys(("tensorboard_dir", "mlflow_experiment", "run_dir", "checkpoint_dir", "checkpoint_frequency")),
+    **dict.fromkeys(("tensorboard", "mlflow"), False),
+    **dict.fromkeys(("run_dir", "checkpoint_dir", "checkpoint_frequency")),
     "resume_from_checkpoint": False,
     "max_restarts": 0,
 }

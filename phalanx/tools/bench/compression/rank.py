@@ -34,7 +34,6 @@ from phalanx.world.world import join_world, leave_world
 QUIET: dict[str, Any] = {
     "progress": False,
     "tensorboard": False,
-    "tensorboard_dir": None,
     "checkpoint_frequency": None,
     "checkpoint_dir": None,
     "epochs": None,
