@@ -117,15 +117,12 @@ class CommonSettings(TypedDict, total=False):
     mlflow: bool | str
     wandb: bool | str
     sinks: str | None
-    metrics_port: int | None
-    metrics_host: str
+    metrics_port: int | str | None
     reference_throughput: float | None
     debug: Literal["nan"] | None
     profile: bool | str
     log_every_n_steps: int
-    progress: bool
-    verbosity: Literal["quiet", "normal", "verbose"]
-    console_ranks: Literal["0", "all"]
+    console: str
     max_restarts: int
     spares: int
     memory_frequency: int
@@ -140,6 +137,9 @@ class CommonSettings(TypedDict, total=False):
     on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
     stall_timeout: float | None
     # Other spellings.
+    progress: bool
+    verbosity: Literal["quiet", "normal", "verbose"]
+    console_ranks: Literal["0", "all"]
     mlflow_tracking: bool
     mlflow_experiment: str | None
     tensorboard_dir: str | os.PathLike[str] | None

@@ -12,7 +12,7 @@ from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.meanings import like
 from phalanx.config.option import plain, problem
-from phalanx.config.renamed import NAMES, removed, rename
+from phalanx.config.renamed import NAMES, merge, removed, rename
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
@@ -80,7 +80,7 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        return DistributedConfig(**{**self.to_dict(), **translate(changes)[0]})
+        return DistributedConfig(**merge(self.to_dict(), translate(changes)[0]))
 
     def with_trusted(self, **changes: Any) -> DistributedConfig:
         """Return a copy with values that the program itself computed (the device, a folder), without a new check."""

@@ -55,7 +55,7 @@ _SETTINGS = {
     "tensorboard": "tb report_to logger",
     "wandb": "weights_and_biases use_wandb",
     "log_every_n_steps": "logging_steps log_every log_interval print_freq log_freq",
-    "progress": "progress_bar enable_progress_bar disable_tqdm tqdm",
+    "console": "progress_bar enable_progress_bar disable_tqdm tqdm",
     "max_restarts": "restarts retries max_retries",
     "early_stopping": "early_stop",
     "max_time": "time_limit max_duration timeout_minutes",

@@ -86,11 +86,11 @@ class Monitoring:
         "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas",
         keras="used",
     )
-    metrics_port: int | None = option(
-        None, "serve metrics for Prometheus on this port, 0: a free one (extra: phalanx[monitor])", minimum=0
-    )
-    metrics_host: str = option(
-        "127.0.0.1", "metrics_port: the address to listen at; 0.0.0.0 lets other machines read the metrics"
+    metrics_port: int | str | None = option(
+        None,
+        "serve metrics for Prometheus on this port of the loopback interface, 0: a free one; '0.0.0.0:9400' lets other "
+        "machines read them (extra: phalanx[monitor])",
+        minimum=0,
     )
     reference_throughput: float | None = option(
         None,
@@ -110,14 +110,12 @@ class Monitoring:
         keras="ignored",
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1, keras="used")
-    progress: bool = option(True, "show the progress bar or lines", keras="used")
-    verbosity: str = option(
+    console: str = option(
         "normal",
-        "what the console shows; quiet (-q): errors, what ranks print and the result; verbose (-v): every event",
-        choices=("quiet", "normal", "verbose"),
+        "what the console shows, in words: quiet (-q: errors, what ranks print and the result), normal or verbose (-v: "
+        "every event); plain (no progress bar or lines); all-ranks (the output of every rank, not only of rank 0)",
         keras="used",
     )
-    console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"), keras="used")
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)

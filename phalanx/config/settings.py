@@ -53,6 +53,14 @@ class Watched(NamedTuple):
     mode: Literal["min", "max"]
 
 
+class Shown(NamedTuple):
+    """What the console shows: how much, whether with progress, and whether of all ranks."""
+
+    verbosity: str = "normal"
+    progress: bool = True
+    all_ranks: bool = False
+
+
 class Host(NamedTuple):
     """One machine, and how many ranks may run there."""
 
@@ -206,6 +214,21 @@ class Settings(
         return Recompute(every=int(match[1]))
 
     @property
+    def shown(self) -> Shown:
+        """What the console shows; ValueError for an unknown word."""
+        return parse_console(self.console)
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of `metrics_port`, or None where it is off; ValueError for another text."""
+        if self.metrics_port is None:
+            return None
+        host, _, port = str(self.metrics_port).rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise ValueError(self.metrics_port)
+        return host.strip("[]") or "127.0.0.1", int(port)
+
+    @property
     def profiling(self) -> Profiling | None:
         """What `profile` records, or None where it is off; ValueError says what to write."""
         return parse_profile(self.profile)
@@ -225,6 +248,24 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
 
 IMPLIED = {name: str(field.metadata["implies"]) for name, field in FIELDS.items() if field.metadata["implies"]}
 """The strategy that a setting chooses where none is named; of several the last."""
+
+
+CONSOLE_WORDS = {
+    **dict.fromkeys(("quiet", "normal", "verbose"), "verbosity"),
+    **dict.fromkeys(("progress", "plain"), "progress"),
+    **dict.fromkeys(("rank-0", "all-ranks"), "ranks"),
+}
+"""The words of `console`, and what each is about; of two about the same the later one wins."""
+
+
+def parse_console(text: str) -> Shown:
+    """Read the words of `console`; ValueError for an unknown one."""
+    found = dict.fromkeys(CONSOLE_WORDS.values(), "")
+    for word in text.split():
+        if word not in CONSOLE_WORDS:
+            raise ValueError(word)
+        found[CONSOLE_WORDS[word]] = word
+    return Shown(found["verbosity"] or "normal", found["progress"] != "plain", found["ranks"] == "all-ranks")
 
 
 def settings_with(scope: str) -> list[str]:

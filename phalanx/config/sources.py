@@ -13,7 +13,7 @@ from phalanx.config.backend_rules import engine_rules, missing_engine
 from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
-from phalanx.config.renamed import NAMES, of_earlier_run, removed, rename
+from phalanx.config.renamed import NAMES, merge, of_earlier_run, removed, rename
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
@@ -90,7 +90,7 @@ def resolve(
             if name not in FIELDS:
                 mistakes.append(f"{unknown_field(name)} ({origin})")
                 continue
-            values[name] = value
+            values = merge(values, {name: value})
             is_variable = origin == "environment" and variables[name] in environ
             origins[name] = f"environment {variables[name]}" if is_variable else origin
     for engine in engine_rules(values):

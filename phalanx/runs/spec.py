@@ -64,7 +64,7 @@ def launch_spec(
         log_dir=log_dir,
         launched=time.time() if launched is None else launched,
         labels=layout.labels if isinstance(target, CallTarget) or layout.names or is_set else (),
-        console_ranks="all" if config.console_ranks == "all" else "0",
+        console_ranks="all" if config.shown.all_ranks else "0",
         max_restarts=config.max_restarts,
         grace_seconds=config.stop_grace,
         join_timeout=config.timeout,

@@ -83,8 +83,8 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
     else:
         from phalanx.observe.console import Console
 
-        sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
-        if (served := open_metrics(run_dir.name, None, config.metrics_host, config.metrics_port)) is not None:
+        sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
+        if (served := open_metrics(run_dir.name, None, config.metrics_address)) is not None:
             say_to_user(f"metrics: {served.url}")
             sinks.append(served)
     folder = tensorboard_dir(config, run_dir)

@@ -221,6 +221,8 @@ def test_a_range_of_workers_and_another_smallest_number_contradict(monkeypatch, 
 
 
 ALIASES = [
+    ({"progress": False}, {"console": "plain"}),
+    ({"verbosity": "quiet", "progress": False, "console_ranks": "all"}, {"console": "plain quiet all-ranks"}),
     ({"mlflow_tracking": True}, {"mlflow": True}),
     ({"mlflow_tracking": True, "mlflow_experiment": "mine"}, {"mlflow": "mine"}),
     ({"tensorboard": True, "tensorboard_dir": "board"}, {"tensorboard": "board"}),
@@ -243,6 +245,16 @@ def test_aliases_mean_the_same_at_every_door(alias, meant, tmp_path, capsys):
     assert main(["config", "show", "--json", *words]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {name: shown[name] for name in meant} == {n: {"value": v, "origin": "flag"} for n, v in meant.items()}
+
+
+def test_words_of_the_console_are_joined_over_sources_and_checked():
+    given = {"recipe": {"console": "quiet all-ranks"}, "environ": {"PHALANX_PROGRESS": "false"}}
+    resolved = resolve({"verbosity": "verbose"}, **given)
+    assert resolved.config.console == "verbose all-ranks plain"
+    assert resolved.config.shown == ("verbose", False, True)
+    assert resolve({"console": "normal rank-0 progress"}, **given).config.shown == DistributedConfig().shown
+    with pytest.raises(ConfigError, match=r"console = 'quite': 'quite' is not one of .* Did you mean 'quiet'\?"):
+        DistributedConfig(console="quite")
 
 
 def test_an_alias_is_checked_as_a_setting_is():

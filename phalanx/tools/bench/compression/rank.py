@@ -32,7 +32,7 @@ from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
 
 QUIET: dict[str, Any] = {
-    "progress": False,
+    "console": "plain",
     "tensorboard": False,
     "checkpoint_frequency": None,
     "checkpoint_dir": None,
