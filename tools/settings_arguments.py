@@ -68,7 +68,11 @@ class TorchArguments(TrainerSettings, TaskArguments, total=False):
 class HorovodArguments(CommonSettings, TaskArguments, total=False):
     """The keyword arguments of HorovodTrainer, whose `compression` may be a class of Horovod."""
 '''
-WIDER = {"num_workers": "int | tuple[int, int] | None", "deepspeed_config": "str | dict[str, Any] | None"}
+WIDER = {
+    **dict.fromkeys(("num_workers", "num_gpus"), "int | tuple[int, int] | None"),
+    "deepspeed_config": "str | dict[str, Any] | None",
+    "engine_options": "str | dict[str, Any] | None",
+}
 """Settings whose Python argument may be more than the field: (least, most) workers, a dict in place of a file."""
 
 
@@ -81,7 +85,7 @@ def annotation(field: dataclasses.Field[Any]) -> str:
     if choices is not None and field.metadata["entry_points"] is None and field.name != "sharding":
         named = ", ".join(repr(choice).replace("'", '"') for choice in choices if choice is not None)
         return f"Literal[{named}]" + (" | None" if None in choices else "")
-    if field.name in (*FOLDERS, "tensorboard_dir"):
+    if field.name in (*FOLDERS, "tensorboard_dir", "nvme_path"):
         return str(field.type).replace("str", "str | os.PathLike[str]")
     return " | ".join(kinds(field))
 

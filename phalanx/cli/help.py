@@ -10,7 +10,7 @@ from phalanx.config import FIELDS, GROUPS
 from phalanx.errors import UsageError, unknown_name
 
 COMMON = (
-    "num_workers", "num_gpus", "num_nodes", "device", "strategy", "batch_size", "epochs", "max_steps", "learning_rate",
+    "num_workers", "num_nodes", "device", "strategy", "batch_size", "epochs", "max_steps", "learning_rate",
     "optimizer", "weight_decay", "lr_schedule", "warmup", "seed", "data_dir", "mixed_precision",
     "gradient_accumulation_steps", "gradient_clipping", "compile", "checkpoint_frequency", "resume_from_checkpoint",
     "keep_best", "early_stopping", "run_dir", "tensorboard", "wandb",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import rules
-from phalanx.config.backend_rules import BACKEND_RULES, engine_rules, unused_note, unused_settings
+from phalanx.config.backend_rules import BACKEND_RULES, engine_options, engine_rules, unused_note, unused_settings
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.meanings import like
 from phalanx.config.option import plain, problem
-from phalanx.config.renamed import NAMES, merge, removed, rename
+from phalanx.config.renamed import NAMES, count_ranks, merge, removed, rename
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
@@ -64,9 +64,9 @@ class DistributedConfig(Settings):
         """The warning about settings that the backend ignores; empty where every setting is used."""
         return unused_note(self)
 
-    def refuse_unused(self, given: Collection[str]) -> None:
+    def refuse_unused(self, given: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
-        refused = [text for name, text in self.unused.items() if name in given]
+        refused = [text for name, text in self.unused.items() if name in rename(given)[0]]
         if refused:
             raise ConfigError(refused)
 
@@ -104,7 +104,8 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
             mistakes += contradictions
     wrong = [(name, text) for name, field in FIELDS.items() if (text := problem(field, complete[name]))]
     settings = Settings(**complete)
-    for rule in (*(rule for engine in engines for rule in engine.RULES), *_RULES):
+    of_engines = (rule for engine in engines for rule in engine.RULES)
+    for rule in (engine_options, *of_engines, *_RULES):  # first that which rules of engines read
         known = {name for name, _ in wrong}
         if not rule.needs & known:
             wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
@@ -120,7 +121,8 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str,
     With them: (alias, message) for each alias with a wrong value.
     """
     values, mistakes = rename(given)
-    return _translate_values(values), mistakes
+    values, of_counts = count_ranks(values, "num_gpus" in ranges(values))
+    return _translate_values(values), mistakes + of_counts
 
 
 def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +131,8 @@ def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
             values |= {"min_workers": least, name: most}
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
+    if str(values.get("lr_scaling")).startswith((":", "none:")):  # base_batch_size without a way of scaling
+        values["lr_scaling"] = "none"
     given = values.get("sharding")
     name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
     strategy = values.get("strategy", "auto")

@@ -182,7 +182,7 @@ class Elasticity:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Engines:
-    """Settings of Horovod and Ray."""
+    """Machines, elastic runs and options of engines."""
 
     address: str | None = option(
         None,
@@ -196,22 +196,6 @@ class Engines:
         minimum=1,
         scope="layout",
     )
-    cpus_per_worker: float = option(
-        1.0, "ray: CPU cores that each rank reserves", above=0, backends=("ray",), scope="machine"
-    )
-    resources_per_worker: str | None = option(
-        None,
-        "ray: other resources of each rank, such as 'GPU=0.5,big_memory=1' (default: a GPU where ranks use them)",
-        backends=("ray",),
-        scope="machine",
-    )
-    placement: str = option(
-        "pack",
-        "ray: ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
-        choices=("pack", "spread", "strict-pack", "strict-spread"),
-        backends=("ray",),
-        scope="machine",
-    )
     hosts: str | None = option(
         None,
         "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
@@ -219,18 +203,11 @@ class Engines:
         backends=("horovod", "pytorch-ddp", "pytorch-fsdp", "deepspeed"),
         scope="machine",
     )
-    host_discovery_script: str | None = option(
+    engine_options: str | None = option(
         None,
-        "horovod: elastic: an executable that prints the available machines, one host:slots per line",
-        backends=("horovod",),
+        "options of one engine, 'name=value,name=value' (in files and Python also a table): ray: cpus_per_worker, "
+        "resources.<name>, placement; horovod: host_discovery_script, adasum, timeline; deepspeed: nvme_path; torch: "
+        "bucket_cap_mb, scaler_init_scale, scaler_growth_interval",
         scope="machine",
-    )
-    adasum: bool = option(
-        False, "horovod: combine gradients by Adasum instead of averaging them", backends=("horovod",)
-    )
-    horovod_timeline: str | None = option(
-        None,
-        "horovod: write a timeline of the communication to this file, for chrome://tracing or Perfetto",
-        backends=("horovod",),
-        scope="machine",
+        keras="ignored",
     )

@@ -46,7 +46,7 @@ def metrics(settings: Settings) -> Mistakes:
     try:
         _ = settings.metrics_address
     except ValueError:
-        text = ": expected a port, which is a number up to 65535 (9400), or host:port ('0.0.0.0:9400')."
+        text = ": a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'."
         yield settings.mistake("metrics_port", text)
 
 

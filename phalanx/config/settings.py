@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
+    LR_SCALINGS,
     ZERO_SHARDING,
     Adapters,
     Communication,
@@ -99,14 +100,12 @@ class Settings(
     @property
     def total_ranks(self) -> int | None:
         """Ranks of the whole job as configured, or None when the machine decides."""
-        if self.num_workers is not None or self.num_gpus is not None:
-            return self.num_workers or self.num_gpus
-        if self.hosts is not None and self.gpus_per_node is None:
-            try:
-                return sum(host.slots for host in parse_hosts(self.hosts))
-            except ValueError:  # a rule reports it
-                return None
-        return None if self.gpus_per_node is None else self.gpus_per_node * self.num_nodes
+        if self.num_workers is not None or self.hosts is None:
+            return self.num_workers
+        try:
+            return sum(host.slots for host in parse_hosts(self.hosts))
+        except ValueError:  # a rule reports it
+            return None
 
     @property
     def host_ranks(self) -> dict[str, int]:
@@ -165,6 +164,14 @@ class Settings(
         if self.sharding != "auto":
             return self.sharding
         return "full" if self.zero_stage is None else ZERO_SHARDING[self.zero_stage]
+
+    @property
+    def rate_scaling(self) -> tuple[str, int | None]:
+        """How lr_scaling scales the rate, and the batch that it was chosen for; ValueError for another text."""
+        kind, colon, base = self.lr_scaling.partition(":")
+        if kind not in LR_SCALINGS or (colon and not (base.isdecimal() and int(base) > 0)):
+            raise ValueError(self.lr_scaling)
+        return kind, int(base) if colon else None
 
     @property
     def checkpoint_every(self) -> tuple[int, str] | None:

@@ -87,7 +87,7 @@ def resolve(
             replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
             values = {name: value for name, value in values.items() if name not in replaced}
         for name, value in layer.items():
-            if name not in FIELDS:
+            if name not in NAMES:
                 mistakes.append(f"{unknown_field(name)} ({origin})")
                 continue
             values = merge(values, {name: value})
@@ -98,8 +98,12 @@ def resolve(
             if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
                 del values[name]
                 origins[name] = "default"
-    values, _ = translate(values)
+    if counted := [name for name in ("gpus_per_node", "num_gpus") if values.get(name) is not None]:
+        chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
+        origins |= dict.fromkeys(chosen, origins[counted[-1]])
+    values, contradictions = translate(values)
     complete, wrong = check(values)
+    wrong = contradictions + wrong
     config = DistributedConfig.trusted(complete)
     if not wrong:
         wrong = [(name, text) for name, text in config.unused.items() if origins[name] == given_as]
@@ -109,7 +113,7 @@ def resolve(
         raise ConfigError([*([". ".join(missing)] if missing else []), *mistakes])
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
-    return Resolved(config, origins)
+    return Resolved(config, {name: origins[name] for name in FIELDS})
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
@@ -140,7 +144,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     for key, value in document.items():
         if key == "submit":  # options of phalanx submit
             continue
-        table = value if isinstance(value, dict) else {key: value}
+        is_group = isinstance(value, dict) and key.replace("-", "_") != "engine_options"
+        table = value if is_group else {key: value}
         repeated = flat.keys() & table.keys()
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))

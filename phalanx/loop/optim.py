@@ -47,12 +47,13 @@ def build_optimizer(
 def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) -> float:
     """Return the factor on the learning rate for this global batch (lr_scaling).
 
-    Without base_batch_size the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
+    Without a base the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
     """
-    if config.lr_scaling == "none":
+    kind, base = config.rate_scaling
+    if kind == "none":
         return 1.0
-    ratio = global_batch / (config.base_batch_size or batch_size)
-    return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
+    ratio = global_batch / (base or batch_size)
+    return ratio if kind == "linear" else math.sqrt(ratio)
 
 
 class OptimizerSettings:

@@ -222,8 +222,22 @@ def test_a_range_of_workers_and_another_smallest_number_contradict(monkeypatch, 
 
 ALIASES = [
     ({"progress": False}, {"console": "plain"}),
-    ({"verbosity": "quiet", "progress": False, "console_ranks": "all"}, {"console": "plain quiet all-ranks"}),
+    ({"verbosity": "quiet", "progress": False, "console_ranks": "all"}, {"console": "quiet plain all-ranks"}),
+    ({"num_gpus": 4}, {"num_workers": 4, "device": "cuda"}),
+    ({"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_workers": 8, "device": "cuda"}),
+    ({"num_gpus": 4, "device": "cpu"}, {"num_workers": 4, "device": "cpu"}),
+    ({"lr_scaling": "linear", "base_batch_size": 32}, {"lr_scaling": "linear:32"}),
+    (
+        {"bucket_cap_mb": 2.5, "scaler_growth_interval": 7},
+        {"engine_options": "bucket_cap_mb=2.5,scaler_growth_interval=7"},
+    ),
     ({"mlflow_tracking": True}, {"mlflow": True}),
+    ({"backend": "ray", "placement": "spread"}, {"backend": "ray", "engine_options": {"placement": "spread"}}),
+    (
+        {"backend": "ray", "cpus_per_worker": 0.5, "resources_per_worker": "GPU=0.5,big=1"},
+        {"backend": "ray", "engine_options": "resources.GPU=0.5,resources.big=1,cpus_per_worker=0.5"},
+    ),
+    ({"backend": "horovod", "adasum": True}, {"backend": "horovod", "engine_options": "adasum=true"}),
     ({"mlflow_tracking": True, "mlflow_experiment": "mine"}, {"mlflow": "mine"}),
     ({"tensorboard": True, "tensorboard_dir": "board"}, {"tensorboard": "board"}),
 ]
@@ -241,20 +255,39 @@ def test_aliases_mean_the_same_at_every_door(alias, meant, tmp_path, capsys):
     resolved = resolve({}, file=file, environ={})
     assert resolved.config == config
     assert {resolved.origins[name] for name in meant} == {f"file {file}"}
-    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in alias.items()]
+    no = {name: "no-" if value is False else "" for name, value in alias.items()}
+    words = [f"--{no[n]}{n.replace('_', '-')}" + ("" if isinstance(v, bool) else f"={v}") for n, v in alias.items()]
     assert main(["config", "show", "--json", *words]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert {name: shown[name] for name in meant} == {n: {"value": v, "origin": "flag"} for n, v in meant.items()}
+    assert {n: shown[n] for n in meant} == {n: {"value": getattr(config, n), "origin": "flag"} for n in meant}
 
 
 def test_words_of_the_console_are_joined_over_sources_and_checked():
     given = {"recipe": {"console": "quiet all-ranks"}, "environ": {"PHALANX_PROGRESS": "false"}}
     resolved = resolve({"verbosity": "verbose"}, **given)
-    assert resolved.config.console == "verbose all-ranks plain"
+    assert resolved.config.console == "verbose plain all-ranks"
     assert resolved.config.shown == ("verbose", False, True)
     assert resolve({"console": "normal rank-0 progress"}, **given).config.shown == DistributedConfig().shown
     with pytest.raises(ConfigError, match=r"console = 'quite': 'quite' is not one of .* Did you mean 'quiet'\?"):
         DistributedConfig(console="quite")
+
+
+def test_options_of_an_engine_in_a_file_are_joined_with_flags_and_checked(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('backend = "ray"\n[engine_options]\nplacement = "spread"\nresources = {GPU = 0.5}\n')
+    resolved = resolve({"engine_options": "placement=pack,cpus_per_worker=2"}, file=file, environ={})
+    assert resolved.config.engine_options == "placement=pack,resources.GPU=0.5,cpus_per_worker=2"
+    wrong = [
+        ("ray", "placement=pact", "placement = 'pact': not one of .* Did you mean 'pack'?"),
+        ("ray", "placment=pack", "backend = 'ray' has no option 'placment'. Did you mean 'placement'?"),
+        ("ray", "placement", "'placement' is not name=value"),
+        ("pytorch-ddp", "adasum=true", "adasum is for backend = 'horovod'"),
+        ("horovod", "adasum=maybe", "adasum = 'maybe': expected true or false"),
+        ("horovod", "adasum", "'adasum' is not name=value"),
+    ]
+    for backend, options, said in wrong:
+        with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+            DistributedConfig(backend=backend, engine_options=options)
 
 
 def test_an_alias_is_checked_as_a_setting_is():
