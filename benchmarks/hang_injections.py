@@ -117,8 +117,7 @@ def _train(folder: Path, given: Injection) -> str:
         timeout=given.timeout,
         run_dir=str(folder),
         callbacks=[hang_rank.FaultyStep()],
-        progress=False,
-        verbosity="quiet",
+        console="quiet plain",
     )
     try:
         trainer.fit(DataLoader(data, num_workers=int("loader" in given.kind)))

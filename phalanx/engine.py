@@ -68,7 +68,7 @@ class Engine:
 
     def counts_gpus_here(self, config: DistributedConfig) -> bool:
         """Whether the ranks of this machine need GPUs of this machine."""
-        return config.hosts is None and config.host_discovery_script is None
+        return config.hosts is None
 
     def run_as_task(self, config: DistributedConfig, given: Collection[str]) -> Callable[[], None] | None:
         """Return what makes this process a part of the engine's own cluster, where its scheduler started it as one."""

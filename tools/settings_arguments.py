@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from phalanx.config import FIELDS, GROUPS  # noqa: E402
 from phalanx.config.option import kinds  # noqa: E402
-from phalanx.config.rules import _FOLDERS as FOLDERS  # noqa: E402
+from phalanx.config.renamed import ALIASES  # noqa: E402
+from phalanx.config.rules import FOLDERS  # noqa: E402
 
 HEAD = '''"""The settings as types of keyword arguments, for editors and type checkers; no program imports it.
 
@@ -67,7 +68,11 @@ class TorchArguments(TrainerSettings, TaskArguments, total=False):
 class HorovodArguments(CommonSettings, TaskArguments, total=False):
     """The keyword arguments of HorovodTrainer, whose `compression` may be a class of Horovod."""
 '''
-WIDER = {"num_workers": "int | tuple[int, int] | None", "deepspeed_config": "str | dict[str, Any] | None"}
+WIDER = {
+    **dict.fromkeys(("num_workers", "num_gpus"), "int | tuple[int, int] | None"),
+    "deepspeed_config": "str | dict[str, Any] | None",
+    "engine_options": "str | dict[str, Any] | None",
+}
 """Settings whose Python argument may be more than the field: (least, most) workers, a dict in place of a file."""
 
 
@@ -80,7 +85,7 @@ def annotation(field: dataclasses.Field[Any]) -> str:
     if choices is not None and field.metadata["entry_points"] is None and field.name != "sharding":
         named = ", ".join(repr(choice).replace("'", '"') for choice in choices if choice is not None)
         return f"Literal[{named}]" + (" | None" if None in choices else "")
-    if field.name in FOLDERS:
+    if field.name in (*FOLDERS, "tensorboard_dir", "nvme_path"):
         return str(field.type).replace("str", "str | os.PathLike[str]")
     return " | ".join(kinds(field))
 
@@ -91,6 +96,8 @@ def written() -> str:
     for group in GROUPS:
         names = [name for name in group.__dataclass_fields__ if name not in ("optimizer", "compression")]
         lines += [f"    {name}: {annotation(FIELDS[name])}" for name in names]
+    lines += ["    # Other spellings."]
+    lines += [f"    {name}: {annotation(field)}" for name, field in ALIASES.items()]
     own = {name: annotation(FIELDS[name]) for name in ("optimizer", "compression")}
     return HEAD + "\n".join(lines) + "\n" + TAIL.format(**own)
 

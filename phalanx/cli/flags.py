@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.cli.help import HelpAction, HelpFormatter, ValueAction, format_parts
-from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
+from phalanx.cli.help import ALSO_ACCEPTED, HelpAction, HelpFormatter, ValueAction, format_parts
+from phalanx.config import GROUPS, Resolved, parse_text, resolve
 from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
+from phalanx.config.renamed import NAMES, Aliases, removed
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.recipes.recipe import read_changes
@@ -81,7 +82,9 @@ class FlagParser(argparse.ArgumentParser):
         found = []
         for before, word in zip(["", *words], words, strict=False):
             name = word.split("=", 1)[0]
-            if word.startswith("-"):
+            if message := removed(name.lstrip("-").replace("-", "_"), name):
+                found.append(message)
+            elif word.startswith("-"):
                 close = like_flag(name.lstrip("-"), flags)
                 other = verb_with(name) if close is None else ""
                 more = f" Did you mean {close}?" if close else f" {other} has it." if other else ""
@@ -151,7 +154,7 @@ def read_target(
 
 def _refuse_for_scripts(namespace: argparse.Namespace) -> None:
     """Refuse flags about a model and its data where a script builds them."""
-    nested = read_changes(namespace.changes, FIELDS.__contains__)[1]
+    nested = read_changes(namespace.changes, NAMES.__contains__)[1]
     given = [f"--{name}" for name in ("preset", "model", "data") if getattr(namespace, name)]
     given += [f"--set {key}" for key in nested]
     if given:
@@ -175,7 +178,7 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
         recipe = Recipe(name, "", {}, {}, {"checkpoint_frequency": 1}).with_parts(namespace.model, namespace.data)
         if namespace.preset is not None:
             recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
-    recipe = recipe.with_values(read_changes(namespace.changes, FIELDS.__contains__)[1])
+    recipe = recipe.with_values(read_changes(namespace.changes, NAMES.__contains__)[1])
     recipe.check()
     return recipe
 
@@ -192,14 +195,15 @@ def add_config_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
     )
-    for group in GROUPS:
-        section = parser.add_argument_group(group.__name__.lower(), (group.__doc__ or "").rstrip("."))
+    for group in (*GROUPS, Aliases):
+        title = ALSO_ACCEPTED if group is Aliases else group.__name__.lower()
+        section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
             _add_flag(section, name)
 
 
 def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
-    field = FIELDS[name]
+    field = NAMES[name]
     flag = "--" + name.replace("_", "-")
     members = kinds(field)
     default = "" if field.default is None or members == ("bool",) else f" [{field.default}]"
@@ -232,7 +236,7 @@ def resolve_flags(
     """
     from phalanx.host.gpus import count_gpus
 
-    changes = read_changes(getattr(namespace, "changes", []), FIELDS.__contains__)[0]
+    changes = read_changes(getattr(namespace, "changes", []), NAMES.__contains__)[0]
     return resolve(
         {**changes, **(extra or {}), **given_flags(namespace)},
         given_as="flag",
@@ -244,5 +248,5 @@ def resolve_flags(
 
 def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that flags set, with their values."""
-    texts = {name: value for name, value in vars(namespace).items() if name in FIELDS}
-    return {name: True if text == BARE else parse_text(FIELDS[name], text) for name, text in texts.items()}
+    texts = {name: value for name, value in vars(namespace).items() if name in NAMES}
+    return {name: True if text == BARE else parse_text(NAMES[name], text) for name, text in texts.items()}

@@ -10,13 +10,15 @@ from phalanx.config import FIELDS, GROUPS
 from phalanx.errors import UsageError, unknown_name
 
 COMMON = (
-    "num_workers", "num_gpus", "num_nodes", "device", "strategy", "batch_size", "epochs", "max_steps", "learning_rate",
+    "num_workers", "num_nodes", "device", "strategy", "batch_size", "epochs", "max_steps", "learning_rate",
     "optimizer", "weight_decay", "lr_schedule", "warmup", "seed", "data_dir", "mixed_precision",
     "gradient_accumulation_steps", "gradient_clipping", "compile", "checkpoint_frequency", "resume_from_checkpoint",
     "keep_best", "early_stopping", "run_dir", "tensorboard", "wandb",
 )  # fmt: skip
 """The settings that the short help shows."""
 
+ALSO_ACCEPTED = "also accepted"
+"""The title of the aliases, which are shown with all settings only."""
 _GROUPS = {group.__name__.lower(): group for group in GROUPS}
 
 
@@ -72,7 +74,7 @@ def format_parts(parser: argparse.ArgumentParser, shown: str) -> str:
     formatter.add_text(parser.description)
     has_settings = False
     for group in parser._action_groups:
-        if shown == "all" or group.title not in _GROUPS:
+        if shown == "all" or group.title not in (*_GROUPS, ALSO_ACCEPTED):
             _add_section(formatter, group.title, group.description, group._group_actions)
         else:
             has_settings = True

@@ -226,7 +226,7 @@ def describe_search(words: list[str], wanted: str | None) -> tuple[ClusterJob, l
 
 def _device(config: DistributedConfig) -> str:
     """Return where ranks compute: on GPUs where these were counted."""
-    return config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
+    return "cpu" if config.device == "auto" else config.device
 
 
 def _network(config: DistributedConfig) -> dict[str, str]:

@@ -14,9 +14,7 @@ class CommonSettings(TypedDict, total=False):
     """Every setting but `optimizer` and `compression`, which are arguments of their own in some trainers."""
 
     num_workers: int | tuple[int, int] | None
-    num_gpus: int | None
     num_nodes: int
-    gpus_per_node: int | None
     node_rank: int | None
     rdzv_endpoint: str | None
     device: Literal["auto", "cuda", "cpu"]
@@ -38,7 +36,6 @@ class CommonSettings(TypedDict, total=False):
     shard_size: int | None
     wrap_class: str | None
     offload: Literal["none", "cpu", "nvme"]
-    nvme_path: str | os.PathLike[str] | None
     deepspeed_config: str | dict[str, Any] | None
     batch_size: int | None
     epochs: int | None
@@ -48,8 +45,7 @@ class CommonSettings(TypedDict, total=False):
     weight_decay: float
     lr_schedule: Literal["constant", "linear", "cosine", "inverse-sqrt"]
     warmup: int | float
-    lr_scaling: Literal["none", "linear", "sqrt"]
-    base_batch_size: int | None
+    lr_scaling: str
     seed: int
     deterministic: bool
     drop_last: bool | None
@@ -61,8 +57,6 @@ class CommonSettings(TypedDict, total=False):
     patience: int
     min_delta: float
     mixed_precision: Literal[False, True, "fp16", "bf16"]
-    scaler_init_scale: float
-    scaler_growth_interval: int
     gradient_accumulation_steps: int
     gradient_clipping: float | None
     compile: bool
@@ -77,7 +71,6 @@ class CommonSettings(TypedDict, total=False):
     lora_targets: str | None
     communication_backend: Literal["nccl", "gloo", "mpi", "phalanx"] | None
     find_unused_parameters: bool
-    bucket_cap_mb: float
     nccl_env: Literal["gcp", "aws-efa", "infiniband", "ethernet"] | None
     timeout: float
     start_timeout: float | None
@@ -94,13 +87,8 @@ class CommonSettings(TypedDict, total=False):
     staleness: int | None
     address: str | None
     min_workers: int | None
-    cpus_per_worker: float
-    resources_per_worker: str | None
-    placement: Literal["pack", "spread", "strict-pack", "strict-spread"]
     hosts: str | None
-    host_discovery_script: str | None
-    adasum: bool
-    horovod_timeline: str | None
+    engine_options: str | dict[str, Any] | None
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_frequency: int | str | None
     mtbf: int | float | str | None
@@ -112,22 +100,17 @@ class CommonSettings(TypedDict, total=False):
     resume_from_checkpoint: bool | str | os.PathLike[str]
     run_dir: str | os.PathLike[str] | None
     name: str | None
-    tensorboard: bool
-    tensorboard_dir: str | os.PathLike[str] | None
+    tensorboard: bool | str | os.PathLike[str]
     tensorboard_histograms: int
-    mlflow_tracking: bool
-    mlflow_experiment: str | None
+    mlflow: bool | str
     wandb: bool | str
     sinks: str | None
-    metrics_port: int | None
-    metrics_host: str
+    metrics_port: int | str | None
     reference_throughput: float | None
     debug: Literal["nan"] | None
     profile: bool | str
     log_every_n_steps: int
-    progress: bool
-    verbosity: Literal["quiet", "normal", "verbose"]
-    console_ranks: Literal["0", "all"]
+    console: str
     max_restarts: int
     spares: int
     memory_frequency: int
@@ -141,6 +124,26 @@ class CommonSettings(TypedDict, total=False):
     straggler_steps: int
     on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
     stall_timeout: float | None
+    # Other spellings.
+    num_gpus: int | tuple[int, int] | None
+    gpus_per_node: int | None
+    base_batch_size: int | None
+    progress: bool
+    verbosity: Literal["quiet", "normal", "verbose"]
+    console_ranks: Literal["0", "all"]
+    cpus_per_worker: float
+    resources_per_worker: str | None
+    placement: str | None
+    host_discovery_script: str | None
+    adasum: bool
+    horovod_timeline: str | None
+    nvme_path: str | os.PathLike[str] | None
+    bucket_cap_mb: float
+    scaler_init_scale: float
+    scaler_growth_interval: int
+    mlflow_tracking: bool
+    mlflow_experiment: str | None
+    tensorboard_dir: str | os.PathLike[str] | None
 
 
 class TrainerSettings(CommonSettings, total=False):

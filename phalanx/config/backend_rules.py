@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
 from phalanx.config.backends import BACKENDS, Backend
+from phalanx.config.engine_options import TorchOptions, split_options
+from phalanx.config.option import parse_text, problem
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import FIELDS, Host, Settings, parse_hosts
 from phalanx.config.strategies import ROWS, strategies_that
+from phalanx.errors import nearest
 
 _LIMITED = {name: field.metadata["backends"] for name, field in FIELDS.items() if field.metadata["backends"]}
 """The backends that use a setting."""
@@ -27,8 +30,7 @@ def engine_rules(values: Mapping[str, Any]) -> list[ModuleType]:
     chosen = [values.get("backend"), values.get("strategy")]
     chosen += [engine for name, engine in _OF_ENGINES.items() if values.get(name) not in (None, FIELDS[name].default)]
     engines = [BACKENDS[name].engine for name in dict.fromkeys(chosen) if isinstance(name, str) and name in BACKENDS]
-    found = [f"{engine}.rules" for engine in engines if engine]
-    return [importlib.import_module(name) for name in found if importlib.util.find_spec(name) is not None]
+    return [importlib.import_module(f"{engine}.rules") for engine in engines if engine]
 
 
 def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -53,6 +55,41 @@ def backend_settings(settings: Settings) -> Mistakes:
                 f" with backend = {settings.backend!r}, which does not follow it: write backend = {names}, or leave "
                 f"{name} out.",
             )
+
+
+@rule("backend", "strategy", "engine_options")
+def engine_options(settings: Settings) -> Mistakes:
+    """Check the options of the engines that are chosen."""
+    try:
+        given = split_options(settings.engine_options)
+    except ValueError as error:
+        yield settings.mistake(
+            "engine_options", f": {str(error)!r} is not name=value, as in 'adasum=true,timeline=a.json'."
+        )
+        return
+    known = _options_of(settings.backend, settings.resolved_strategy)
+    for name, value in given.items():
+        if name not in known:
+            yield settings.mistake("engine_options", f": {_unknown_option(name, settings.backend, known)}")
+        elif wrong := problem(known[name], parse_text(known[name], value)):
+            yield settings.mistake("engine_options", f": {wrong}")
+
+
+def _options_of(backend: str, strategy: str = "") -> dict[str, Any]:
+    """Return the fields of the options that the engines of a backend and a strategy have."""
+    engines = engine_rules({"backend": backend, "strategy": strategy})
+    kinds = [TorchOptions, *(engine.Options for engine in engines if hasattr(engine, "Options"))]
+    return {name: field for kind in kinds for name, field in kind.__dataclass_fields__.items()}
+
+
+def _unknown_option(name: str, backend: str, known: Collection[str]) -> str:
+    """Return the message about an option that the chosen engines lack: which one has it, or what was meant."""
+    owner = next((other for other in BACKENDS if name in _options_of(other)), None)
+    if owner is not None:
+        return f"{name} is for backend = {owner!r}, and backend = {backend!r} does not follow it: leave {name} out."
+    close = nearest(name, known)
+    guess = f" Did you mean {close!r}?" if close else ""
+    return f"backend = {backend!r} has no option {name!r}.{guess} It has: {', '.join(known) or 'none'}."
 
 
 @rule("backend", "strategy", "node_rank", *RANKS)
@@ -84,7 +121,7 @@ def _ssh_hosts(settings: Settings, hosts: tuple[Host, ...]) -> Mistakes:
         yield settings.mistake("hosts", " has machines with different slots, so hybrid sharding needs shard_size.")
     # A launcher that was started for one of the machines knows its number and where the others are.
     own = () if settings.rdzv_endpoint else (("node_rank", None),)
-    for name, says in (("num_nodes", 1), ("gpus_per_node", None), *own):
+    for name, says in (("num_nodes", 1), *own):
         if getattr(settings, name) not in (says, len(hosts) if name == "num_nodes" else says):
             yield settings.mistake(name, f" with hosts = {settings.hosts!r}, which says it: leave {name} out.")
 

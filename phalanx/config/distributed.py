@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numbers
-import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import rules
-from phalanx.config.backend_rules import BACKEND_RULES, engine_rules, unused_note, unused_settings
+from phalanx.config.backend_rules import BACKEND_RULES, engine_options, engine_rules, unused_note, unused_settings
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.meanings import like
-from phalanx.config.option import problem
+from phalanx.config.option import plain, problem
+from phalanx.config.renamed import NAMES, count_ranks, merge, removed, rename
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
@@ -65,9 +64,9 @@ class DistributedConfig(Settings):
         """The warning about settings that the backend ignores; empty where every setting is used."""
         return unused_note(self)
 
-    def refuse_unused(self, given: Collection[str]) -> None:
+    def refuse_unused(self, given: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
-        refused = [text for name, text in self.unused.items() if name in given]
+        refused = [text for name, text in self.unused.items() if name in rename(given)[0]]
         if refused:
             raise ConfigError(refused)
 
@@ -81,7 +80,7 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        return DistributedConfig(**{**self.to_dict(), **changes})
+        return DistributedConfig(**merge(self.to_dict(), translate(changes)[0]))
 
     def with_trusted(self, **changes: Any) -> DistributedConfig:
         """Return a copy with values that the program itself computed (the device, a folder), without a new check."""
@@ -90,13 +89,13 @@ class DistributedConfig(Settings):
 
 def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the values of all settings, and (field, message) for every mistake in what was given."""
-    values = translate(given)
-    mistakes = [(name, unknown_field(name)) for name in values if name not in FIELDS]
+    values, mistakes = translate(given)
+    mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
     for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
         other = f"min_workers = {values['min_workers']}"
         mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
         values[name] = most
-    complete = {name: _plain(values.get(name, field.default)) for name, field in FIELDS.items()}
+    complete = {name: plain(values.get(name, field.default)) for name, field in FIELDS.items()}
     engines = engine_rules(complete)
     for engine in engines:
         if hasattr(engine, "reconcile"):
@@ -105,7 +104,8 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
             mistakes += contradictions
     wrong = [(name, text) for name, field in FIELDS.items() if (text := problem(field, complete[name]))]
     settings = Settings(**complete)
-    for rule in (*(rule for engine in engines for rule in engine.RULES), *_RULES):
+    of_engines = (rule for engine in engines for rule in engine.RULES)
+    for rule in (engine_options, *of_engines, *_RULES):  # first that which rules of engines read
         known = {name for name, _ in wrong}
         if not rule.needs & known:
             wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
@@ -115,14 +115,24 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
 _RANGE = re.compile(r"\d+:\d+")
 
 
-def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with pairs of workers (least, most), torch's names of sharding and lists translated."""
-    values = dict(values)
+def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the settings with aliases, pairs of workers (least, most), torch's names of sharding and lists translated.
+
+    With them: (alias, message) for each alias with a wrong value.
+    """
+    values, mistakes = rename(given)
+    values, of_counts = count_ranks(values, "num_gpus" in ranges(values))
+    return _translate_values(values), mistakes + of_counts
+
+
+def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
     for name, (least, most) in ranges(values).items():
         if values.get("min_workers") in (None, least):  # another value stays, and is refused
             values |= {"min_workers": least, name: most}
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
+    if str(values.get("lr_scaling")).startswith((":", "none:")):  # base_batch_size without a way of scaling
+        values["lr_scaling"] = "none"
     given = values.get("sharding")
     name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
     strategy = values.get("strategy", "auto")
@@ -142,15 +152,8 @@ def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 def unknown_field(name: str) -> str:
     """Return the message about an unknown setting, with the nearest known name."""
-    close = like(name.replace("-", "_"), FIELDS)
+    if message := removed(name.replace("-", "_"), name):
+        return message
+    close = like(name.replace("-", "_"), NAMES)
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
     return f"unknown setting '{name}'.{guess}"
-
-
-def _plain(value: Any) -> Any:
-    """Turn paths and numbers of other types (pathlib, NumPy) into plain ones."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)

@@ -36,6 +36,7 @@ STRATEGIES = tuple(
 )
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
+LR_SCALINGS = ("none", "linear", "sqrt")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
 IGNORED_LABEL = -100
@@ -48,18 +49,13 @@ class Resources:
 
     num_workers: int | None = option(
         None,
-        "ranks in the whole job, on any device (default: every GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8",
+        "ranks in the whole job (default: every GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8; --num-gpus 8 is 8 "
+        "with device=cuda, --gpus-per-node 8 is 8 for each of num_nodes",
         minimum=1,
         scope="machine",
         keras="used",
     )
-    num_gpus: int | None = option(
-        None, "the same as num_workers, for CUDA", minimum=1, scope="machine split", keras="used"
-    )
     num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", keras="used")
-    gpus_per_node: int | None = option(
-        None, "ranks on each machine (default: num_workers / num_nodes)", minimum=1, scope="machine split", keras="used"
-    )
     node_rank: int | None = option(
         None, "which machine this is, from 0 (with num_nodes > 1)", minimum=0, scope="machine", keras="used"
     )
@@ -174,12 +170,12 @@ class Parallelism:
     )
     offload: str = option(
         "none",
-        "fsdp, deepspeed: keep parameters, gradients and optimizer states in CPU memory; nvme: deepspeed, on disk",
+        "fsdp, deepspeed: keep parameters, gradients and optimizer states in CPU memory; nvme: deepspeed, on disk "
+        "(engine_options: nvme_path)",
         choices=("none", "cpu", "nvme"),
         engine="deepspeed",
         scope="layout split",
     )
-    nvme_path: str | None = option(None, "folder on a fast disk (with offload=nvme)", scope="machine")
     deepspeed_config: str | None = option(
         None,
         'train with DeepSpeed\'s engine by this JSON file (in Python also a dict); "auto" in it: as set here',
@@ -211,12 +207,9 @@ class Training:
         0, "warm-up: a number of steps (500), or a share of the run (0.1)", minimum=0, keras="ignored"
     )
     lr_scaling: str = option(
-        "none", "scale learning_rate with the global batch", choices=("none", "linear", "sqrt"), keras="ignored"
-    )
-    base_batch_size: int | None = option(
-        None,
-        "the batch that learning_rate was chosen for (with lr_scaling; default: one rank's batch)",
-        minimum=1,
+        "none",
+        "scale learning_rate with the global batch: linear or sqrt, with the batch that the rate was chosen for as "
+        "linear:256 (default: one rank's batch)",
         keras="ignored",
     )
     seed: int = option(0, "seed of weights, sample order and dropout", minimum=0, keras="used")
@@ -262,10 +255,6 @@ class Optimization:
         "false, bf16, fp16 (with loss scaling), or true: fp16 on CUDA, bf16 on a CPU that has it",
         choices=(False, True, "fp16", "bf16"),
         keras="used",
-    )
-    scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0, keras="ignored")
-    scaler_growth_interval: int = option(
-        2000, "steps without overflow before the loss scale doubles", minimum=1, keras="ignored"
     )
     gradient_accumulation_steps: int = option(
         1, "micro-batches added up for one optimizer step", minimum=1, scope="split", keras="ignored"
@@ -330,7 +319,6 @@ class Communication:
     find_unused_parameters: bool = option(
         False, "let parameters be unused in a step (costs a graph walk each step)", keras="ignored"
     )
-    bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0, keras="ignored")
     nccl_env: str | None = option(
         None,
         "set the NCCL variables for this kind of cluster (see phalanx doctor --nccl-env); those that are set stay",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,15 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
         if above is not None and value <= above:
             return f"{field.name} = {value!r}: must be greater than {above}."
     return None
+
+
+def plain(value: Any) -> Any:
+    """Turn paths and numbers of other types (pathlib, NumPy) into plain ones."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def url_problem(name: str, value: Any) -> str | None:

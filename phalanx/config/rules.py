@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from phalanx.config.fields import HYBRID, TORCH_SHARDING, ZERO_SHARDING
+from phalanx.config.fields import HYBRID, LR_SCALINGS, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import AXES, ROWS
@@ -20,10 +20,10 @@ Mistakes = Iterator[tuple[str, str]]
 
 STRATEGY = ("strategy", "backend", "zero_stage")
 """What `Settings.resolved_strategy` depends on."""
-RANKS = ("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "hosts")
+RANKS = ("num_workers", "num_nodes", "hosts")
 """What `Settings.total_ranks` depends on."""
 
-_FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir", "data_dir", "nvme_path")
+FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard", "data_dir")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """The compressors that use a setting; empty: all but 'none'."""
 _OF_STRATEGIES = {name: field.metadata["strategies"] for name, field in FIELDS.items() if field.metadata["strategies"]}
@@ -315,7 +315,7 @@ def split_adapters(settings: Settings) -> Mistakes:
 @rule("backend")
 def folders(settings: Settings) -> Mistakes:
     """Report URLs where a path is expected; checkpoints may be at URLs, except those of Keras."""
-    for name in _FOLDERS[2:] if settings.framework == "torch" else _FOLDERS:
+    for name in FOLDERS[2:] if settings.framework == "torch" else FOLDERS:
         wrong = url_problem(name, getattr(settings, name))
         if wrong is not None:
             yield name, wrong
@@ -329,20 +329,28 @@ def warmup(settings: Settings) -> Mistakes:
         yield "warmup", f"warmup = {given}: a share of the run is below 1 (0.1), a number of steps is whole (500)."
 
 
-@rule("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank")
+@rule("num_workers", "num_nodes", "node_rank")
 def rank_counts(settings: Settings) -> Mistakes:
     """Check the numbers of ranks and machines against each other."""
-    workers, gpus, nodes, per_node = settings.num_workers, settings.num_gpus, settings.num_nodes, settings.gpus_per_node
-    if workers is not None and gpus is not None and workers != gpus:
-        yield "num_workers", f"num_workers = {workers} and num_gpus = {gpus} name the same thing: give one of them."
-    total = workers if workers is not None else gpus
-    name = "num_workers" if workers is not None else "num_gpus"
-    if total is not None and per_node is not None and total != nodes * per_node:
-        yield name, f"{name} = {total} is not num_nodes x gpus_per_node = {nodes} x {per_node} = {nodes * per_node}."
-    elif total is not None and total % nodes and settings.hosts is None:  # else each machine has its slots
-        yield name, f"{name} = {total} cannot be spread evenly over num_nodes = {nodes}."
+    total, nodes = settings.num_workers, settings.num_nodes
+    if total is not None and total % nodes and settings.hosts is None:  # else each machine has its slots
+        yield settings.mistake("num_workers", f" cannot be spread evenly over num_nodes = {nodes}.")
     if settings.node_rank is not None and settings.node_rank >= nodes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")
+
+
+@rule("lr_scaling")
+def lr_scaling(settings: Settings) -> Mistakes:
+    """Check the text."""
+    try:
+        _ = settings.rate_scaling
+    except ValueError:
+        close = nearest(settings.lr_scaling.partition(":")[0], LR_SCALINGS)
+        guess = f" Did you mean {close!r}?" if close else ""
+        text = (
+            f": expected {', '.join(LR_SCALINGS)}, or with the batch that the rate was chosen for: linear:256.{guess}"
+        )
+        yield settings.mistake("lr_scaling", text)
 
 
 @rule("device", "communication_backend", *STRATEGY)
@@ -385,5 +393,6 @@ COMMON_RULES = (
     activation_checkpointing,
     folders,
     warmup,
+    lr_scaling,
     shared_gpus,
 )

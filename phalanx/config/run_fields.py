@@ -64,10 +64,9 @@ class Monitoring:
     name: str | None = option(
         None, "name of the run (default: the recipe, script or model)", scope="place", keras="used"
     )
-    tensorboard: bool = option(False, "write TensorBoard files", keras="used")
-    tensorboard_dir: str | None = option(
-        None,
-        "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on",
+    tensorboard: bool | str = option(
+        False,
+        "write TensorBoard files: true, or their folder (true: run_dir, so that TensorBoard shows the run's name)",
         scope="place",
         keras="used",
     )
@@ -76,8 +75,9 @@ class Monitoring:
         "write histograms of weights, gradients, norms, update ratios to TensorBoard every so many epochs (0: never)",
         minimum=0,
     )
-    mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])", keras="used")
-    mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on", keras="used")
+    mlflow: bool | str = option(
+        False, "log to MLflow: true, or the experiment's name (extra: phalanx[mlflow])", keras="used"
+    )
     wandb: bool | str = option(
         False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])", keras="used"
     )
@@ -86,11 +86,11 @@ class Monitoring:
         "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas",
         keras="used",
     )
-    metrics_port: int | None = option(
-        None, "serve metrics for Prometheus on this port, 0: a free one (extra: phalanx[monitor])", minimum=0
-    )
-    metrics_host: str = option(
-        "127.0.0.1", "metrics_port: the address to listen at; 0.0.0.0 lets other machines read the metrics"
+    metrics_port: int | str | None = option(
+        None,
+        "serve metrics for Prometheus on this port of the loopback interface, 0: a free one; '0.0.0.0:9400' lets other "
+        "machines read them (extra: phalanx[monitor])",
+        minimum=0,
     )
     reference_throughput: float | None = option(
         None,
@@ -110,14 +110,12 @@ class Monitoring:
         keras="ignored",
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1, keras="used")
-    progress: bool = option(True, "show the progress bar or lines", keras="used")
-    verbosity: str = option(
+    console: str = option(
         "normal",
-        "what the console shows; quiet (-q): errors, what ranks print and the result; verbose (-v): every event",
-        choices=("quiet", "normal", "verbose"),
+        "what the console shows, in words: quiet (-q: errors, what ranks print and the result), normal or verbose (-v: "
+        "every event); plain (no progress bar or lines); all-ranks (the output of every rank, not only of rank 0)",
         keras="used",
     )
-    console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"), keras="used")
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -184,7 +182,7 @@ class Elasticity:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Engines:
-    """Settings of Horovod and Ray."""
+    """Machines, elastic runs and options of engines."""
 
     address: str | None = option(
         None,
@@ -198,22 +196,6 @@ class Engines:
         minimum=1,
         scope="layout",
     )
-    cpus_per_worker: float = option(
-        1.0, "ray: CPU cores that each rank reserves", above=0, backends=("ray",), scope="machine"
-    )
-    resources_per_worker: str | None = option(
-        None,
-        "ray: other resources of each rank, such as 'GPU=0.5,big_memory=1' (default: a GPU where ranks use them)",
-        backends=("ray",),
-        scope="machine",
-    )
-    placement: str = option(
-        "pack",
-        "ray: ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
-        choices=("pack", "spread", "strict-pack", "strict-spread"),
-        backends=("ray",),
-        scope="machine",
-    )
     hosts: str | None = option(
         None,
         "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
@@ -221,18 +203,11 @@ class Engines:
         backends=("horovod", "pytorch-ddp", "pytorch-fsdp", "deepspeed"),
         scope="machine",
     )
-    host_discovery_script: str | None = option(
+    engine_options: str | None = option(
         None,
-        "horovod: elastic: an executable that prints the available machines, one host:slots per line",
-        backends=("horovod",),
+        "options of one engine, 'name=value,name=value' (in files and Python also a table): ray: cpus_per_worker, "
+        "resources.<name>, placement; horovod: host_discovery_script, adasum, timeline; deepspeed: nvme_path; torch: "
+        "bucket_cap_mb, scaler_init_scale, scaler_growth_interval",
         scope="machine",
-    )
-    adasum: bool = option(
-        False, "horovod: combine gradients by Adasum instead of averaging them", backends=("horovod",)
-    )
-    horovod_timeline: str | None = option(
-        None,
-        "horovod: write a timeline of the communication to this file, for chrome://tracing or Perfetto",
-        backends=("horovod",),
-        scope="machine",
+        keras="ignored",
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from phalanx.config.rules import RANKS, STRATEGY, Mistakes, rule
-from phalanx.config.settings import Settings
+from phalanx.config.settings import CONSOLE_WORDS, Settings
 from phalanx.config.strategies import AXES, ROWS, strategies_that
+from phalanx.errors import nearest
 
 
 @rule("keep_best", "early_stopping", "eval_every")
@@ -39,13 +40,25 @@ def limit_val_batches(settings: Settings) -> Mistakes:
         yield settings.mistake("limit_val_batches", ": a share is up to 1.0 (0.1), a number of batches is whole (50).")
 
 
-@rule("metrics_port", "metrics_host")
+@rule("metrics_port")
 def metrics(settings: Settings) -> Mistakes:
-    """Check the port's number, and that something listens at the host."""
-    if settings.metrics_port is not None and settings.metrics_port > 65535:
-        yield settings.mistake("metrics_port", ": a port is a number up to 65535.")
-    if settings.metrics_port is None and settings.changed("metrics_host"):
-        yield settings.mistake("metrics_host", " without metrics_port: set it, such as 9400.")
+    """Check the text."""
+    try:
+        _ = settings.metrics_address
+    except ValueError:
+        text = ": a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'."
+        yield settings.mistake("metrics_port", text)
+
+
+@rule("console")
+def console(settings: Settings) -> Mistakes:
+    """Check the words."""
+    try:
+        _ = settings.shown
+    except ValueError as error:
+        close = nearest(str(error), CONSOLE_WORDS)
+        guess = f" Did you mean {close!r}?" if close else ""
+        yield settings.mistake("console", f": {str(error)!r} is not one of {', '.join(CONSOLE_WORDS)}.{guess}")
 
 
 @rule("debug", "compile")
@@ -176,6 +189,7 @@ RUN_RULES = (
     limit_val_batches,
     max_time,
     metrics,
+    console,
     debug,
     mtbf,
     rank_checks,

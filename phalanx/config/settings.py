@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
+    LR_SCALINGS,
     ZERO_SHARDING,
     Adapters,
     Communication,
@@ -51,6 +52,14 @@ class Watched(NamedTuple):
 
     name: str
     mode: Literal["min", "max"]
+
+
+class Shown(NamedTuple):
+    """What the console shows: how much, whether with progress, and whether of all ranks."""
+
+    verbosity: str = "normal"
+    progress: bool = True
+    all_ranks: bool = False
 
 
 class Host(NamedTuple):
@@ -91,14 +100,12 @@ class Settings(
     @property
     def total_ranks(self) -> int | None:
         """Ranks of the whole job as configured, or None when the machine decides."""
-        if self.num_workers is not None or self.num_gpus is not None:
-            return self.num_workers or self.num_gpus
-        if self.hosts is not None and self.gpus_per_node is None:
-            try:
-                return sum(host.slots for host in parse_hosts(self.hosts))
-            except ValueError:  # a rule reports it
-                return None
-        return None if self.gpus_per_node is None else self.gpus_per_node * self.num_nodes
+        if self.num_workers is not None or self.hosts is None:
+            return self.num_workers
+        try:
+            return sum(host.slots for host in parse_hosts(self.hosts))
+        except ValueError:  # a rule reports it
+            return None
 
     @property
     def host_ranks(self) -> dict[str, int]:
@@ -159,6 +166,14 @@ class Settings(
         return "full" if self.zero_stage is None else ZERO_SHARDING[self.zero_stage]
 
     @property
+    def rate_scaling(self) -> tuple[str, int | None]:
+        """How lr_scaling scales the rate, and the batch that it was chosen for; ValueError for another text."""
+        kind, colon, base = self.lr_scaling.partition(":")
+        if kind not in LR_SCALINGS or (colon and not (base.isdecimal() and int(base) > 0)):
+            raise ValueError(self.lr_scaling)
+        return kind, int(base) if colon else None
+
+    @property
     def checkpoint_every(self) -> tuple[int, str] | None:
         """Return (n, "epochs" | "steps" | "auto"), or None without periodic saves; ValueError for another text."""
         if self.checkpoint_frequency is None:
@@ -206,6 +221,21 @@ class Settings(
         return Recompute(every=int(match[1]))
 
     @property
+    def shown(self) -> Shown:
+        """What the console shows; ValueError for an unknown word."""
+        return parse_console(self.console)
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of `metrics_port`, or None where it is off; ValueError for another text."""
+        if self.metrics_port is None:
+            return None
+        host, _, port = str(self.metrics_port).rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise ValueError(self.metrics_port)
+        return host.strip("[]") or "127.0.0.1", int(port)
+
+    @property
     def profiling(self) -> Profiling | None:
         """What `profile` records, or None where it is off; ValueError says what to write."""
         return parse_profile(self.profile)
@@ -225,6 +255,24 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
 
 IMPLIED = {name: str(field.metadata["implies"]) for name, field in FIELDS.items() if field.metadata["implies"]}
 """The strategy that a setting chooses where none is named; of several the last."""
+
+
+CONSOLE_WORDS = {
+    **dict.fromkeys(("quiet", "normal", "verbose"), "verbosity"),
+    **dict.fromkeys(("progress", "plain"), "progress"),
+    **dict.fromkeys(("rank-0", "all-ranks"), "ranks"),
+}
+"""The words of `console`, and what each is about; of two about the same the later one wins."""
+
+
+def parse_console(text: str) -> Shown:
+    """Read the words of `console`; ValueError for an unknown one."""
+    found = dict.fromkeys(CONSOLE_WORDS.values(), "")
+    for word in text.split():
+        if word not in CONSOLE_WORDS:
+            raise ValueError(word)
+        found[CONSOLE_WORDS[word]] = word
+    return Shown(found["verbosity"] or "normal", found["progress"] != "plain", found["ranks"] == "all-ranks")
 
 
 def settings_with(scope: str) -> list[str]:

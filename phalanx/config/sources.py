@@ -13,10 +13,13 @@ from phalanx.config.backend_rules import engine_rules, missing_engine
 from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
+from phalanx.config.renamed import NAMES, merge, of_earlier_run, removed, rename
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
 ENV_PREFIX = "PHALANX_"
+RECORD_HEADER = "# The resolved settings of this run."
+"""The beginning of the file that each run writes."""
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
@@ -65,35 +68,42 @@ def resolve(
     Of several files a later one wins.
     """
     environ = os.environ if environ is None else environ
-    variables = {name: ENV_PREFIX + name.upper() for name in FIELDS}
+    variables = {name: ENV_PREFIX + name.upper() for name in NAMES}
     files = [file] if isinstance(file, (str, Path)) else list(file or ())
     layers = [
         (f"recipe {recipe_name}", dict(recipe or {})),
         *((f"file {path}", read_settings(path)) for path in files),
-        ("environment", {n: parse_text(FIELDS[n], environ[v]) for n, v in variables.items() if v in environ}),
+        ("environment", {n: parse_text(NAMES[n], environ[v]) for n, v in variables.items() if v in environ}),
         (given_as, dict(given)),
     ]
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
     mistakes = misspelt_variables(environ)
-    for origin, layer in layers:
+    for origin, written in layers:
+        layer, wrong = rename(written)
+        mistakes += [f"{text} ({origin})" for _, text in wrong]
         # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
         if layer.keys() & RANK_COUNTS or layer.get("hosts"):
             replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
             values = {name: value for name, value in values.items() if name not in replaced}
         for name, value in layer.items():
-            if name not in FIELDS:
+            if name not in NAMES:
                 mistakes.append(f"{unknown_field(name)} ({origin})")
                 continue
-            values[name] = value
-            origins[name] = f"environment {variables[name]}" if origin == "environment" else origin
+            values = merge(values, {name: value})
+            is_variable = origin == "environment" and variables[name] in environ
+            origins[name] = f"environment {variables[name]}" if is_variable else origin
     for engine in engine_rules(values):
         for name in engine.settled(values) if hasattr(engine, "settled") else ():
             if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
                 del values[name]
                 origins[name] = "default"
-    values = translate(values)
+    if counted := [name for name in ("gpus_per_node", "num_gpus") if values.get(name) is not None]:
+        chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
+        origins |= dict.fromkeys(chosen, origins[counted[-1]])
+    values, contradictions = translate(values)
     complete, wrong = check(values)
+    wrong = contradictions + wrong
     config = DistributedConfig.trusted(complete)
     if not wrong:
         wrong = [(name, text) for name, text in config.unused.items() if origins[name] == given_as]
@@ -103,7 +113,7 @@ def resolve(
         raise ConfigError([*([". ".join(missing)] if missing else []), *mistakes])
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
-    return Resolved(config, origins)
+    return Resolved(config, {name: origins[name] for name in FIELDS})
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
@@ -111,9 +121,11 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
     found = []
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
-        if name == variable or name in NOT_SETTINGS or name.lower() in FIELDS or _OF_KUBERNETES.search(name):
+        if name == variable or name in NOT_SETTINGS or name.lower() in NAMES or _OF_KUBERNETES.search(name):
             continue
-        if (close := like(name.lower(), FIELDS)) is not None:  # else it belongs to another program
+        if message := removed(name.lower(), variable):
+            found.append(message)
+        elif (close := like(name.lower(), NAMES)) is not None:  # else it belongs to another program
             setting, _, value = close.partition("=")
             meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
             found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
@@ -132,12 +144,21 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     for key, value in document.items():
         if key == "submit":  # options of phalanx submit
             continue
-        table = value if isinstance(value, dict) else {key: value}
+        is_group = isinstance(value, dict) and key.replace("-", "_") != "engine_options"
+        table = value if is_group else {key: value}
         repeated = flat.keys() & table.keys()
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    return {name: _from_file(name, value) for name, value in ((k.replace("-", "_"), v) for k, v in flat.items())}
+    found = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
+    # The file of a run that an earlier version wrote; a user's own file is reported by `resolve`.
+    return of_earlier_run(found) if found.keys() - FIELDS.keys() and _is_record(path) else found
+
+
+def _is_record(path: str | Path) -> bool:
+    """Whether a run wrote this file."""
+    with Path(path).open(encoding="utf-8") as file:
+        return file.readline().startswith(RECORD_HEADER)
 
 
 def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:
@@ -180,12 +201,13 @@ def _parse_yaml(text: str) -> dict[str, Any]:
 
 def _from_file(name: str, value: Any) -> Any:
     """Return a value of a file as its setting reads it: TOML has no null, and to YAML 1e-3 is text."""
-    if not isinstance(value, str) or name not in FIELDS:
+    if not isinstance(value, str) or name not in NAMES:
         return value
-    if value == "none" and "None" in kinds(FIELDS[name]):
+    members = kinds(NAMES[name])
+    if value == "none" and "None" in members:
         return None
-    numeric = {"int", "float"} & set(kinds(FIELDS[name])) and "str" not in kinds(FIELDS[name])
-    return parse_text(FIELDS[name], value) if numeric else value
+    numeric = {"int", "float"} & set(members) and "str" not in members
+    return parse_text(NAMES[name], value) if numeric else value
 
 
 def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:

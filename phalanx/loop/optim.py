@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig
+from phalanx.config.engine_options import TorchOptions, read_options
 from phalanx.config.settings import cpu_has_bf16, precision_name
 from phalanx.errors import UsageError
 
@@ -52,12 +53,13 @@ def build_optimizer(
 def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) -> float:
     """Return the factor on the learning rate for this global batch (lr_scaling).
 
-    Without base_batch_size the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
+    Without a base the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
     """
-    if config.lr_scaling == "none":
+    kind, base = config.rate_scaling
+    if kind == "none":
         return 1.0
-    ratio = global_batch / (config.base_batch_size or batch_size)
-    return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
+    ratio = global_batch / (base or batch_size)
+    return ratio if kind == "linear" else math.sqrt(ratio)
 
 
 class OptimizerSettings:
@@ -196,8 +198,9 @@ class Precision:
         self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype is torch.float16:
+            options = read_options(TorchOptions, config.engine_options)
             self.scaler = torch.amp.GradScaler(
-                device.type, init_scale=config.scaler_init_scale, growth_interval=config.scaler_growth_interval
+                device.type, init_scale=options.scaler_init_scale, growth_interval=options.scaler_growth_interval
             )
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -346,6 +346,6 @@ def _command(name: str) -> str | None:
 
 def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     """Return where TensorBoard files go, or None when none are wanted."""
-    if config.tensorboard_dir is not None:
-        return str(config.tensorboard_dir)
+    if isinstance(config.tensorboard, str):
+        return config.tensorboard
     return str(run_dir) if config.tensorboard or config.tensorboard_histograms else None

@@ -102,7 +102,7 @@ class MetricsSink(Sink):
         try:
             self._server, _ = client.start_http_server(port, addr=host, registry=registry)
         except OSError as error:
-            hint = "metrics_host is 127.0.0.1, 0.0.0.0 (all), or an address of this machine: ip addr shows them."
+            hint = "Hosts are 127.0.0.1, 0.0.0.0 (all), or an address of this machine: ip addr shows them."
             if error.errno == errno.EADDRINUSE:
                 hint = "Another process has that port: ss -ltnp shows which one. Give another, or 0 for a free one."
             elif error.errno == errno.EACCES:
@@ -229,9 +229,9 @@ class MetricsSink(Sink):
         return {} if found is None else {0: found}
 
 
-def open_metrics(run: str, log_dir: Path | None, host: str, port: int | None) -> MetricsSink | None:
-    """Return the endpoint that the settings ask for; None where they ask for none."""
-    return None if port is None else MetricsSink(run, log_dir, host, port)
+def open_metrics(run: str, log_dir: Path | None, address: tuple[str, int] | None) -> MetricsSink | None:
+    """Return the endpoint at a host and port; None without them."""
+    return None if address is None else MetricsSink(run, log_dir, *address)
 
 
 def import_client() -> Any:

@@ -49,8 +49,7 @@ class MlflowSink:
         self.run_id: str = opened or self._start(run_name, experiment, before)
         write_tracking(run_dir, "mlflow", self.run_id)
         if params:
-            # num_gpus is the user's to log: what was asked for is in config.json, and world_size what there was.
-            self._log_params({n: value for n, value in params.items() if value is not None and n != "num_gpus"})
+            self._log_params({name: value for name, value in params.items() if value is not None})
             self._mlflow.log_dict(dict(params), "config.json", run_id=self.run_id)
         self._log_file("config.toml")
 
@@ -127,7 +126,6 @@ def import_mlflow() -> Any:
     try:
         import mlflow
     except ImportError as error:
-        raise UsageError(
-            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
-        ) from error
+        hint = "Run: pip install 'phalanx[mlflow]'"
+        raise UsageError("mlflow needs MLflow, which is not installed", hint=hint) from error
     return mlflow

@@ -69,7 +69,7 @@ class TensorBoardSink:
         except OSError as error:
             raise UsageError(
                 f"TensorBoard files cannot be written to {directory}: {error.strerror}",
-                hint="Set tensorboard_dir to a folder you can write to.",
+                hint="Set tensorboard to a folder you can write to.",
             ) from error
         self._flushed = time.monotonic()
         self._write(self._messages.Event(wall_time=time.time(), file_version="brain.Event:2"))

@@ -34,8 +34,8 @@ def _check_all(config: DistributedConfig) -> None:
     if config.data_dir is not None and config.launcher == "local" and not Path(config.data_dir).is_dir():
         wrong = "is a file, not a folder" if Path(config.data_dir).exists() else "does not exist"
         raise DataError(f"data_dir = {config.data_dir!r} {wrong}", hint="Give the folder of the data files.")
-    for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
-        if (given := getattr(config, name)) is not None:
+    for name in ("checkpoint_dir", "tensorboard", "run_dir"):
+        if isinstance(given := getattr(config, name), str):
             _check_folder(name, given)
 
 
@@ -47,10 +47,8 @@ def check_script_starter(script: Path, started_by: str) -> None:
 
 def check_packages(config: DistributedConfig) -> None:
     """Refuse settings whose package is not installed, and name the extra with it."""
-    if (config.mlflow_tracking or config.mlflow_experiment) and importlib.util.find_spec("mlflow") is None:
-        raise UsageError(
-            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
-        )
+    if config.mlflow and importlib.util.find_spec("mlflow") is None:
+        raise UsageError("mlflow needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'")
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError(
             "wandb needs Weights & Biases, which is not installed", hint="Run: pip install 'phalanx[wandb]'"

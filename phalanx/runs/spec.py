@@ -64,7 +64,7 @@ def launch_spec(
         log_dir=log_dir,
         launched=time.time() if launched is None else launched,
         labels=layout.labels if isinstance(target, CallTarget) or layout.names or is_set else (),
-        console_ranks="all" if config.console_ranks == "all" else "0",
+        console_ranks="all" if config.shown.all_ranks else "0",
         max_restarts=config.max_restarts,
         grace_seconds=config.stop_grace,
         join_timeout=config.timeout,
@@ -115,7 +115,7 @@ def elastic_sizes(config: DistributedConfig, most: int) -> list[int]:
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
     """Return the variables of ranks for packages other than torch, which the fork server imports too."""
     found, imports = engine_of(config).environment(config, device)
-    if config.mlflow_tracking or config.mlflow_experiment:
+    if config.mlflow:
         imports = [*imports, "mlflow"]
     name = engine_name(config)
     if name or VARIABLE in os.environ:  # a run inside a rank of an engine is not one of that engine

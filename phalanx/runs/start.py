@@ -74,11 +74,9 @@ def _record_for(failure: FailureReport, log_dir: Path) -> None:
 @contextmanager
 def open_console(config: DistributedConfig, log_dir: Path) -> Iterator[RankConsole]:
     """Open the console of one launch, as the config says; restore the terminal afterwards."""
-    labelled = config.console_ranks == "all"
-    console = Console(
-        show_labels=labelled, progress=config.progress, verbosity=config.verbosity, log_dir=log_dir.absolute()
-    )
-    metrics = open_metrics(log_dir.absolute().parent.name, log_dir, config.metrics_host, config.metrics_port)
+    verbosity, progress, labelled = config.shown
+    console = Console(show_labels=labelled, progress=progress, verbosity=verbosity, log_dir=log_dir.absolute())
+    metrics = open_metrics(log_dir.absolute().parent.name, log_dir, config.metrics_address)
     try:
         if metrics is None:
             yield console

@@ -22,7 +22,7 @@ from phalanx.trainers.recipe import recipe_loss, recipe_metrics, recipe_parts
 from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.trainers.weights import load_weights
 
-_OF_THE_RUN = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir", "name")
+_OF_THE_RUN = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "tensorboard", "name")
 
 
 class SavedRun(StoredRun):

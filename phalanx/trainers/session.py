@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.config import FIELDS, DistributedConfig, write_toml
+from phalanx.config.sources import RECORD_HEADER
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
@@ -60,7 +61,7 @@ def agree_run_dir(world: World, make: Callable[[], Path], *, resumes: bool = Fal
 
 def save_config(config: DistributedConfig, run_dir: Path) -> None:
     """Write the resolved config to the run's folder, as TOML that `--config` reads."""
-    header = "# The resolved settings of this run. Use them again with: phalanx train ... --config config.toml\n"
+    header = f"{RECORD_HEADER} Use them again with: phalanx train ... --config config.toml\n"
     path = run_dir / "config.toml"
     Guard(str(path), say_to_user).attempt(lambda: path.write_text(header + write_toml(config), encoding="utf-8"))
 
@@ -82,8 +83,8 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
         from phalanx.observe.console import Console
         from phalanx.observe.metrics import open_metrics
 
-        sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
-        if (served := open_metrics(run_dir.name, None, config.metrics_host, config.metrics_port)) is not None:
+        sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
+        if (served := open_metrics(run_dir.name, None, config.metrics_address)) is not None:
             say_to_user(f"metrics: {served.url}")
             sinks.append(served)
     folder = tensorboard_dir(config, run_dir)
@@ -92,10 +93,10 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
 
         settings = [line for line in write_toml(config).splitlines() if not line.startswith("#")]
         sinks.append(TensorBoardSink(folder, hyperparameters(config), "\n".join(settings)))
-    if config.mlflow_tracking or config.mlflow_experiment is not None:
+    if config.mlflow:
         from phalanx.observe.mlflow import MlflowSink
 
-        named = (config.mlflow_experiment or "phalanx", config.name or run_dir.name)
+        named = (config.mlflow if isinstance(config.mlflow, str) else "phalanx", config.name or run_dir.name)
         sinks.append(MlflowSink(*named, config.to_dict(), run_dir, resumes=resumes))
     if config.wandb:
         from phalanx.observe.wandb import WandbSink

@@ -59,8 +59,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     asked = config.total_ranks
     device, engine = config.device, engine_of(config)
     if device == "auto":
-        wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
-        device = "cuda" if wants_gpu or (engine.uses_gpus_here(config) and gpus_here) else "cpu"
+        device = "cuda" if engine.uses_gpus_here(config) and gpus_here else "cpu"
     check_device(config, device)
     own: JobLayout | None = engine.layout(config, device)
     if own is not None:
@@ -119,12 +118,11 @@ def check_device(config: Settings, device: str) -> None:
 
 
 def _too_few_gpus(config: DistributedConfig, wanted: int, gpus_here: int) -> UsageError:
-    setting = "num_gpus" if config.num_gpus else "gpus_per_node" if config.gpus_per_node else "num_workers"
     found = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
     fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
     fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
     total = config.total_ranks or wanted
     return UsageError(
-        f"{setting} = {getattr(config, setting)} needs {wanted} on this machine, but {found}.",
+        f"num_workers = {total} on GPUs needs {wanted} on this machine, but {found}.",
         hint=f"To continue: {fewer}run the same {total} ranks on the CPU with --device cpu (device='cpu' in Python).",
     )

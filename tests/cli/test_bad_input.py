@@ -212,7 +212,7 @@ def test_no_or_negative_ranks_are_refused(tmp_path, count):
 def test_more_gpus_than_there_are_says_how_to_run_on_the_cpu(tmp_path):
     many = count_gpus() + 5
     message = refused("train", "digits", "--num-gpus", many)
-    assert f"num_gpus = {many} needs {many} on this machine" in message
+    assert f"num_workers = {many} on GPUs needs {many} on this machine" in message
     assert "--device cpu" in message
     assert files_under(tmp_path) == set()
 

@@ -13,6 +13,7 @@ from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, add_config_flags
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.fields import STRATEGIES as STRATEGY_NAMES
+from phalanx.config.renamed import NAMES
 from phalanx.recipes import load_recipe, recipe_names
 
 PROMISED = [
@@ -58,14 +59,14 @@ PROMISED = [
 
 
 def test_promised_settings_exist():
-    assert set(PROMISED) <= set(FIELDS)
+    assert set(PROMISED) <= set(NAMES)
 
 
 def test_every_field_has_a_help_text_and_a_flag():
     parser = FlagParser(prog="x")
     add_config_flags(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    for name, field in FIELDS.items():
+    for name, field in NAMES.items():
         assert field.metadata["help"]
         assert f"--{name.replace('_', '-')}" in flags
 

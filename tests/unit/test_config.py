@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import FIELDS, read_settings, resolve, write_toml
+from phalanx.config.renamed import REMOVED
+from phalanx.config.sources import RECORD_HEADER, toml_value
 from phalanx.errors import ConfigError, UsageError
 
 
@@ -195,7 +198,7 @@ def test_replace_checks_again():
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "hdfs://name/x", "file:///tmp/x"])
-@pytest.mark.parametrize("name", ["run_dir", "tensorboard_dir"])
+@pytest.mark.parametrize("name", ["run_dir", "tensorboard"])
 def test_a_url_is_not_taken_for_a_folder(name, place):
     with pytest.raises(ConfigError, match=f"{name} = '{place}': files are written to folders"):
         DistributedConfig(**{name: place})
@@ -215,3 +218,105 @@ def test_a_range_of_workers_and_another_smallest_number_contradict(monkeypatch, 
     assert said in capsys.readouterr().err
     found = resolve({"num_workers": "2:4"}, environ={"PHALANX_MIN_WORKERS": "3"})
     assert found.config.min_workers == 2, "a range takes the place of an earlier source's number"
+
+
+ALIASES = [
+    ({"progress": False}, {"console": "plain"}),
+    ({"verbosity": "quiet", "progress": False, "console_ranks": "all"}, {"console": "quiet plain all-ranks"}),
+    ({"num_gpus": 4}, {"num_workers": 4, "device": "cuda"}),
+    ({"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_workers": 8, "device": "cuda"}),
+    ({"num_gpus": 4, "device": "cpu"}, {"num_workers": 4, "device": "cpu"}),
+    ({"lr_scaling": "linear", "base_batch_size": 32}, {"lr_scaling": "linear:32"}),
+    (
+        {"bucket_cap_mb": 2.5, "scaler_growth_interval": 7},
+        {"engine_options": "bucket_cap_mb=2.5,scaler_growth_interval=7"},
+    ),
+    ({"mlflow_tracking": True}, {"mlflow": True}),
+    ({"backend": "ray", "placement": "spread"}, {"backend": "ray", "engine_options": {"placement": "spread"}}),
+    (
+        {"backend": "ray", "cpus_per_worker": 0.5, "resources_per_worker": "GPU=0.5,big=1"},
+        {"backend": "ray", "engine_options": "resources.GPU=0.5,resources.big=1,cpus_per_worker=0.5"},
+    ),
+    ({"backend": "horovod", "adasum": True}, {"backend": "horovod", "engine_options": "adasum=true"}),
+    ({"mlflow_tracking": True, "mlflow_experiment": "mine"}, {"mlflow": "mine"}),
+    ({"tensorboard": True, "tensorboard_dir": "board"}, {"tensorboard": "board"}),
+]
+
+
+@pytest.mark.parametrize(("alias", "meant"), ALIASES)
+def test_aliases_mean_the_same_at_every_door(alias, meant, tmp_path, capsys):
+    config = DistributedConfig(**meant)
+    assert DistributedConfig(**alias) == config
+    assert DistributedConfig().replace(**alias) == config
+    variables = {f"PHALANX_{name.upper()}": str(value) for name, value in alias.items()}
+    assert resolve({}, environ=variables).config == config
+    file = tmp_path / "run.toml"
+    file.write_text("".join(f"{name} = {toml_value(value)}\n" for name, value in alias.items()))
+    resolved = resolve({}, file=file, environ={})
+    assert resolved.config == config
+    assert {resolved.origins[name] for name in meant} == {f"file {file}"}
+    no = {name: "no-" if value is False else "" for name, value in alias.items()}
+    words = [f"--{no[n]}{n.replace('_', '-')}" + ("" if isinstance(v, bool) else f"={v}") for n, v in alias.items()]
+    assert main(["config", "show", "--json", *words]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {n: shown[n] for n in meant} == {n: {"value": getattr(config, n), "origin": "flag"} for n in meant}
+
+
+def test_words_of_the_console_are_joined_over_sources_and_checked():
+    given = {"recipe": {"console": "quiet all-ranks"}, "environ": {"PHALANX_PROGRESS": "false"}}
+    resolved = resolve({"verbosity": "verbose"}, **given)
+    assert resolved.config.console == "verbose plain all-ranks"
+    assert resolved.config.shown == ("verbose", False, True)
+    assert resolve({"console": "normal rank-0 progress"}, **given).config.shown == DistributedConfig().shown
+    with pytest.raises(ConfigError, match=r"console = 'quite': 'quite' is not one of .* Did you mean 'quiet'\?"):
+        DistributedConfig(console="quite")
+
+
+def test_options_of_an_engine_in_a_file_are_joined_with_flags_and_checked(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('backend = "ray"\n[engine_options]\nplacement = "spread"\nresources = {GPU = 0.5}\n')
+    resolved = resolve({"engine_options": "placement=pack,cpus_per_worker=2"}, file=file, environ={})
+    assert resolved.config.engine_options == "placement=pack,resources.GPU=0.5,cpus_per_worker=2"
+    wrong = [
+        ("ray", "placement=pact", "placement = 'pact': not one of .* Did you mean 'pack'?"),
+        ("ray", "placment=pack", "backend = 'ray' has no option 'placment'. Did you mean 'placement'?"),
+        ("ray", "placement", "'placement' is not name=value"),
+        ("pytorch-ddp", "adasum=true", "adasum is for backend = 'horovod'"),
+        ("horovod", "adasum=maybe", "adasum = 'maybe': expected true or false"),
+        ("horovod", "adasum", "'adasum' is not name=value"),
+    ]
+    for backend, options, said in wrong:
+        with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+            DistributedConfig(backend=backend, engine_options=options)
+
+
+def test_an_alias_is_checked_as_a_setting_is():
+    with pytest.raises(ConfigError, match="mlflow_tracking = 3: expected true or false"):
+        DistributedConfig(mlflow_tracking=3)
+    with pytest.raises(ConfigError, match=r"mlflow_tracking = 'maybe': expected true or false. \(environment\)"):
+        resolve({}, environ={"PHALANX_MLFLOW_TRACKING": "maybe"})
+
+
+def test_a_later_source_wins_over_an_alias_of_an_earlier_one():
+    resolved = resolve({"mlflow": False}, recipe={"mlflow_tracking": True}, environ={"PHALANX_MLFLOW_EXPERIMENT": "x"})
+    assert resolved.config.mlflow is False
+
+
+def test_settings_of_a_run_of_an_earlier_version_are_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(REMOVED, "old_one", "is a constant: leave it out.")
+    lines = ["epochs = 3", "old_one = 4.5", "mlflow_tracking = false", 'mlflow_experiment = "mine"']
+    file = tmp_path / "config.toml"
+    file.write_text("\n".join([RECORD_HEADER, *lines]))
+    assert read_settings(file) == {"epochs": 3, "mlflow": "mine"}
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"old_one is a constant: leave it out. \(file"):
+        resolve({}, file=file, environ={})
+
+
+def test_a_removed_setting_is_reported_at_every_door(monkeypatch, capsys):
+    monkeypatch.setitem(REMOVED, "old_one", "is now new_one: write new_one = 3.")
+    for given, environ in (({"old_one": 4}, {}), ({}, {"PHALANX_OLD_ONE": "4"})):
+        with pytest.raises(ConfigError, match=r"(old_one|OLD_ONE) is now new_one: write new_one = 3."):
+            resolve(given, environ=environ)
+    assert main(["train", "digits", "--old-one", "4"]) == 2
+    assert "--old-one is now new_one: write new_one = 3." in capsys.readouterr().err

@@ -116,8 +116,13 @@ def test_a_port_in_use_and_wrong_settings_are_answered(tmp_path):
     with pytest.raises(UsageError, match="Cannot assign requested address") as caught:
         metrics.MetricsSink("a", tmp_path, host="192.0.2.1")
     assert "an address of this machine" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"metrics_host = '0\.0\.0\.0' without metrics_port"):
+    with pytest.raises(ConfigError, match="metrics_host is part of metrics_port"):
         DistributedConfig(metrics_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"metrics_port = 'node1': a port is a number"):
+        DistributedConfig(metrics_port="node1")
+    assert DistributedConfig(metrics_port="0.0.0.0:9400").metrics_address == ("0.0.0.0", 9400)
+    assert DistributedConfig(metrics_port="[::1]:0").metrics_address == ("::1", 0)
+    assert DistributedConfig(metrics_port=0).metrics_address == ("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="a port is a number up to 65535"):
         DistributedConfig(metrics_port=70000)
 

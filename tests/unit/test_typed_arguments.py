@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from long_proofs import long_proof
 
-from phalanx.config import FIELDS
 from phalanx.config.arguments import AllSettings, TrainerSettings
+from phalanx.config.renamed import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +45,8 @@ model = torch.nn.Linear(2, 2)
 
 
 def test_the_types_are_those_of_the_fields():
-    assert set(AllSettings.__annotations__) == set(FIELDS)
-    assert set(TrainerSettings.__annotations__) == set(FIELDS) - {"optimizer"}
+    assert set(AllSettings.__annotations__) == set(NAMES)
+    assert set(TrainerSettings.__annotations__) == set(NAMES) - {"optimizer"}
     spec = importlib.util.spec_from_file_location("settings_arguments", ROOT / "tools" / "settings_arguments.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from phalanx.config import DistributedConfig
+from phalanx.engines.deepspeed.rules import nvme_path
 from phalanx.errors import UsageError
 
 _EXTENSIONS = ("pin_memory", "async_io")
@@ -21,15 +22,14 @@ _COMPILE_LIMIT = 60.0
 
 def check_nvme(config: DistributedConfig) -> None:
     """Raise for offload='nvme' where its folder, the compiler or libaio is missing."""
-    if config.offload != "nvme" or config.nvme_path is None:
+    path = nvme_path(config)
+    if config.offload != "nvme" or path is None:
         return
-    folder = Path(config.nvme_path)
+    folder = Path(path)
     if not folder.is_dir():
-        raise UsageError(
-            f"nvme_path = {config.nvme_path!r}: there is no such folder", hint=f"Create it: mkdir -p {folder}"
-        )
+        raise UsageError(f"nvme_path = {path!r}: there is no such folder", hint=f"Create it: mkdir -p {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"nvme_path = {config.nvme_path!r}: not writable", hint="Give a folder you may write to.")
+        raise UsageError(f"nvme_path = {path!r}: not writable", hint="Give a folder you may write to.")
     if not _installed("async_io"):  # DeepSpeed looks for libaio also where it finds what it compiled before
         _check_compiler()
 

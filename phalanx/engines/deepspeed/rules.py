@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from phalanx.config.option import problem
+from phalanx.config.engine_options import read_options
+from phalanx.config.option import option, problem
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import UsageError, nearest
@@ -26,7 +28,6 @@ _SAME = (
     ("gradient_clipping", "gradient_clipping"),
     ("zero_optimization.stage", "zero_stage"),
     ("zero_optimization.offload_optimizer.device", "offload"),
-    ("zero_optimization.offload_optimizer.nvme_path", "nvme_path"),
     ("optimizer.params.lr", "learning_rate"),
     ("optimizer.params.weight_decay", "weight_decay"),
 )
@@ -57,6 +58,22 @@ _EXCLUDED = {
     "compile": "it has not been tried with DeepSpeed's engine",
     "on_nonfinite": "DeepSpeed skips steps itself, with fp16",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What DeepSpeed has besides the settings of all engines and its JSON."""
+
+    nvme_path: str | None = option(None, "folder on a fast disk (with offload=nvme)")
+
+
+_NVME_PATH = "zero_optimization.offload_optimizer.nvme_path"
+
+
+def nvme_path(settings: Settings) -> str | None:
+    """Return the folder of offload='nvme': the option, or what the JSON says."""
+    given = read_options(Options, settings.engine_options).nvme_path
+    return given or look_up(engine_settings(settings), _NVME_PATH)
 
 
 MISSING = "strategy = 'deepspeed' needs DeepSpeed, which is not installed"
@@ -246,7 +263,7 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     return known.get(kind.lower()) if isinstance(kind, str) else None
 
 
-@rule(*STRATEGY, "sharding", "offload")
+@rule(*STRATEGY, "sharding", "offload", "engine_options")
 def engine_conflicts(settings: Settings) -> Mistakes:
     """Report settings that DeepSpeed's engine excludes, and those that only it has."""
     if settings.resolved_strategy != "deepspeed":
@@ -256,12 +273,19 @@ def engine_conflicts(settings: Settings) -> Mistakes:
     for name in settings.changed(*_EXCLUDED):
         value = getattr(settings, name)
         yield name, f"{name} = {value!r} does not go with strategy = 'deepspeed': {_EXCLUDED[name]}."
-    if settings.offload == "nvme" and (settings.zero_stage != 3 or settings.nvme_path is None):
-        found = ["unset" if value is None else repr(value) for value in (settings.zero_stage, settings.nvme_path)]
+    path = nvme_path(settings)
+    if settings.offload == "nvme" and (settings.zero_stage != 3 or path is None):
+        found = ["unset" if value is None else repr(value) for value in (settings.zero_stage, path)]
         yield (
             "offload",
-            f"offload = 'nvme' needs zero_stage = 3 and nvme_path = '<folder on a fast disk>'; they are {found[0]} and "
-            f"{found[1]}.",
+            f"offload = 'nvme' needs zero_stage = 3 and engine_options nvme_path=<folder on a fast disk>; they are "
+            f"{found[0]} and {found[1]}.",
+        )
+    elif path != (look_up(engine_settings(settings), _NVME_PATH) or path):
+        said = look_up(engine_settings(settings), _NVME_PATH)
+        yield (
+            "engine_options",
+            f"nvme_path = {path!r}, but deepspeed_config says {_NVME_PATH} = {said!r}: leave one out.",
         )
     elif settings.offload == "cpu" and settings.zero_stage is None:
         yield "offload", "offload = 'cpu' needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
-from phalanx.engines.deepspeed.rules import AUTO, engine_settings, optimizer_name
+from phalanx.engines.deepspeed.rules import AUTO, engine_settings, nvme_path, optimizer_name
 from phalanx.models.contract import HasHiddenSize, implements
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _set_zero(settings: dict[str, Any], config: DistributedConfig, model: nn.Mod
     if config.offload != "none":
         device: dict[str, Any] = {"device": config.offload}
         if config.offload == "nvme":
-            device["nvme_path"] = config.nvme_path
+            device["nvme_path"] = nvme_path(config)
         zero["offload_optimizer"] = {**zero.get("offload_optimizer", {}), **device}
         if config.zero_stage == 3:
             zero["offload_param"] = {**device, **zero.get("offload_param", {})}

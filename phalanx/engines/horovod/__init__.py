@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
+from phalanx.engines.horovod.rules import names_machines
 from phalanx.errors import UsageError
 from phalanx.launch.spec import PlannedRanks, Starter
 
@@ -39,13 +40,17 @@ class Horovod(Engine):
 
     def num_nodes(self, config: DistributedConfig) -> int:
         """Return 1: horovodrun starts the ranks of all machines from one."""
-        if config.num_nodes > 1 and config.hosts is None and config.host_discovery_script is None:
+        if config.num_nodes > 1 and not names_machines(config):
             ranks = config.total_ranks or "<ranks>"
             raise UsageError(
                 f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun must know the machines",
                 hint=f"Write hosts = 'node1:4,node2:4', their slots, or start it by: horovodrun -np {ranks} -H ...",
             )
         return 1
+
+    def counts_gpus_here(self, config: DistributedConfig) -> bool:
+        """Whether all ranks run on this machine."""
+        return not names_machines(config)
 
     def starter(self, config: DistributedConfig, ranks: PlannedRanks) -> Starter:
         """Return horovodrun with the config's settings."""

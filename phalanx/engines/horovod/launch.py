@@ -16,6 +16,7 @@ from phalanx.config import DistributedConfig
 from phalanx.config.settings import Host, parse_hosts
 from phalanx.engines.horovod.attempt import HorovodAttempt
 from phalanx.engines.horovod.rank import network
+from phalanx.engines.horovod.rules import options_of
 from phalanx.errors import UsageError
 from phalanx.host.processes import own_python
 from phalanx.host.signals import SignalInbox
@@ -102,13 +103,14 @@ class HorovodRun:
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
     """Return the starter for a config."""
+    options = options_of(config)
     return HorovodRun(
         ranks=layout.world_size,
         hosts=config.hosts,
         least=config.min_workers,
-        discovery=config.host_discovery_script,
-        timeline=config.horovod_timeline,
-        mpi=config.adasum,
+        discovery=options.host_discovery_script,
+        timeline=options.timeline,
+        mpi=options.adasum,
     )
 
 

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from phalanx.config.engine_options import read_options, split_options
+from phalanx.config.option import option
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 
 
-@rule("backend", "strategy")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What horovodrun and Horovod's optimizer have besides the settings of all engines."""
+
+    host_discovery_script: str | None = option(
+        None, "elastic: an executable that prints the available machines, one host:slots per line"
+    )
+    adasum: bool = option(False, "combine gradients by Adasum instead of averaging them")
+    timeline: str | None = option(
+        None, "write a timeline of the communication to this file, for chrome://tracing or Perfetto"
+    )
+
+
+def options_of(settings: Settings) -> Options:
+    """Return Horovod's options of a run."""
+    return read_options(Options, settings.engine_options)
+
+
+def names_machines(settings: Settings) -> bool:
+    """Whether a list or a script says which machines there are."""
+    return settings.hosts is not None or options_of(settings).host_discovery_script is not None
+
+
+@rule("backend", "strategy", "engine_options")
 def horovod_hosts(settings: Settings) -> Mistakes:
     """Check that the machines are named once, and that an elastic run knows several."""
-    if settings.hosts is not None and settings.host_discovery_script is not None:
+    if settings.hosts is not None and options_of(settings).host_discovery_script is not None:
         yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
-    if settings.min_workers is not None and settings.hosts is None and settings.host_discovery_script is None:
+    if settings.min_workers is not None and not names_machines(settings):
         yield settings.mistake(
             "min_workers",
-            ": an elastic run needs several machines: write host_discovery_script = './hosts.sh', or hosts = "
-            "'node1:8,node2:8'.",
+            ": an elastic run needs several machines: write engine_options = 'host_discovery_script=./hosts.sh', or "
+            "hosts = 'node1:8,node2:8'.",
         )
 
 
@@ -36,17 +63,18 @@ def several_hosts(settings: Settings) -> Mistakes:
         )
 
 
-@rule("backend", "strategy", "adasum", *RANKS)
+@rule("backend", "strategy", "engine_options", *RANKS)
 def adasum(settings: Settings) -> Mistakes:
     """Check what Adasum requires of the ranks."""
-    if not settings.adasum:
+    options = options_of(settings)
+    if not options.adasum:
         return
     ranks = settings.total_ranks
-    if settings.min_workers is not None or settings.host_discovery_script is not None:
-        yield "adasum", "adasum = True: Adasum needs MPI, which cannot lose or add ranks: leave adasum out."
+    if settings.min_workers is not None or options.host_discovery_script is not None:
+        yield "engine_options", "adasum = True: Adasum needs MPI, which cannot lose or add ranks: leave adasum out."
     elif ranks is not None and ranks.bit_count() != 1:
         yield (
-            "adasum",
+            "engine_options",
             f"adasum = True with {ranks} ranks: Adasum combines pairs, then pairs of pairs, and so on: give it 2, 4, "
             "8, 16, ... ranks, or leave adasum out.",
         )
@@ -72,15 +100,15 @@ RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression)
 
 def unused(settings: Settings) -> Mistakes:
     """Yield (setting, what to write instead) for settings that horovodrun does not follow."""
-    if settings.num_nodes > 1 and settings.hosts is None and settings.host_discovery_script is None:
+    if settings.num_nodes > 1 and not names_machines(settings):
         yield settings.mistake(
             "num_nodes",
             " with backend = 'horovod': horovodrun starts the ranks of all machines from one of them. Name the "
             "machines instead: hosts = 'node1:8,node2:8'.",
         )
-    if settings.changed("bucket_cap_mb"):
+    if "bucket_cap_mb" in split_options(settings.engine_options):
         yield settings.mistake(
-            "bucket_cap_mb",
-            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD (bytes) in the "
-            "environment instead.",
+            "engine_options",
+            ": bucket_cap_mb with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD "
+            "(bytes) in the environment instead.",
         )

@@ -13,6 +13,7 @@ from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
 from phalanx.engines.horovod import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
+from phalanx.engines.horovod.rules import options_of
 from phalanx.errors import ModelError, UsageError, frozen_later
 from phalanx.strategies.base import Strategy, newly_trained
 from phalanx.strategies.tensors import is_meta, materialise
@@ -130,7 +131,7 @@ class Horovod(Strategy):
                 self._hvd,
                 [(prefix + name, parameter) for name, parameter in trained],
                 compression=self.config.compression,
-                adasum=self.config.adasum,
+                adasum=options_of(self.config).adasum,
                 allow_unused=self.config.find_unused_parameters,
             )
         return model
@@ -186,7 +187,7 @@ def _horovod_of(world: World) -> Any:
 
 
 def _check_build(hvd: Any, config: DistributedConfig) -> None:
-    if not config.adasum:
+    if not options_of(config).adasum:
         return
     if not hvd.mpi_built():
         raise UsageError(
@@ -197,7 +198,7 @@ def _check_build(hvd: Any, config: DistributedConfig) -> None:
     if not hvd.mpi_enabled():
         raise UsageError(
             "adasum = true: Adasum needs MPI, and these ranks were started with gloo",
-            hint="Start them with phalanx train --backend horovod --adasum, horovodrun --mpi, or mpirun.",
+            hint="Write: phalanx train --backend horovod --engine-options adasum=true, horovodrun --mpi, or mpirun.",
         )
     if hvd.size().bit_count() != 1:
         raise UsageError(

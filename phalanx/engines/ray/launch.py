@@ -17,10 +17,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config import FIELDS, DistributedConfig
+from phalanx.config import DistributedConfig
+from phalanx.config.engine_options import read_options, without_options
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
+from phalanx.engines.ray.rules import Options
 from phalanx.engines.ray.sources import pack
 from phalanx.errors import UsageError
 from phalanx.host.signals import SignalInbox
@@ -136,20 +138,20 @@ class RayStarter:
 def _environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables that ranks get on every machine."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-    done = {
-        f"PHALANX_{name.upper()}"
-        for name in (name for name, field in FIELDS.items() if "ray" in field.metadata["backends"])
-    }
     every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
-    return {name: value for name, value in every.items() if name not in done}
+    every.pop("PHALANX_ADDRESS", None)  # ranks need nothing of what started them
+    if options := without_options(Options, every.pop("PHALANX_ENGINE_OPTIONS", "")):
+        every["PHALANX_ENGINE_OPTIONS"] = options
+    return every
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     """Return the starter for a config."""
-    resources = {"CPU": config.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
-    resources |= read_resources(config.resources_per_worker)
+    options = read_options(Options, config.engine_options)
+    resources = {"CPU": options.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
+    resources |= read_resources(options.resources)
     return RayStarter(
-        config.address, layout.world_size, config.min_workers, resources, config.placement, config.start_timeout
+        config.address, layout.world_size, config.min_workers, resources, options.placement, config.start_timeout
     )
 
 
@@ -164,8 +166,8 @@ def read_resources(text: str | None) -> dict[str, float]:
             value = -1.0
         if not separator or not name.strip() or value < 0:
             raise UsageError(
-                f"resources_per_worker = {text!r}: '{part}' is not name=amount.",
-                hint="Write it like 'GPU=0.5,big_memory=1'.",
+                f"engine_options: resources {text!r}: '{part}' is not name=amount.",
+                hint="Write it like 'resources.GPU=0.5,resources.big_memory=1'.",
             )
         found[name.strip()] = value
     return found

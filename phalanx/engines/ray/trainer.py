@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import nn
 
-from phalanx.config import FIELDS, DistributedConfig
+from phalanx.config import DistributedConfig
+from phalanx.config.renamed import NAMES
 from phalanx.errors import DataError, UsageError
 from phalanx.loop.hooks import Callback
 from phalanx.observe.history import History
@@ -70,8 +71,8 @@ def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     if len(renamed) < len(given):
         twice = [f"'{name}' and '{meant}'" for name, meant in _OTHER_NAMES.items() if name in given and meant in given]
         raise UsageError(f"{', '.join(twice)} name the same setting.", hint="Give one of them.")
-    ours = {name: value for name, value in renamed.items() if name in FIELDS}
-    others = {name: value for name, value in renamed.items() if name not in FIELDS}
+    ours = {name: value for name, value in renamed.items() if name in NAMES}
+    others = {name: value for name, value in renamed.items() if name not in NAMES}
     if others:
         names = ", ".join(others)
         print(f"phalanx: not a setting of the trainer, left to your code: {names}", file=sys.stderr)

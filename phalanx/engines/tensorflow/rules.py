@@ -19,8 +19,8 @@ _IN_KERAS = {
     "warmup": "learning_rate=keras.optimizers.schedules.CosineDecay(0.0, decay_steps=1000, warmup_target=0.001, "
     "warmup_steps={steps})",
     "lr_scaling": "the scaled rate itself: keras.optimizers.Adam(0.001 * workers)",
-    "scaler_init_scale": "keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale={value})",
-    "scaler_growth_interval": "keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic_growth_steps={value})",
+    "engine_options": "keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=65536.0, "
+    "dynamic_growth_steps=2000), for the loss scale",
     "compile": "model.compile(..., jit_compile=True)",
     "on_nonfinite": "keras.mixed_precision.LossScaleOptimizer(optimizer), which skips steps that are not finite",
     "deterministic": "tf.config.experimental.enable_op_determinism()",

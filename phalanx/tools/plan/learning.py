@@ -85,7 +85,7 @@ def job_of(started: Mapping[str, Any]) -> RecordedJob | None:
         return None
     config, mesh = DistributedConfig().with_trusted(**job["settings"]), Mesh(**started["mesh"])
     layout = dataclasses.replace(layout_of(config, mesh, started["batch_size"]), attention="flash")
-    gpus_per_node = config.gpus_per_node or max(1, mesh.world_size // config.num_nodes)
+    gpus_per_node = max(1, mesh.world_size // config.num_nodes)
     return RecordedJob(shape, layout, gpus_per_node, config.optimizer, config.compile)
 
 

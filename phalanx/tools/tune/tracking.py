@@ -40,7 +40,7 @@ class MlflowTracking(Tracking):
         self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
         self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         self._objective = objective
-        name_of = config.mlflow_experiment or "phalanx"
+        name_of = config.mlflow if isinstance(config.mlflow, str) else "phalanx"
         known = self._client.get_experiment_by_name(name_of)
         self._experiment = str(known.experiment_id if known else self._client.create_experiment(name_of))
         file = folder / _RUN_FILE
@@ -91,5 +91,4 @@ class MlflowTracking(Tracking):
 
 def open_tracking(config: DistributedConfig, name: str, objective: Objective, folder: Path) -> Tracking:
     """Return the tracking that the settings of the trials ask for."""
-    wanted = config.mlflow_tracking or config.mlflow_experiment is not None
-    return MlflowTracking(config, name, objective, folder) if wanted else Tracking()
+    return MlflowTracking(config, name, objective, folder) if config.mlflow else Tracking()

@@ -44,9 +44,9 @@ _AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
 _QUIET_RUN: dict[str, Any] = {
     "epochs": None,
     "log_every_n_steps": 1,
-    "progress": False,
-    **dict.fromkeys(("tensorboard", "mlflow_tracking"), False),
-    **dict.fromkeys(("tensorboard_dir", "mlflow_experiment", "run_dir", "checkpoint_dir", "checkpoint_frequency")),
+    "console": "plain",
+    **dict.fromkeys(("tensorboard", "mlflow"), False),
+    **dict.fromkeys(("run_dir", "checkpoint_dir", "checkpoint_frequency")),
     "resume_from_checkpoint": False,
     "max_restarts": 0,
 }
@@ -120,7 +120,7 @@ class Proof:
         self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
         self.steps = config.max_steps or DEFAULTS["max_steps"]
         self._folder = open_scratch("verify")
-        self._progress = config.progress
+        self._progress = config.shown.progress
         self._launches = 0
 
     def close(self) -> None:

@@ -109,7 +109,9 @@ def _fitting(run: Run, own_batch: int, data: DataLoader[Any]) -> DistributedConf
             hint=f"Write a batch_size that is a multiple of {here}.",
         )
     batch = min(whole_batch // here, len(data.dataset))  # type: ignore[arg-type]
-    return run.config.with_trusted(batch_size=batch, base_batch_size=run.config.base_batch_size or own_batch)
+    kind, base = run.config.rate_scaling
+    scaling = kind if kind == "none" else f"{kind}:{base or own_batch}"
+    return run.config.with_trusted(batch_size=batch, lr_scaling=scaling)
 
 
 def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any], int]:

@@ -32,9 +32,8 @@ from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
 
 QUIET: dict[str, Any] = {
-    "progress": False,
+    "console": "plain",
     "tensorboard": False,
-    "tensorboard_dir": None,
     "checkpoint_frequency": None,
     "checkpoint_dir": None,
     "epochs": None,

@@ -1,0 +1,167 @@
+"""Names that are not fields: aliases, which still work, and removed settings, with what to write instead.
+
+Arguments, flags, files, environment variables and the settings of earlier runs are all read by this one table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.config.engine_options import as_text, join_options
+from phalanx.config.option import option, plain, problem
+from phalanx.config.settings import CONSOLE_WORDS, FIELDS
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class Aliases:
+    """Other spellings of the settings above."""
+
+    num_gpus: int | None = option(None, "num_workers=N with device=cuda, unless another device is given", minimum=1)
+    gpus_per_node: int | None = option(None, "num_workers=N x num_nodes with device=cuda", minimum=1)
+    base_batch_size: int | None = option(None, "lr_scaling=linear:N or sqrt:N", minimum=1)
+    progress: bool = option(True, "console=plain: without the progress bar or lines")
+    verbosity: str = option("normal", "console=quiet|verbose, also -q and -v", choices=("quiet", "normal", "verbose"))
+    console_ranks: str = option("0", "console=all-ranks: the output of every rank", choices=("0", "all"))
+    cpus_per_worker: float = option(1.0, "engine_options cpus_per_worker (ray)", above=0)
+    resources_per_worker: str | None = option(None, "engine_options resources.<name> (ray): 'GPU=0.5,big_memory=1'")
+    placement: str | None = option(None, "engine_options placement (ray)")
+    host_discovery_script: str | None = option(None, "engine_options host_discovery_script (horovod)")
+    adasum: bool = option(False, "engine_options adasum (horovod)")
+    horovod_timeline: str | None = option(None, "engine_options timeline (horovod)")
+    nvme_path: str | None = option(None, "engine_options nvme_path (deepspeed)")
+    bucket_cap_mb: float = option(25.0, "engine_options bucket_cap_mb", above=0)
+    scaler_init_scale: float = option(65536.0, "engine_options scaler_init_scale", above=0)
+    scaler_growth_interval: int = option(2000, "engine_options scaler_growth_interval", minimum=1)
+    mlflow_tracking: bool = option(False, "mlflow")
+    mlflow_experiment: str | None = option(None, "mlflow=NAME")
+    tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
+
+
+ALIASES: dict[str, dataclasses.Field[Any]] = Aliases.__dataclass_fields__
+
+NAMES = {**FIELDS, **ALIASES}
+"""All names that are accepted."""
+
+
+def _engine_option(name: str) -> Callable[[Any], dict[str, Any]]:
+    """Return the meaning of an alias that is an option of an engine."""
+    return lambda value: {"engine_options": as_text({name: value})}
+
+
+_OPTIONS = (
+    *("cpus_per_worker", "placement", "host_discovery_script", "adasum", "nvme_path"),
+    *("bucket_cap_mb", "scaler_init_scale", "scaler_growth_interval"),
+)
+"""Aliases with the names of options."""
+
+_MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "progress": lambda on: {"console": "progress" if on else "plain"},
+    "verbosity": lambda word: {"console": word},
+    "console_ranks": lambda ranks: {"console": "all-ranks" if ranks == "all" else "rank-0"},
+    "base_batch_size": lambda size: {"lr_scaling": f":{size}"},
+    "resources_per_worker": lambda text: {
+        "engine_options": ",".join(f"resources.{part.strip()}" for part in text.split(","))
+    },
+    "horovod_timeline": lambda path: {"engine_options": as_text({"timeline": path})},
+    **{name: _engine_option(name) for name in _OPTIONS},
+    "mlflow_tracking": lambda on: {"mlflow": on},
+    "mlflow_experiment": lambda name: {"mlflow": name},
+    "tensorboard_dir": lambda folder: {"tensorboard": folder},
+}
+"""The settings that a value of an alias means; of two aliases of one setting the later row wins."""
+
+REMOVED: dict[str, str] = {
+    "metrics_host": "is part of metrics_port: write metrics_port = '0.0.0.0:9400'.",
+}
+"""What a message about a removed setting says after its name."""
+
+
+def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return settings without aliases, and (alias, message) for each alias with a wrong value."""
+    values = {name: value for name, value in given.items() if name not in _MEANINGS}
+    if isinstance(table := values.get("engine_options"), Mapping):
+        values["engine_options"] = as_text(table)
+    mistakes = []
+    for name, meaning in _MEANINGS.items():
+        value = plain(given.get(name))
+        if wrong := problem(ALIASES[name], value) if value is not None else None:
+            mistakes.append((name, wrong))
+        elif value is not None:  # None: not given
+            values = merge(values, meaning(value))
+    return values, mistakes
+
+
+def merge(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of a later source, which win; of a setting with parts it replaces those it names.
+
+    For example `console = "quiet all-ranks"` in a file and `-v` is `verbose all-ranks`.
+    """
+    both = {name: value for name, value in later.items() if isinstance(value, str) and values.get(name)}
+    joined = {name: _PARTS[name](values[name], value) for name, value in both.items() if name in _PARTS}
+    return {**values, **later, **joined}
+
+
+def _add_words(text: str, more: str) -> str:
+    """Return the words of `console`, of each kind the last, without those that say the default."""
+    order = dict.fromkeys(CONSOLE_WORDS.values(), "normal")
+    words = {**order, **{CONSOLE_WORDS.get(word, word): word for word in f"{text} {more}".split()}}
+    return " ".join(word for word in words.values() if word not in ("normal", "progress", "rank-0")) or "normal"
+
+
+def _join_scaling(text: str, more: str) -> str:
+    """Return a text of `lr_scaling`, "linear", ":256" or both, with what a later one says."""
+    (kind, _, base), (later_kind, _, later_base) = text.partition(":"), more.partition(":")
+    both = f"{later_kind or kind}:{later_base or base}"
+    return both.strip(":") if both.endswith(":") else both
+
+
+def count_ranks(given: Mapping[str, Any], is_range: bool) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return settings with num_gpus and gpus_per_node as num_workers and device, and (name, message) for mistakes.
+
+    For example num_nodes = 2 and gpus_per_node = 4 are num_workers = 8 and device = "cuda". `is_range`: num_gpus is a
+    pair (least, most), which is checked as num_workers.
+    """
+    values = dict(given)
+    gpus, per_node = plain(values.pop("num_gpus", None)), plain(values.pop("gpus_per_node", None))
+    checked = {"num_gpus": None if is_range else gpus, "gpus_per_node": per_node}
+    mistakes = [(n, text) for n, v in checked.items() if v is not None and (text := problem(ALIASES[n], v))]
+    if mistakes or (gpus is None and per_node is None):
+        return values, mistakes
+    workers, nodes = values.get("num_workers"), values.get("num_nodes", 1)
+    total, name = (gpus, "num_gpus") if workers is None else (workers, "num_workers")
+    if None not in (workers, gpus) and workers != gpus:
+        mistakes = [(name, f"num_workers = {workers} and num_gpus = {gpus} name the same thing: give one of them.")]
+    elif per_node is not None and values.get("hosts"):
+        text = f"gpus_per_node = {per_node} with hosts = {values['hosts']!r}, which says it: leave gpus_per_node out."
+        mistakes = [("gpus_per_node", text)]
+    elif per_node is not None and isinstance(nodes, int):  # else `problem` reports the number of machines
+        product = nodes * per_node
+        if total not in (None, product):
+            text = f"{name} = {total} is not num_nodes x gpus_per_node = {nodes} x {per_node} = {product}."
+            mistakes = [(name, text)]
+        total = product
+    device = {"device": "cuda"} if values.get("device", "auto") == "auto" else {}
+    return {**values, "num_workers": total, **device}, mistakes
+
+
+_PARTS: dict[str, Callable[[str, str], str]] = {
+    "console": _add_words,
+    "engine_options": join_options,
+    "lr_scaling": _join_scaling,
+}
+"""Settings with parts, and how a later source's value changes an earlier one's."""
+
+
+def of_earlier_run(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run's files hold as those of this version; removed ones are left out."""
+    at_default = {name for name, field in ALIASES.items() if given.get(name) == field.default}
+    kept = {name: value for name, value in given.items() if name not in REMOVED and name not in at_default}
+    return rename(kept)[0]
+
+
+def removed(name: str, as_written: str) -> str:
+    """Return the message about a removed setting; empty for another name."""
+    return f"{as_written} {REMOVED[name]}" if name in REMOVED else ""
