@@ -19,10 +19,9 @@ from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 if TYPE_CHECKING:
     from phalanx.tools.plan.cluster import Cluster
     from phalanx.tools.plan.compare import PlanCase
-    from phalanx.tools.plan.fake_report import DryRun
-    from phalanx.tools.plan.layout import Goal
+    from phalanx.tools.plan.memory_trace import DryRun
     from phalanx.tools.plan.model import ModelShape, TracedShape
-    from phalanx.tools.plan.report import Plan
+    from phalanx.tools.plan.plans import Goal, Plan
 
 _HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
 
@@ -300,9 +299,9 @@ def _goal(
 ) -> tuple[Goal, list[tuple[str, str, str]]]:
     from phalanx.config.fields import OPTIMIZERS
     from phalanx.tools.plan import presets
-    from phalanx.tools.plan.layout import PRECISIONS
     from phalanx.tools.plan.model import ModelShape
     from phalanx.tools.plan.planner import default_goal
+    from phalanx.tools.plan.plans import PRECISIONS
     from phalanx.tools.plan.text import count
 
     notes: list[tuple[str, str, str]] = []

@@ -34,8 +34,8 @@ from phalanx.tools.submit.job import (
     records,
     write_record,
 )
-from phalanx.tools.submit.ship import archive
 from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
+from phalanx.tools.submit.uv import archive
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
 _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."

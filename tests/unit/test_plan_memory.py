@@ -14,12 +14,20 @@ from phalanx.config import DistributedConfig
 from phalanx.config.fields import OPTIMIZERS
 from phalanx.loop.optim import build_optimizer
 from phalanx.models.registry import build
-from phalanx.tools.plan.activations import held_passes, in_flight, published_layer_bytes
 from phalanx.tools.plan.cluster import Gpu
-from phalanx.tools.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.tools.plan.memory import GIB, rank_memory
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.states import StateBytes, optimizer_states, state_bytes, train_cut, zero_bytes
+from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout
+from phalanx.tools.plan.rank_bytes import (
+    StateBytes,
+    held_passes,
+    in_flight,
+    optimizer_states,
+    published_layer_bytes,
+    state_bytes,
+    train_cut,
+    zero_bytes,
+)
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}

@@ -13,13 +13,12 @@ from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.tools.tune import reporting, uniform
 from phalanx.tools.tune.engine import IndependentTrials
 from phalanx.tools.tune.executor import plan_slots
-from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.population import exploits
+from phalanx.tools.tune.results import LiveTable
 from phalanx.tools.tune.schedulers import Asha, Median, Points, decide, make_scheduler
 from phalanx.tools.tune.search import SearchRequest
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.table import LiveTable
-from phalanx.tools.tune.trial import State, Trial
+from phalanx.tools.tune.trial import Objective, State, Trial
 
 LOSS = Objective("loss", "min")
 

@@ -14,8 +14,18 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import PlainConsole, prestart
+from phalanx.observe.svg import check_picture
 from phalanx.tools.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
-from phalanx.tools.bench.comm.report import make_row, matrix_table, side_by_side
+from phalanx.tools.bench.comm.report import (
+    gpu_links,
+    link_table,
+    make_row,
+    matrix_table,
+    network_links,
+    plot_links,
+    plot_rows,
+    side_by_side,
+)
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 
@@ -32,15 +42,13 @@ def run(arguments: Sequence[str]) -> int:
     asked = parser().parse_all(arguments)
     plan = _plan(asked)
     if asked.plot:
-        from phalanx.tools.bench.comm.report import check_plotting
-
-        check_plotting(asked.plot)
+        check_picture(asked.plot)
     for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
         if path and path != "-" and not Path(path).parent.is_dir():
             raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if read_rank_env() is None:
         prestart()
-    from phalanx.tools.bench.comm.run import run_bench
+    from phalanx.tools.bench.comm.plan import run_bench
 
     quiet = asked.json == "-"
     console = PlainConsole(out=sys.stderr if quiet else None)
@@ -85,7 +93,7 @@ def parser() -> FlagParser:
         help="show the expected bandwidth of the links next to the measured one",
     )
     add("--json", metavar="FILE", help="write what was measured (- for standard output)")
-    add("--plot", metavar="FILE", help="draw it; with --p2p as heat maps (needs the extra 'bench')")
+    add("--plot", metavar="FILE", help="draw it as SVG; with --p2p as heat maps")
     return parser
 
 
@@ -129,18 +137,14 @@ def _summary(found: dict[str, Any], *, link_report: bool) -> str:
         parts.append(matrix_table("latency, one way", found["latency_us"], "us"))
         parts.append(matrix_table("bandwidth", found["bandwidth_gbs"], "GB/s"))
     if link_report:
-        from phalanx.tools.bench.comm import expected
-
         best = max((value for row in found["bandwidth_gbs"] for value in row), default=0.0)
-        links = [*expected.network_links(), *expected.gpu_links()]
-        parts.append(expected.link_report(best, found["copy_gbs"], one_host=found["hosts"] == 1, links=links))
+        links = [*network_links(), *gpu_links()]
+        parts.append(link_table(best, found["copy_gbs"], one_host=found["hosts"] == 1, links=links))
     return "".join(f"\n{part}\n" for part in parts if part)
 
 
 def _plot(found: dict[str, Any], path: str) -> None:
-    from phalanx.tools.bench.comm import report
-
     if found.get("rows"):
-        report.plot_rows([make_row(row) for row in found["rows"]], path)
+        plot_rows([make_row(row) for row in found["rows"]], path)
     elif "latency_us" in found:
-        report.plot_links(found["latency_us"], found["bandwidth_gbs"], path)
+        plot_links(found["latency_us"], found["bandwidth_gbs"], path)

@@ -12,10 +12,8 @@ from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.compare import PlanCase
-from phalanx.tools.plan.explain import name as layout_name
-from phalanx.tools.plan.layout import Layout
 from phalanx.tools.plan.planner import default_goal
-from phalanx.tools.plan.report import Plan
+from phalanx.tools.plan.plans import Layout, Plan
 from phalanx.tools.plan.search import Constraints, search
 from phalanx.tools.plan.text import gpu_name, shorten
 
@@ -181,7 +179,7 @@ def _instead(case: PlanCase, plan: Plan, kind: str) -> str:
     found = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=kind))
     if found.fitting:
         seconds, layout = found.fitting[0]
-        return f"{layout_name(layout)} would take {seconds / plan.best.estimate.step_seconds - 1:+.0%}"
+        return f"{layout.title} would take {seconds / plan.best.estimate.step_seconds - 1:+.0%}"
     if found.too_large:
         return f"{kind} needs {found.too_large[0][0]:.0f} GiB per GPU on {gpu_name(plan)}"
     return f"no layout of {kind} is possible with these GPUs and this batch"

@@ -12,11 +12,24 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from phalanx.tools.plan.activations import HALF, SINGLE, PerToken, held_passes, per_token, published_per_token
 from phalanx.tools.plan.cluster import Gpu
-from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.states import Counts, StageLayers, counts, even_cut, rank_layers, state_bytes, train_cut
+from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.rank_bytes import (
+    HALF,
+    SINGLE,
+    Counts,
+    PerToken,
+    StageLayers,
+    counts,
+    even_cut,
+    held_passes,
+    per_token,
+    published_per_token,
+    rank_layers,
+    state_bytes,
+    train_cut,
+)
 
 GIB = float(2**30)
 WORKSPACE = 72 * 2**20

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from phalanx.observe.svg import COLORS, drawing, html_page
 from phalanx.tools.plan.compare import HEAD, Answer, rows
-from phalanx.tools.plan.explain import name as layout_name
-from phalanx.tools.plan.report import Plan
+from phalanx.tools.plan.plans import Plan
 from phalanx.tools.plan.text import (
     beside_words,
     cost_words,
@@ -20,37 +20,20 @@ from phalanx.tools.plan.text import (
     words,
 )
 
-_COLOURS = (
-    *("#3b6fb6", "#e08a3c", "#5aa469", "#c05c7e", "#8567ad", "#7a7a7a", "#b9a440", "#3fa7a3"),
-    *("#a0522d", "#d2691e", "#4b5563"),
-)
 _WIDTH = 860
 _STYLE = """
-:root { --ink: #1b2733; --soft: #5b6b7b; --grid: #e3e8ee; --paper: #fff; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: var(--ink);
-  background: var(--paper); }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; } p { margin: .3rem 0; }
-.big { font-size: 1.15rem; } .soft { color: var(--soft); } .wrong { color: #b42318; }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+body { max-width: 62rem; } .wrong { color: #b42318; } svg { max-width: 100%; height: auto; }
 pre { background: color-mix(in srgb, var(--grid) 50%, transparent); padding: .7rem 1rem; overflow-x: auto; }
 figure { margin: .6rem 0; } figcaption span { white-space: nowrap; margin-right: 1rem; }
 figcaption i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
-.scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) { :root { --ink: #dbe4ee; --soft: #94a3b3; --grid: #263341; --paper: #10161d; } }
 """
 
 
 def page(plan: Plan, subject: str, answers: Sequence[Answer] = (), engines: Sequence[tuple[str, str, str]] = ()) -> str:
     """Return the page; `engines`: the rows of `EngineTable`."""
     title = f"{plan.model.name} on {plan.cluster.gpus} x {gpu_name(plan)}"
-    parts = "\n".join([*_parts(plan, subject), *(part for each in answers for part in _answer(each))])
-    parts += "\n" + _section("Engines for this job", engines)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{escape(title)}</h1>\n{parts}\n</body></html>\n"
-    )
+    parts = [*_parts(plan, subject), *(part for each in answers for part in _answer(each))]
+    return html_page(title, [*parts, _section("Engines for this job", engines)], _STYLE)
 
 
 def _parts(plan: Plan, subject: str) -> Iterator[str]:
@@ -65,7 +48,7 @@ def _parts(plan: Plan, subject: str) -> Iterator[str]:
     low, high = found.interval
     step = f"{seconds(found.step_seconds)} per step ({seconds(low)} to {seconds(high)}), "
     speed = f"{found.tokens_per_second_per_gpu:,.0f} per second and GPU, MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"
-    yield f"<p class=big><b>{escape(layout_name(plan.best.layout))}</b></p><p>{escape(step + speed)}</p>"
+    yield f"<p class=big><b>{escape(plan.best.layout.title)}</b></p><p>{escape(step + speed)}</p>"
     yield f"<p>{escape(cost_words(plan))}</p>" if plan.cost else ""
     yield f"<p class=soft>{escape(plan.batch)}</p>"
     limit = found.memory_limit_gib
@@ -84,7 +67,7 @@ def _parts(plan: Plan, subject: str) -> Iterator[str]:
 
 
 def _tables(plan: Plan) -> Iterator[str]:
-    rows = [(layout_name(each.layout), seconds(each.estimate.step_seconds), each.reason) for each in plan.runners_up]
+    rows = [(each.layout.title, seconds(each.estimate.step_seconds), each.reason) for each in plan.runners_up]
     yield _section("Runners-up, and why each lost", rows)
     yield _section("Refused, as phalanx train would", [(f"{number:,}", reason) for reason, number in plan.refused])
     yield _section("Assumed, and where it comes from", plan.assumptions)
@@ -112,7 +95,7 @@ def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
 def _bar(parts: Mapping[str, float], whole: float, caption: str, unit: str) -> str:
     """Return a bar of parts as SVG, with what each colour means."""
     drawn, legend, left = [], [], 0.0
-    for colour, (name, part) in zip(_COLOURS, parts.items(), strict=False):
+    for colour, (name, part) in zip(COLORS, parts.items(), strict=False):
         if part <= 0:
             continue
         width, label = _WIDTH * part / (whole or 1.0), f"{words(name)} {part:.3g} {unit}"
@@ -123,5 +106,5 @@ def _bar(parts: Mapping[str, float], whole: float, caption: str, unit: str) -> s
         legend.append(f'<span><i style="background:{colour}"></i>{escape(label)}</span>')
         left += width
     frame = f'<rect width="{_WIDTH}" height="26" fill="none" stroke="var(--soft)"/>'
-    svg = f'<svg viewBox="0 0 {_WIDTH} 26" width="{_WIDTH}" height="26" role="img">{"".join(drawn)}{frame}</svg>'
+    svg = drawing((_WIDTH, 26), [*drawn, frame])
     return f"<figure><b>{escape(caption)}</b><br>{svg}<figcaption class=soft>{''.join(legend)}</figcaption></figure>"

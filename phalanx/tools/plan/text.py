@@ -14,10 +14,9 @@ from phalanx.config.sources import toml_value
 from phalanx.observe.format import span, table
 from phalanx.recipes import recipe_names
 from phalanx.recipes.imports import is_import_path
-from phalanx.tools.plan.explain import name as layout_name
 from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.plans import Plan
 from phalanx.tools.plan.presets import train_names
-from phalanx.tools.plan.report import Plan
 
 WIDTH = 110
 _BAR = 60
@@ -70,7 +69,7 @@ def _verdict(plan: Plan) -> str:
     unit = "samples" if isinstance(plan.model, TracedShape) or plan.model.patches else "tokens"
     speed = f"{found.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
     rows = [
-        ("layout", layout_name(plan.best.layout)),
+        ("layout", plan.best.layout.title),
         ("step", f"{seconds(found.step_seconds)} ({seconds(low)} to {seconds(high)} with 90% probability), {speed}"),
         ("", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"),
         ("", f"[{_MFU}]"),
@@ -149,7 +148,7 @@ def _others(plan: Plan) -> str:
     rows = []
     for other in plan.runners_up:
         step = other.estimate.step_seconds
-        rows.append((seconds(step), f"{step / best - 1:+.1%}", layout_name(other.layout), other.reason))
+        rows.append((seconds(step), f"{step / best - 1:+.1%}", other.layout.title, other.reason))
     return f"runners-up of {plan.searched:,} layouts, and why each lost\n{table(rows, '  ')}" if rows else ""
 
 
@@ -239,7 +238,7 @@ def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
                 "needed_gib": candidate.estimate.needed_gib,
                 "fits": candidate.estimate.fits,
             }
-            entry["layout"]["words"] = layout_name(candidate.layout)
+            entry["layout"]["words"] = candidate.layout.title
         document |= {"command": train_command(plan, subject), "toml": settings_toml(plan.settings)}
     document["model"]["parameters"] = plan.model.parameters
     if isinstance(plan.model, ModelShape):

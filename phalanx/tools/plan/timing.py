@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from phalanx.tools.plan.cluster import Gpu, Link
-from phalanx.tools.plan.collectives import Group, collective_seconds, group_of, send_seconds
+from phalanx.tools.plan.cluster import Gpu, Group, Link, collective_seconds, group_of, send_seconds
 from phalanx.tools.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
-from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.prediction import TIME_PARTS
-from phalanx.tools.plan.states import counts, rank_layers, train_cut
+from phalanx.tools.plan.plans import TIME_PARTS, Goal, Layout
+from phalanx.tools.plan.rank_bytes import counts, rank_layers, train_cut
 from phalanx.world.schedules import SCHEDULES
 
 HIDDEN = 0.19

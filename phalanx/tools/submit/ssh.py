@@ -27,8 +27,8 @@ from phalanx.tools.submit import uv
 from phalanx.tools.submit.files import follow_files, own_limit, program_of, rank_log, shell_join, split_words
 from phalanx.tools.submit.hosts import STATE, HostGroup, HostPlan, write_plan
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
-from phalanx.tools.submit.ship import archive
 from phalanx.tools.submit.target import CommonOptions, Status, Target
+from phalanx.tools.submit.uv import archive
 
 _ANSWER_SECONDS = 60.0
 """How long a host that was reached may take to say what is installed."""
