@@ -79,6 +79,14 @@ def shape_of(row: dict[str, str], vocab: int = 51200) -> ModelShape:
     )
 
 
+def test_the_worked_example_of_the_module():
+    layout, goal = Layout(dp_replicate=8, micro_batch=8), Goal(global_batch=64, seq_len=1024)
+    parts = rank_memory(SHAPES["gpt:gpt2"], GPU, layout, goal, reserve_gib=0.0)["all"]
+    found = {name: round(size * GIB / 1e6) for name, size in parts.items() if name != "reserve"}
+    assert found["parameters"] + found["gradients"] + found["optimizer"] == 1991
+    assert (found["activations"], found["logits"], found["communication"]) == (3008, 4940, 52 + 76)
+
+
 def test_states_of_zero_are_those_of_its_table_in_54_of_54_cells() -> None:
     matched = 0
     for row in rows("zero_table1.csv"):

@@ -19,6 +19,7 @@ from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.memory import rank_memory
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.plan.shape import shape_of
 from phalanx.torch_compat import pytree
@@ -152,6 +153,9 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
     ranks = layout.world_size, layout.ranks_per_node
     config, note = settle_strategy(with_batch_size(config, train), model, train, layout.device, *ranks)
     mesh = plan_mesh(config, *ranks)
+    each = config.batch_size or getattr(train, "batch_size", None) or 1
+    memory = estimate_memory(model, config, mesh, each)
+    peak = planned_gib(describe(model), config, layout.device, train, layout_of(config, mesh, each))
     batch = None  # a DataLoader of the user has it
     if config.batch_size is not None:
         batch = config.batch_size * config.gradient_accumulation_steps * mesh.dp_size
@@ -170,49 +174,24 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
         global_batch=batch,
         steps_per_epoch=per_epoch,
         steps=steps,
-        memory=estimate_memory(model, config, mesh),
-        peak=_peak(model, config, train, mesh, layout.device),
+        memory=memory,
+        peak=max(round(peak * 2**30), sum(memory)),
         strategy=config.resolved_strategy,
         mesh=mesh,
         note=note,
     )
 
 
-def _peak(model: nn.Module, config: DistributedConfig, train: Any, mesh: Mesh, device: str) -> int:
-    size = config.batch_size or getattr(train, "batch_size", None) or 1
-    found = planned_gib(describe(model), config, device, train, layout_of(config, mesh, size))
-    return max(round(found * 2**30), sum(estimate_memory(model, config, mesh)))
-
-
-def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh) -> Memory:
-    """Return the bytes of weights, gradients and optimizer states on each rank, under the sharding."""
+def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> Memory:
+    """Return the bytes of weights, gradients and optimizer states on each rank, as ZeRO shards them."""
     held = [(parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
-    whole = sum(size for size, _ in held) / (mesh.tp * mesh.pp)
-    trained = sum(size for size, is_trained in held if is_trained) / (mesh.tp * mesh.pp)
-    weights, gradients, states = _shards(config, mesh)
-    return Memory(
-        weights=round(whole / weights * (1 if config.ema_decay is None else 2)),
-        gradients=round(trained / gradients),
-        optimizer=round(trained * _states(config) / states),
-    )
-
-
-def _shards(config: DistributedConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """Return over how many ranks weights, gradients and optimizer states are sharded."""
-    facts, ranks = config.facts, mesh.dp_size
-    if facts.shards_by_engine:
-        stage = config.zero_stage or 0
-        return ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1
-    composed = max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1
-    if not facts.shards and not composed:
-        return 1, 1, 1
-    if mesh.pp > 1 and config.pipeline_schedule == "zero-bubble":  # whole stages on every data rank
-        return 1, 1, 1
-    shard = mesh.dp_shard * mesh.cp
-    return 1 if config.resolved_sharding.endswith("grad-op") else shard, shard, shard
-
-
-def _states(config: DistributedConfig) -> int:
-    if config.facts.has_servers:
-        return 0  # the servers hold them
-    return optimizer_states(config.optimizer, config.momentum)
+    whole = sum(size for size, _ in held) * (1 if config.ema_decay is None else 2)
+    trained = sum(size for size, is_trained in held if is_trained)
+    states = 0 if config.facts.has_servers else optimizer_states(config.optimizer, config.momentum)  # servers hold them
+    if config.facts.shards_by_engine:
+        ranks, stage = mesh.dp_size, config.zero_stage or 0
+    else:
+        layout = layout_of(config, mesh, batch_size)
+        ranks, stage = layout.dp_shard * layout.cp, layout.stage
+    sizes = StateBytes(whole, trained, trained * states)
+    return Memory(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))
