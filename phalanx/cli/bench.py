@@ -145,11 +145,7 @@ def _comm_parser() -> FlagParser:
     add("--threads-per-rank", type=int, metavar="N", help="compute threads per rank (default: an equal share)")
     add("--ranks-per-host", type=int, metavar="N", help="hierarchical: N ranks are one host (default: real hosts)")
     add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
-    add(
-        "--link-report",
-        action="store_true",
-        help="show the expected bandwidth of the links next to the measured one",
-    )
+    add("--link-report", action="store_true", help="show the expected bandwidth of the links next to the measured one")
     add("--json", metavar="FILE", help="write what was measured (- for standard output)")
     add("--plot", metavar="FILE", help="draw it as SVG; with --p2p as heat maps")
     return parser

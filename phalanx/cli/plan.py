@@ -18,10 +18,10 @@ from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 
 if TYPE_CHECKING:
     from phalanx.tools.plan.cluster import Cluster
-    from phalanx.tools.plan.compare import PlanCase
     from phalanx.tools.plan.memory_trace import DryRun
     from phalanx.tools.plan.model import ModelShape, TracedShape
     from phalanx.tools.plan.plans import Goal, Plan
+    from phalanx.tools.plan.what_if import PlanCase
 
 _HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
 
@@ -176,9 +176,9 @@ def _calibrate_from(name: str) -> int:
 
 
 def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
-    from phalanx.tools.plan.compare import answer, designs
     from phalanx.tools.plan.guide import engines
     from phalanx.tools.plan.text import plan_data, plan_text
+    from phalanx.tools.plan.what_if import answer, designs
 
     subject = namespace.plan_model
     answers = [answer(question, case, plan) for question in namespace.what_if]
@@ -230,8 +230,8 @@ def limits_words(plan: Plan) -> list[str]:
 def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, str, str]]]:
     """Return the job that the flags describe, and what was assumed where they say nothing."""
     from phalanx.tools.plan import presets
-    from phalanx.tools.plan.compare import PlanCase
     from phalanx.tools.plan.search import Constraints
+    from phalanx.tools.plan.what_if import PlanCase
 
     if namespace.plan_model is None:
         raise UsageError("no model was named", hint="Write: phalanx plan llama-7b --gpus 8 --gpu h100")

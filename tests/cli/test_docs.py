@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from command import ROOT, finish, phalanx, start
 
-from phalanx.cli.verify import faults_parser
 from phalanx.cli.parsers import PARSERS
 from phalanx.cli.plan import parser as plan_parser
 from phalanx.cli.strategies import parser as strategies_parser
+from phalanx.cli.verify import faults_parser
 from phalanx.config import FIELDS
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names

@@ -15,7 +15,6 @@ from phalanx.config.fields import OPTIMIZERS
 from phalanx.loop.optim import build_optimizer
 from phalanx.models.registry import build
 from phalanx.tools.plan.cluster import Gpu
-from phalanx.tools.plan.memory import GIB, rank_memory
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout
 from phalanx.tools.plan.rank_bytes import (
@@ -28,6 +27,7 @@ from phalanx.tools.plan.rank_bytes import (
     train_cut,
     zero_bytes,
 )
+from phalanx.tools.plan.rank_memory import GIB, rank_memory
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}

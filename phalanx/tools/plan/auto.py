@@ -16,12 +16,12 @@ from phalanx.loop.prepare import adapt
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
 from phalanx.tools.plan.cluster import Gpu
-from phalanx.tools.plan.memory import rank_memory
+from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
+from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of
-from phalanx.tools.plan.shape import shape_of
 from phalanx.torch_compat import pytree
 from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size

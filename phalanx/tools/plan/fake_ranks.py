@@ -231,11 +231,7 @@ class _CudaPrecision(torch.overrides.TorchFunctionMode):
 
 
 def _take_step(
-    formation: Formation,
-    recorder: Recorder,
-    model: nn.Module,
-    batch: Callable[[int], Any],
-    loss_fn: LossFn | None,
+    formation: Formation, recorder: Recorder, model: nn.Module, batch: Callable[[int], Any], loss_fn: LossFn | None
 ) -> tuple[dict[Any, float], dict[Collective, float]]:
     """Prepare the model, give the optimizer its states, and measure one step."""
     units = _units(model)

@@ -11,11 +11,11 @@ from phalanx.config.strategies import facts_of
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.tools.plan import presets
-from phalanx.tools.plan.compare import PlanCase
 from phalanx.tools.plan.planner import default_goal
 from phalanx.tools.plan.plans import Layout, Plan
 from phalanx.tools.plan.search import Constraints, search
 from phalanx.tools.plan.text import gpu_name, shorten
+from phalanx.tools.plan.what_if import PlanCase
 
 _TREE = """\
 Do weights, gradients, optimizer states and activations of one copy fit in one GPU?

@@ -148,14 +148,7 @@ TIME_PARTS = {
 """Parts of a step's time, which sum to it. Communication here is what computation does not hide; `variation` is the
 wait for the slowest GPU."""
 
-MEMORY_PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "communication",
-)
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication")
 """Parts of a rank's memory in GiB; together they are what torch.cuda.max_memory_allocated counts."""
 
 

@@ -16,13 +16,7 @@ from phalanx.tools.plan.model import ModelShape
 from phalanx.world.schedules import SCHEDULES
 
 HALF, SINGLE = 2, 4
-LOGITS = {
-    "published": (6, 6, 4),
-    "half": (10, 12, 4),
-    "fp32": (8, 12, 4),
-    "compiled": (2, 8, 2),
-    "split": (10, 10, 4),
-}
+LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "compiled": (2, 8, 2), "split": (10, 10, 4)}
 """Bytes per logit of the loss as it is computed: at the end of forward, at the start of backward, and kept between.
 
 half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:

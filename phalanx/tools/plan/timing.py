@@ -262,14 +262,7 @@ def parameters_per_rank(model: ModelShape | TracedShape, layout: Layout) -> tupl
 
 
 def _add_data_axis(
-    step: StepTime,
-    held: float,
-    trained: float,
-    machine: Machine,
-    layout: Layout,
-    goal: Goal,
-    stage: _Stage,
-    count: int,
+    step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, goal: Goal, stage: _Stage, count: int
 ) -> None:
     """Add what the data axis communicates: gathered parameters, and gradients."""
     width, reduced = (4 if goal.precision == "fp32" else 2), goal.bytes_reduced(layout)

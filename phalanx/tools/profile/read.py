@@ -85,8 +85,7 @@ def find_files(folder: Path) -> list[RankFile]:
 def damaged(path: Path, error: object) -> UsageError:
     """Return the error for a file that cannot be read to its end."""
     return UsageError(
-        f"{path} is damaged: {error}",
-        hint="Remove it: the other ranks are then shown, or record it again.",
+        f"{path} is damaged: {error}", hint="Remove it: the other ranks are then shown, or record it again."
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.tools.submit import pods
-from phalanx.tools.submit.files import follow_files, own_limit, program_of, rank_log
 from phalanx.tools.submit.job import ClusterJob, JobRecord
+from phalanx.tools.submit.job_files import follow_files, own_limit, program_of, rank_log
 from phalanx.tools.submit.kube_client import Object
 from phalanx.tools.submit.kubernetes import OnKubernetes
 from phalanx.tools.submit.pods import PodOptions

@@ -18,7 +18,7 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.strategies.base import whole
 from phalanx.strategies.pipeline.placement import join_stages
 from phalanx.strategies.pipeline.strategy import Pipeline
-from phalanx.tools.verify.report import MEASURES, Comparison, ModuleRow, StepRow
+from phalanx.tools.verify.verdict import MEASURES, Comparison, ModuleRow, StepRow
 from phalanx.torch_compat import pytree
 from phalanx.trainers.weights import whole_tensors
 

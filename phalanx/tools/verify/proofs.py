@@ -25,8 +25,8 @@ from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.tools.verify.probe import FLOAT32, Recording, compare, limits_of, same_bits
 from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read_recording
-from phalanx.tools.verify.report import MEASURES, Comparison, Verdict
 from phalanx.tools.verify.subject import GivenSubject, Subject
+from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import JobLayout, plan_layout
 

@@ -74,15 +74,7 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         cost = seconds(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
         memory = f"{found.needed_gib:.1f}"
-        yield (
-            name,
-            seconds(found.step_seconds),
-            relative,
-            f"{found.mfu:.1%}",
-            memory,
-            cost,
-            plan.best.layout.title,
-        )
+        yield (name, seconds(found.step_seconds), relative, f"{found.mfu:.1%}", memory, cost, plan.best.layout.title)
 
 
 def answer(question: str, case: PlanCase, plan: Plan) -> Answer:
