@@ -20,7 +20,7 @@ figcaption i { display: inline-block; width: .8em; height: .8em; margin-right: .
 
 
 def page(plan: Plan, subject: str, answers: Sequence[Answer] = (), engines: Sequence[tuple[str, str, str]] = ()) -> str:
-    """Return the page; `engines`: the rows of `EngineTable`."""
+    """Return the page; `engines`: rows of what each engine can do."""
     shown = [*sections(plan, subject, whole=True), *map(_answer, answers)]
     shown += [Section("engines for this job", engines)] if engines else []
     title = f"{plan.model.name} on {plan.cluster.gpus} x {gpu_name(plan)}"
