@@ -95,17 +95,14 @@ def plot_rows(rows: Sequence[BenchRow], path: str) -> None:
     for label, name in (("time (us)", "time_us"), ("bus bandwidth (GB/s)", "busbw_gbs")):
         points = {algo: [(row.size_bytes, getattr(row, name)) for row in rows if row.algo == algo] for algo in algos}
         sizes, values = zip(*(point for line in points.values() for point in line), strict=True)
-        plot = Plot(*(Axis(*axis, log=True) for axis in (_range("bytes", sizes), _range(label, values))), _CELL)
+        x, y = (Axis(title, min(each), max(each), log=True) for title, each in (("bytes", sizes), (label, values)))
+        plot = Plot(x, y, _CELL)
         for (algo, line), color in zip(points.items(), COLORS, strict=False):
             plot.line(line, color, algo)
             for point in line:
                 plot.mark(point, color, f"{algo}: {point[1]:.4g}")
         charts.append(plot.svg())
     write_picture(path, f"{rows[0].op} on {rows[0].ranks} ranks, {rows[0].dtype}", charts, _CELL, algos)
-
-
-def _range(name: str, values: Sequence[float]) -> tuple[str, float, float]:
-    return name, min(values), max(values)
 
 
 def plot_links(latency_us: list[list[float]], bandwidth_gbs: list[list[float]], path: str) -> None:

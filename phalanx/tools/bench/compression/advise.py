@@ -118,7 +118,7 @@ def advice(
     """Return the adviser's answer for one model and one link as a table."""
     rate = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_s * 1e6:.0f} us"
     title = f"{name}: {size(model_bytes)} of gradients, {compute_s * 1000:.1f} ms computing, {ranks} ranks, {rate}"
-    rows = [("compressor", "step ms", "sends ms", "compresses ms", "verdict", "why")]
+    rows: list[tuple[str, ...]] = [("compressor", "step ms", "sends ms", "compresses ms", "verdict", "why")]
     for item in found:
         times = (f"{seconds * 1000:.2f}" for seconds in (item.step_s, item.send_s, item.own_s))
         rows.append((item.name, *times, item.verdict if item.name != "none" else "-", item.reason))
