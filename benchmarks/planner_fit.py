@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from published import Row, published
 
-from phalanx.tools.plan import collectives, kernels, presets, timing
+from phalanx.tools.plan import kernels, presets, timing
+from phalanx.tools.plan.cluster import collective_seconds
 from phalanx.tools.plan.estimator import Estimator
 
 GPUS = {"a100": ("a100-40", "a100-80"), "h100": ("h100",)}
@@ -45,7 +46,7 @@ def predict(rows: list[Row], values: list[float]) -> list[float]:
     shares, (fp8, backward, flash, hidden, entropy) = values[:6], values[6:]
     kernels.FP8, kernels.BACKWARD_TRAFFIC, kernels.FLASH_BACKWARD = fp8, backward, (2.5, flash)
     kernels.CROSS_ENTROPY, timing.HIDDEN = (entropy, 0.71 * entropy), hidden
-    for cached in (kernels.layer_passes, kernels.head_passes, collectives.collective_seconds):
+    for cached in (kernels.layer_passes, kernels.head_passes, collective_seconds):
         cached.cache_clear()
     devices = {}
     for index, names in enumerate(GPUS.values()):

@@ -128,10 +128,6 @@ class SearchFailedError(PhalanxError):
     """No trial of a search succeeded."""
 
 
-class ShapingError(PhalanxError):
-    """A network link cannot be created or shaped on this machine."""
-
-
 class PreemptedError(PhalanxError):
     """Training stopped at a step boundary because the scheduler asked; the checkpoint is complete."""
 

@@ -10,8 +10,8 @@ from typing import Any
 
 TOOLS = {
     "choose-strategy": "phalanx.tools.plan.auto:choose_strategy",
-    "memory-owners": "phalanx.tools.profile.memory:top_owners",
-    "profile-verdict": "phalanx.tools.profile.verdict:conclude",
+    "memory-owners": "phalanx.tools.profile.read:top_owners",
+    "profile-verdict": "phalanx.tools.profile.findings:conclude",
     "verify-rank": "phalanx.tools.verify.rank:run_request",
 }
 

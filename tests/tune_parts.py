@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx.tools.tune.reporting import checkpoint_dir, report
+from phalanx.tools.tune.trial import checkpoint_dir, report
 
 
 def train_line(config: dict[str, Any]) -> None:

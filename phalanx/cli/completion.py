@@ -64,10 +64,9 @@ def _actions(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None
 
         return {name: partial(_submit_parser, name) for name in TARGETS}
     module: Any = import_module(f"phalanx.cli.{verb}")
-    if verb in ("runs", "jobs"):
-        return {name: partial(module.parser, name) for name in module.ACTIONS}
-    names = {"bench": getattr(module, "SUBJECTS", ()), "config": ("show",)}.get(verb, ())
-    return {name: partial(_parser_of, verb, name) for name in names}
+    if verb in ("runs", "jobs", "bench"):
+        return {name: partial(module.parser, name) for name in (module.SUBJECTS if verb == "bench" else module.ACTIONS)}
+    return {"show": partial(_parser_of, verb)} if verb == "config" else {}
 
 
 def _submit_parser(target: str) -> argparse.ArgumentParser:
@@ -80,10 +79,9 @@ def _submit_parser(target: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _parser_of(verb: str, action: str = "") -> argparse.ArgumentParser | None:
-    """Return the parser of a verb, or of the word after it, where it has one."""
-    module = import_module(f"phalanx.cli.{verb}.{action}" if verb == "bench" else f"phalanx.cli.{verb}")
-    make = PARSERS.get(verb) or getattr(module, "parser", None)
+def _parser_of(verb: str) -> argparse.ArgumentParser | None:
+    """Return the parser of a verb, where it has one."""
+    make = PARSERS.get(verb) or getattr(import_module(f"phalanx.cli.{verb}"), "parser", None)
     return None if make is None else make()
 
 

@@ -15,14 +15,11 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config.meanings import unknown_value
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
-from phalanx.tools.doctor.gpus import check_gpus
+from phalanx.tools.doctor.gpus import check_gpus, check_log, log_environment, read_log
 from phalanx.tools.doctor.host import check_host
 from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
-from phalanx.tools.doctor.links import by_srun, check_links, over_ssh
-from phalanx.tools.doctor.nccl import check_log, log_environment, read_log
-from phalanx.tools.doctor.network import check_network
-from phalanx.tools.doctor.reader import HostReader
-from phalanx.tools.doctor.result import EXIT_CODES, LEVELS, CheckResult, worst
+from phalanx.tools.doctor.network import by_srun, check_links, check_network, over_ssh
+from phalanx.tools.doctor.reader import EXIT_CODES, LEVELS, CheckResult, HostReader, worst
 
 _HELP = (
     "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and say what mends each "
@@ -134,10 +131,8 @@ def _measure() -> Iterator[CheckResult]:
     from phalanx.host.files import scratch_folder
     from phalanx.host.gpus import count_gpus
     from phalanx.launch.output import PlainConsole
-    from phalanx.tools.bench.comm.expected import gpu_links
-    from phalanx.tools.bench.comm.plan import BenchPlan
-    from phalanx.tools.bench.comm.report import make_row
-    from phalanx.tools.bench.comm.run import run_bench
+    from phalanx.tools.bench.comm.plan import BenchPlan, run_bench
+    from phalanx.tools.bench.comm.report import gpu_links, make_row
 
     gpus = count_gpus()
     shared = gpus == 1  # nccl's choices are shown by two ranks on it; their speed means nothing

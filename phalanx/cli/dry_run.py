@@ -12,7 +12,7 @@ from phalanx.runs.spec import given_settings
 
 if TYPE_CHECKING:
     from phalanx.recipes import Recipe
-    from phalanx.tools.plan.recipe_needs import RunNeeds
+    from phalanx.tools.plan.auto import RunNeeds
     from phalanx.world.layout import JobLayout
 
 
@@ -20,7 +20,7 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what
     """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory."""
     config, estimate = resolved.config, None
     if recipe is not None:
-        from phalanx.tools.plan.recipe_needs import estimate_recipe  # imports torch
+        from phalanx.tools.plan.auto import estimate_recipe  # imports torch
 
         estimate = estimate_recipe(recipe, config, layout)
         layout = dataclasses.replace(layout, mesh=estimate.mesh)

@@ -41,11 +41,7 @@ def train_parser(*, with_recipes: bool = False) -> FlagParser:
     )
     add_target_flags(parser)
     parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN",
-        help="continue RUN, or the last run of this, in its folder",
+        "--resume", nargs="?", const="", metavar="RUN", help="continue RUN, or the last run of this, in its folder"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that --run-dir holds")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and start nothing")

@@ -12,9 +12,13 @@ from phalanx.errors import UsageError
 from phalanx.observe.format import duration, rate, speed_note, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
 from phalanx.runs.stored import RUNS, StoredRun, find_run
+from phalanx.tools.profile.findings import document, lines
+from phalanx.tools.profile.pictures import MERGED, draw, merge
+from phalanx.tools.profile.split import Analysis, analyse
 
 if TYPE_CHECKING:
     from phalanx.tools.plan.learning import RunComparison
+
 
 _HELP = """Show where the wall time of a run went: one that runs, has ended, failed, or was restarted.
 
@@ -41,8 +45,6 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     stored = find_run(namespace.run, Path(namespace.runs_dir))
     if namespace.profile or namespace.svg is not None or namespace.rank is not None:
-        from phalanx.cli.profile_report import report_profile
-
         report_profile(stored, namespace.rank, namespace.svg, as_json=namespace.json)
         return 0
     found = account((*stored.events(), *stored.last_beat()))
@@ -141,3 +143,52 @@ def _lines(stored: StoredRun, found: Account) -> list[str]:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)
+
+
+def report_profile(stored: StoredRun, rank: int | None, svg: str | None, *, as_json: bool) -> None:
+    """Analyse a run's traces, merge them into one, and print the result."""
+    folder = _folder(stored)
+    found = analyse(folder)
+    if rank is not None:
+        _check_rank(found, rank)
+    traces = folder.glob("rank-*.json.gz")
+    merged = folder / MERGED
+    if not merged.exists() or merged.stat().st_mtime < max(path.stat().st_mtime for path in traces):
+        merge(folder, found)
+    if svg:
+        Path(svg).write_text(draw(found), encoding="utf-8")
+    if as_json:
+        print_json({"run": stored.name, "trace": str(merged), **document(found, folder)})
+        return
+    print(f"{stored.name}: {stored.status}, profile of", end=" ")
+    print("\n".join(lines(found, rank, folder)))
+    print(f"\nall ranks on one timeline: {merged} (open it at https://ui.perfetto.dev)")
+
+
+def _folder(stored: StoredRun) -> Path:
+    """Return the folder of a run's traces; an error says why there are none."""
+    folder = stored.path / "profile"
+    if any(folder.glob("rank-*.json.gz")):
+        return folder
+    given = stored.record.settings.get("profile") if stored.record is not None else None
+    if not given:
+        raise UsageError(
+            f"{stored.name} was not profiled", hint="Record some steps: phalanx train ... --profile steps=10:15"
+        )
+    step = stored.steps[0]
+    if stored.status == "running":
+        raise UsageError(
+            f"{stored.name} has not recorded its profile yet ({given}): it is at step {step}",
+            hint="The traces are there when the last of these steps is done; see: phalanx runs",
+        )
+    raise UsageError(
+        f"{stored.name} was to record a profile ({given}), but ended before it was complete, at step {step}",
+        hint="Record earlier steps, such as --profile steps=3:5; a script must train with a trainer of Phalanx.",
+    )
+
+
+def _check_rank(found: Analysis, rank: int) -> None:
+    known = [timeline.rank for timeline in found.timelines]
+    if rank not in known:
+        names = ", ".join(map(str, known[:20])) + (", ..." if len(known) > 20 else "")
+        raise UsageError(f"rank {rank} was not recorded", hint=f"Recorded ranks: {names}")

@@ -23,7 +23,6 @@ from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe
 from phalanx.tools.plan.presets import of_recipe
-from phalanx.tools.submit import uv
 from phalanx.tools.submit.job import (
     ENDED,
     ClusterJob,
@@ -34,7 +33,7 @@ from phalanx.tools.submit.job import (
     records,
     write_record,
 )
-from phalanx.tools.submit.ship import archive
+from phalanx.tools.submit.job_files import archive, check_uv
 from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
@@ -252,7 +251,7 @@ def hand_over(
     name: str, target: Target[Any], job: ClusterJob, namespace: argparse.Namespace, *, resumes: str = ""
 ) -> int:
     """Render, check, submit and record a job; `resumes`: the job that it continues."""
-    uv.check(target)
+    check_uv(target)
     files = target.render(job)
     if namespace.render:
         print("\n".join(_with_names(files)))

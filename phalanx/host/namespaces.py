@@ -39,9 +39,9 @@ class HostNamespace:
         """Cut the link: packets vanish without an answer."""
         ip("link", "set", self.cable, "down")
 
-    def slow(self, rate: str) -> None:
-        """Limit what the host receives, such as to 20mbit."""
-        words = ["qdisc", "replace", "dev", self.cable, "root", "tbf", "rate", rate, "burst", "32k", "latency", "400ms"]
+    def slow(self, rate: str, burst: str = "32k", queue: str = "400ms") -> None:
+        """Limit what the host receives, such as to 20mbit; `burst`: bytes at once, `queue`: how long packets wait."""
+        words = ["qdisc", "replace", "dev", self.cable, "root", "tbf", "rate", rate, "burst", burst, "latency", queue]
         subprocess.run(["tc", *words], check=True, capture_output=True, text=True)
 
 

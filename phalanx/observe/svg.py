@@ -1,4 +1,4 @@
-"""Charts as SVG text: an axis with round labels, a plot with marks and lines, and bars."""
+"""Charts as SVG text: an axis with round labels, a plot with marks and lines, bars; and the page or file for them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,79 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
+
+from phalanx.errors import UsageError
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 40
 _BELOW = -0.08
 _MOST_SIGNS = 19
 UNUSED = object()
 """Stands for a value that is missing: it is drawn below the axis."""
-STYLE = """
-svg { max-width: none; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-svg .name { fill: var(--ink); font-weight: 600; }
-svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
+COLORS = (
+    *("#3b6fb6", "#e08a3c", "#5aa469", "#c05c7e", "#8567ad", "#7a7a7a", "#b9a440", "#3fa7a3"),
+    *("#a0522d", "#d2691e", "#4b5563"),
+)
+"""Colors of parts and lines, in this order."""
+_CHARTS = """
+:root { --ink: #1b2733; --soft: #5b6b7b; --grid: #e3e8ee; --paper: #fff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dbe4ee; --soft: #94a3b3; --grid: #263341; --paper: #10161d; } }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .name { fill: var(--ink); font-weight: 600; }
+svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; } .paper { fill: var(--paper); }
 .grid { stroke: var(--grid); } .axis { stroke: var(--soft); }
 .line { fill: none; } .mark:hover, .line:hover { stroke: #d9480f; stroke-width: 4; }
 """
-"""CSS for a page with these charts; the page sets the colors --ink, --soft, --grid and --paper."""
+_PAGE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: var(--ink);
+  background: var(--paper); }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; } p { margin: .3rem 0 .8rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+.soft { color: var(--soft); } .big { font-size: 1.15rem; } .scroll { overflow-x: auto; }
+"""
+
+
+def html_page(title: str, parts: Iterable[str], style: str = "") -> str:
+    """Return a page that needs nothing else: its head, the style of charts and tables, and these parts."""
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{_CHARTS}{_PAGE}{style}</style></head>\n"
+        f"<body>{body}\n</body></html>\n"
+    )
+
+
+def check_picture(path: str) -> None:
+    """Raise for the name of a picture that is not SVG, before anything is measured."""
+    if not path.endswith(".svg"):
+        raise UsageError(f"--plot {path}: pictures are SVG", hint=f"Write --plot {Path(path).with_suffix('.svg')}")
+
+
+def write_picture(path: str, title: str, charts: Sequence[str], cell: tuple[int, int], names: Sequence[str]) -> None:
+    """Write charts of one size as a file, two in a row, below a title and a legend of these names."""
+    width, height = 2 * cell[0], 56 + -(-len(charts) // 2) * cell[1]
+    placed = (
+        f'<g transform="translate({number % 2 * cell[0]} {56 + number // 2 * cell[1]})">{chart}</g>'
+        for number, chart in enumerate(charts)
+    )
+    head = f'<style>{_CHARTS}</style><rect class="paper" width="{width}" height="{height}"/>'
+    head += f'<text class="name" x="16" y="22">{escape(title)}</text>'
+    head += legend(dict(zip(names, COLORS, strict=False)))
+    try:
+        Path(path).write_text(drawing((width, height), [head, *placed], is_file=True), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--plot {path}: {error.strerror}") from None
+
+
+def legend(colors: Mapping[str, str], left: int = 16, top: int = 36, stride: int = 112) -> str:
+    """Return names with the color of each, in a row."""
+    return "".join(
+        f'<rect x="{left + place * stride}" y="{top}" width="11" height="11" fill="{color}"/>'
+        f'<text x="{left + 16 + place * stride}" y="{top + 10}">{escape(name)}</text>'
+        for place, (name, color) in enumerate(colors.items())
+    )
 
 
 def brief(value: Any, most: int = _MOST_SIGNS) -> str:
@@ -30,10 +88,11 @@ def brief(value: Any, most: int = _MOST_SIGNS) -> str:
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
-def drawing(size: tuple[int, int], parts: Iterable[str]) -> str:
-    """Return a chart of this size with these parts."""
+def drawing(size: tuple[int, int], parts: Iterable[str], *, is_file: bool = False) -> str:
+    """Return a chart of this size with these parts; `is_file`: not a part of a page, so it names its format."""
     width, height = size
-    head = f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+    kind = 'xmlns="http://www.w3.org/2000/svg" ' if is_file else ""
+    head = f'<svg {kind}viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
     return "".join([head, *parts, "</svg>"])
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from command import clean_environment, phalanx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.tools.bench.comm.expected import ExpectedLink, link_report, network_links, parse_nvlink, parse_pcie
 from phalanx.tools.bench.comm.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
-from phalanx.tools.bench.comm.report import BenchRow, side_by_side
+from phalanx.tools.bench.comm.report import (
+    BenchRow,
+    ExpectedLink,
+    link_table,
+    network_links,
+    parse_nvlink,
+    parse_pcie,
+    side_by_side,
+)
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 PROMISED = {"op", "algo", "ranks", "size_bytes", "dtype", "time_us", "algbw_gbs", "busbw_gbs", "wrong"}
@@ -49,8 +57,8 @@ def test_wrong_elements_are_counted():
     import torch
 
     from phalanx.tools.bench.comm import rank
-    from phalanx.tools.bench.comm.cases import Case, sample
     from phalanx.tools.bench.comm.plan import BenchPlan
+    from phalanx.tools.bench.comm.rank import Case, sample
 
     class Alone:
         rank, size = 0, 2
@@ -63,12 +71,12 @@ def test_wrong_elements_are_counted():
 
 
 def test_links_as_tables_and_heat_map(tmp_path):
-    picture = tmp_path / "links.png"
+    picture = tmp_path / "links.svg"
     answer = phalanx("bench", "comm", "--link-report", "--plot", picture, "--json", tmp_path / "links.json")
     assert answer.code == 0, answer.text
     assert "latency, one way (us)" in answer.out
     assert "memory (loopback)" in answer.out
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_text().count("<rect") == 5, "a background, and two pairs in two maps"
     found = json.loads((tmp_path / "links.json").read_text())
     assert found["latency_us"][0][1] > 0
     assert found["bandwidth_gbs"][0][1] == found["bandwidth_gbs"][1][0] > 0
@@ -77,7 +85,9 @@ def test_links_as_tables_and_heat_map(tmp_path):
 def test_rows_as_a_plot(tmp_path):
     picture = tmp_path / "rows.svg"
     assert phalanx("bench", "comm", "--algo", "gloo", "--sizes", "1K,4K", "--iters", 1, "--plot", picture).code == 0
-    assert "<svg" in picture.read_text()
+    drawn = ElementTree.fromstring(picture.read_text())
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    assert picture.read_text().count("<title>gloo: ") == 4
 
 
 def test_ranks_that_torchrun_started(tmp_path):
@@ -112,7 +122,7 @@ def test_ranks_that_torchrun_started(tmp_path):
         (("--num-workers", "0"), "--num-workers is 0"),
         (("--ranks-per-host", "0"), "--ranks-per-host is 0"),
         (("--sise", "3"), "Did you mean --sizes?"),
-        (("--plot", "picture"), "Write --plot picture.png"),
+        (("--plot", "picture"), "Write --plot picture.svg"),
         (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
     ],
 )
@@ -169,7 +179,7 @@ def test_expected_bandwidth(tmp_path):
         ("GPU 1 NVLink", 26.5),
     ]
     assert parse_pcie("5, 16\n[N/A], 16\n")[0].expected_gbs == pytest.approx(63.0, abs=0.1)
-    across = link_report(1.0, 5.0, one_host=False, links=[ExpectedLink("eth0", 1.25, "sysfs")])
+    across = link_table(1.0, 5.0, one_host=False, links=[ExpectedLink("eth0", 1.25, "sysfs")])
     assert "80%" in across
     assert "memory" not in across
 

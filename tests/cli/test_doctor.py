@@ -12,12 +12,10 @@ from command import ROOT, phalanx
 
 from phalanx.cli.doctor import examine
 from phalanx.errors import UsageError
-from phalanx.tools.doctor.gpus import topology
+from phalanx.tools.doctor.gpus import check_log, read_log, topology
 from phalanx.tools.doctor.hosts import compare_hosts
-from phalanx.tools.doctor.links import check_links
-from phalanx.tools.doctor.nccl import check_log, read_log
-from phalanx.tools.doctor.reader import HostReader
-from phalanx.tools.doctor.result import worst
+from phalanx.tools.doctor.network import check_links
+from phalanx.tools.doctor.reader import HostReader, worst
 
 DATA = ROOT / "tests" / "data" / "doctor"
 

@@ -174,7 +174,7 @@ def test_the_page_is_self_contained(tmp_path):
     assert str(page) in answer.out
     text = page.read_text()
     titles = re.findall("<h2>(.*?)</h2>", text)
-    assert {"Refused, as phalanx train would", "Engines for this job"} < set(titles)
+    assert {"Refused, as `phalanx train` would (number of layouts, reason)", "Engines for this job"} < set(titles)
     assert len(titles) == len(set(titles)), "every section is there once"
     assert text.count("<svg") >= 3
     assert "phalanx train llama" in text

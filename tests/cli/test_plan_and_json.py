@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.recipes import recipe_names
-from phalanx.tools.plan.recipe_needs import estimate_memory
+from phalanx.tools.plan.auto import estimate_memory
 from phalanx.world.mesh import Mesh
 
 

@@ -12,7 +12,7 @@ from command import phalanx
 
 from phalanx.errors import ConfigError, UsageError
 from phalanx.tools.submit.job import JobRecord, find_record, job_name, jobs_folder, records, write_record
-from phalanx.tools.submit.ship import archive
+from phalanx.tools.submit.job_files import archive
 from phalanx.tools.submit.target import read_options
 
 LLAMA = ("llama", "--preset", "70b", "--num-nodes", "8", "--gpus-per-node", "8", "--batch-size", "1")

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.cli.submit import describe_job
-from phalanx.tools.submit.kuberay import KubeRay
 from phalanx.tools.submit.pods import PodOptions
+from phalanx.tools.submit.ray import KubeRay
 
 kubernetes = pytest.importorskip("kubernetes")
 yaml = pytest.importorskip("yaml")

@@ -17,11 +17,10 @@ from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator
 from phalanx.tools.plan.fake_layouts import dry_run_layout
 from phalanx.tools.plan.fake_ranks import dry_run
-from phalanx.tools.plan.fake_report import DryRun, FakeRank
-from phalanx.tools.plan.layout import Goal, Layout
-from phalanx.tools.plan.memory import WORKSPACE
-from phalanx.tools.plan.memory_trace import Recorder
+from phalanx.tools.plan.memory_trace import DryRun, FakeRank, Recorder
 from phalanx.tools.plan.model import ModelShape
+from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.rank_memory import WORKSPACE
 from phalanx.tools.plan.rules import refusal
 from phalanx.tools.plan.trace import trace_module
 from phalanx.trainers import fake_ranks

@@ -18,10 +18,10 @@ from phalanx.observe.goodput import Account
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import estimate
-from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.learning import Component, RunComparison, compare, job_of, keep_factors
+from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rules import settings_of
-from phalanx.tools.plan.shape import shape_of
 from phalanx.world.mesh import Mesh
 
 H100 = ("NVIDIA H100 80GB HBM3", 79.1)

@@ -14,12 +14,20 @@ from phalanx.config import DistributedConfig
 from phalanx.config.fields import OPTIMIZERS
 from phalanx.loop.optim import build_optimizer
 from phalanx.models.registry import build
-from phalanx.tools.plan.activations import held_passes, in_flight, published_layer_bytes
 from phalanx.tools.plan.cluster import Gpu
-from phalanx.tools.plan.layout import RECOMPUTE, Goal, Layout
-from phalanx.tools.plan.memory import GIB, rank_memory
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.states import StateBytes, optimizer_states, state_bytes, train_cut, zero_bytes
+from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout
+from phalanx.tools.plan.rank_bytes import (
+    StateBytes,
+    held_passes,
+    in_flight,
+    optimizer_states,
+    published_layer_bytes,
+    state_bytes,
+    train_cut,
+    zero_bytes,
+)
+from phalanx.tools.plan.rank_memory import GIB, rank_memory
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}
@@ -69,6 +77,14 @@ def shape_of(row: dict[str, str], vocab: int = 51200) -> ModelShape:
     return ModelShape(
         layers=int(row["layers"]), hidden=int(row["hidden"]), heads=int(row["heads"]), vocab=vocab, positions=2048
     )
+
+
+def test_the_worked_example_of_the_module():
+    layout, goal = Layout(dp_replicate=8, micro_batch=8), Goal(global_batch=64, seq_len=1024)
+    parts = rank_memory(SHAPES["gpt:gpt2"], GPU, layout, goal, reserve_gib=0.0)["all"]
+    found = {name: round(size * GIB / 1e6) for name, size in parts.items() if name != "reserve"}
+    assert found["parameters"] + found["gradients"] + found["optimizer"] == 1991
+    assert (found["activations"], found["logits"], found["communication"]) == (3008, 4940, 52 + 76)
 
 
 def test_states_of_zero_are_those_of_its_table_in_54_of_54_cells() -> None:

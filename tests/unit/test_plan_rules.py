@@ -8,8 +8,8 @@ import pytest
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.tools.plan.cluster import Cluster
-from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rules import accepted, layout_of, refusal, settings_of
 from phalanx.world.mesh import plan_mesh
 from phalanx.world.splits import SCHEDULES, choose_microbatches

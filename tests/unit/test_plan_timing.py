@@ -13,7 +13,7 @@ from published import Row, megatron, mpt, nemo, nemo_fp8, published, recomputati
 
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape, estimate
-from phalanx.tools.plan.collectives import Group, bus_bandwidth, collective_seconds, group_of
+from phalanx.tools.plan.cluster import Group, bus_bandwidth, collective_seconds, group_of
 from phalanx.tools.plan.planner import default_goal, make_plan
 from phalanx.tools.plan.presets import link, model
 from phalanx.tools.plan.search import Constraints, search

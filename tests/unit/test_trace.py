@@ -14,12 +14,11 @@ from command import phalanx
 from phalanx.config.profile import Profiling, is_profile_word, parse_profile
 from phalanx.errors import UsageError
 from phalanx.tools.profile import read
-from phalanx.tools.profile.intervals import both, clip, total, union, without
-from phalanx.tools.profile.memory import owners_at_peak, top_owners
-from phalanx.tools.profile.merge import merge
+from phalanx.tools.profile.findings import document, lines, verdict, what_if
+from phalanx.tools.profile.pictures import merge
+from phalanx.tools.profile.read import owners_at_peak, top_owners
 from phalanx.tools.profile.split import Analysis, analyse
-from phalanx.tools.profile.text import document, lines
-from phalanx.tools.profile.verdict import verdict, what_if
+from phalanx.tools.profile.timeline import both, clip, total, union, without
 from phalanx.world.clock import ClockReading, answer_clocks, compare_clock
 
 BASE = 1_790_000_000_000_000_000

@@ -6,12 +6,10 @@ import pytest
 
 from phalanx.observe.svg import Axis, brief
 from phalanx.tools.tune import choice, loguniform, uniform
-from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.page import axes_and_lines, importances, page
-from phalanx.tools.tune.results import Results
+from phalanx.tools.tune.results import PlainTable, Results, SearchProgress, columns
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.table import PlainTable, SearchProgress, columns
-from phalanx.tools.tune.trial import State, Trial
+from phalanx.tools.tune.trial import Objective, State, Trial
 
 
 def trials(tmp_path, count=12):

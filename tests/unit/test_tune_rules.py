@@ -10,16 +10,16 @@ import pytest
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.control import CONTROL, TrialControl
-from phalanx.tools.tune import reporting, uniform
+from phalanx.tools.tune import trial as trial_module
+from phalanx.tools.tune import uniform
 from phalanx.tools.tune.engine import IndependentTrials
 from phalanx.tools.tune.executor import plan_slots
-from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.population import exploits
+from phalanx.tools.tune.results import LiveTable
 from phalanx.tools.tune.schedulers import Asha, Median, Points, decide, make_scheduler
 from phalanx.tools.tune.search import SearchRequest
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.table import LiveTable
-from phalanx.tools.tune.trial import State, Trial
+from phalanx.tools.tune.trial import Objective, State, Trial
 
 LOSS = Objective("loss", "min")
 
@@ -190,13 +190,13 @@ def test_reports_count_on_from_where_the_trial_resumes(tmp_path, monkeypatch):
     (again.checkpoints / "model.pt").touch()
     assert again.resumes_after == 2
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv(reporting.RESUMES_AFTER, str(again.resumes_after))
+    monkeypatch.setenv(trial_module.RESUMES_AFTER, str(again.resumes_after))
     gate = TrialControl(tmp_path / "gate.json", at=(2, 4))
     gate.stop_at(4)
     monkeypatch.setenv(CONTROL, gate.to_text())
-    monkeypatch.setattr(reporting, "_reporter", None)
-    reporting.report(loss=0.5)
-    with pytest.raises(reporting.TrialStopped):
-        reporting.report(loss=0.25)
+    monkeypatch.setattr(trial_module, "_reporter", None)
+    trial_module.report(loss=0.5)
+    with pytest.raises(trial_module.TrialStopped):
+        trial_module.report(loss=0.25)
     again.read_events()
     assert again.reports == {2: {"loss": 1.0}, 3: {"loss": 0.5}, 4: {"loss": 0.25}}

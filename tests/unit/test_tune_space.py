@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from phalanx import tune
 from phalanx.errors import ConfigError, UsageError
 from phalanx.tools.tune.domains import KINDS, Domain, random_trial
-from phalanx.tools.tune.objective import Objective
-from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.suggest import make_search
+from phalanx.tools.tune.space import SearchSpace, make_search
+from phalanx.tools.tune.trial import Objective
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 

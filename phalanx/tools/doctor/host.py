@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 
 from phalanx.observe.format import size
-from phalanx.tools.doctor.reader import HostReader
-from phalanx.tools.doctor.result import CheckResult
+from phalanx.tools.doctor.reader import CheckResult, HostReader
 
 _GB = 10**9
 _SMALL_SHM = 1 * _GB

@@ -16,8 +16,7 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.tools.doctor.gpus import read_gpus
 from phalanx.tools.doctor.network import cards, default_card, rdma_devices
-from phalanx.tools.doctor.reader import HostReader
-from phalanx.tools.doctor.result import CheckResult
+from phalanx.tools.doctor.reader import CheckResult, HostReader
 
 _SECONDS = 60
 _MANY = 16

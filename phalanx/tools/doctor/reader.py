@@ -1,6 +1,7 @@
-"""The one layer through which checks read a machine: files, folders, commands, facts. Every answer can be recorded.
+"""The one layer through which checks read a machine: files, folders, commands, facts; and what a check returns.
 
-A recording is one JSON file. It stands for the machine in tests, and in a report about a machine that is elsewhere.
+Every answer can be recorded, in one JSON file. It stands for the machine in tests, and in a report about a machine
+that is elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +17,37 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.errors import UsageError
 from phalanx.host.addresses import ssh_address
 from phalanx.host.processes import host_memory
 from phalanx.version import __version__
+
+Level = Literal["ok", "note", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
+EXIT_CODES: dict[Level, int] = {"ok": 0, "note": 0, "warning": 1, "error": 3}
+"""2 is the exit code of wrong flags."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the report."""
+
+    level: Level
+    topic: str
+    text: str
+    fix: str = ""
+    """The variable to set or the command to run."""
+
+
+def worst(results: Iterable[CheckResult]) -> Level:
+    """Return the highest level among results."""
+    return max((result.level for result in results), key=LEVELS.index, default="ok")
+
 
 _COMMAND_SECONDS = 20
 _VARIABLES = ("NCCL_", "GLOO_", "FI_", "CUDA_", "OMP_", "MASTER_", "SLURM_", "TORCH_", "PHALANX_", "UCX_", "RDMAV_")

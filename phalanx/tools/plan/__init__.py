@@ -15,24 +15,22 @@ from phalanx.lazy import lazy_names
 if TYPE_CHECKING:
     from phalanx.tools.plan.cluster import Cluster, Gpu, Link
     from phalanx.tools.plan.estimator import estimate
-    from phalanx.tools.plan.layout import Goal, Layout
     from phalanx.tools.plan.model import ModelShape, TracedShape
     from phalanx.tools.plan.planner import make_plan
-    from phalanx.tools.plan.prediction import Estimate
-    from phalanx.tools.plan.report import Candidate, Plan
+    from phalanx.tools.plan.plans import Candidate, Estimate, Goal, Layout, Plan
     from phalanx.tools.plan.search import Constraints
 
 _HOMES = {
-    "Candidate": "phalanx.tools.plan.report",
+    "Candidate": "phalanx.tools.plan.plans",
     "Cluster": "phalanx.tools.plan.cluster",
     "Constraints": "phalanx.tools.plan.search",
-    "Estimate": "phalanx.tools.plan.prediction",
-    "Goal": "phalanx.tools.plan.layout",
+    "Estimate": "phalanx.tools.plan.plans",
+    "Goal": "phalanx.tools.plan.plans",
     "Gpu": "phalanx.tools.plan.cluster",
-    "Layout": "phalanx.tools.plan.layout",
+    "Layout": "phalanx.tools.plan.plans",
     "Link": "phalanx.tools.plan.cluster",
     "ModelShape": "phalanx.tools.plan.model",
-    "Plan": "phalanx.tools.plan.report",
+    "Plan": "phalanx.tools.plan.plans",
     "TracedShape": "phalanx.tools.plan.model",
     "estimate": "phalanx.tools.plan.estimator",
     "make_plan": "phalanx.tools.plan.planner",

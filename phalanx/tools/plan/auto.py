@@ -1,9 +1,10 @@
-"""strategy = "auto" for a large model: the fastest layout whose memory fits, by the planner's formulas."""
+"""strategy = "auto" for a large model, and the memory that a recipe needs, by the planner's formulas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,12 +12,21 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
+from phalanx.loop.prepare import adapt
+from phalanx.observe.memory_breakdown import optimizer_states
+from phalanx.recipes import Recipe
 from phalanx.tools.plan.cluster import Gpu
-from phalanx.tools.plan.layout import Goal, Layout
-from phalanx.tools.plan.memory import rank_memory
+from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.shape import shape_of
+from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
+from phalanx.tools.plan.rank_memory import rank_memory
+from phalanx.tools.plan.rules import layout_of
 from phalanx.torch_compat import pytree
+from phalanx.trainers.auto import settle_strategy
+from phalanx.trainers.recipe import recipe_parts, with_batch_size
+from phalanx.world.layout import JobLayout
+from phalanx.world.mesh import Mesh, plan_mesh
 
 _SEQ_LEN = 1024
 
@@ -98,3 +108,90 @@ def _seq_len(train: Any) -> int:
     leaves = [leaf for leaf in pytree.tree_leaves(data[0]) if isinstance(leaf, torch.Tensor)]
     tokens = [leaf for leaf in leaves if leaf.ndim == 1 and not leaf.is_floating_point()]
     return len(tokens[0]) if tokens else _SEQ_LEN
+
+
+class Memory(NamedTuple):
+    """Bytes per rank, without activations."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class RunNeeds:
+    """What is known of a run before it starts; None: not known."""
+
+    model: str
+    parameters: int
+    trainable: int
+    samples: int | None
+    global_batch: int | None
+    steps_per_epoch: int | None
+    steps: int | None
+    memory: Memory
+    peak: int
+    """Bytes per rank with activations and buffers, by the planner's formulas."""
+    strategy: str
+    mesh: Mesh
+    note: str = ""
+    """Why strategy = "auto" is another one than the default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        found = {name: value for name, value in vars(self).items() if name != "mesh"}
+        memory = {**self.memory._asdict(), "total": sum(self.memory), "peak": found.pop("peak")}
+        return {**found, "memory": memory}
+
+
+def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout) -> RunNeeds:
+    """Build the model without storage and its data, and return what a run would need."""
+    model, train, _ = recipe_parts(recipe, config.data_dir, without_storage=True)
+    adapt(model, config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    samples = len(train) if hasattr(train, "__len__") else None
+    ranks = layout.world_size, layout.ranks_per_node
+    config, note = settle_strategy(with_batch_size(config, train), model, train, layout.device, *ranks)
+    mesh = plan_mesh(config, *ranks)
+    each = config.batch_size or getattr(train, "batch_size", None) or 1
+    memory = estimate_memory(model, config, mesh, each)
+    peak = planned_gib(describe(model), config, layout.device, train, layout_of(config, mesh, each))
+    batch = None  # a DataLoader of the user has it
+    if config.batch_size is not None:
+        batch = config.batch_size * config.gradient_accumulation_steps * mesh.dp_size
+    per_epoch = steps = None
+    if samples is not None and batch is not None:
+        per_epoch = samples // batch if config.drop_last else -(-samples // batch)
+        epochs = config.epochs or (1 if config.max_steps is None else None)
+        steps = per_epoch * epochs if epochs is not None else None
+    if config.max_steps is not None:
+        steps = config.max_steps if steps is None else min(steps, config.max_steps)
+    return RunNeeds(
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in trained),
+        samples=samples,
+        global_batch=batch,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        memory=memory,
+        peak=max(round(peak * 2**30), sum(memory)),
+        strategy=config.resolved_strategy,
+        mesh=mesh,
+        note=note,
+    )
+
+
+def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> Memory:
+    """Return the bytes of weights, gradients and optimizer states on each rank, as ZeRO shards them."""
+    held = [(parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
+    whole = sum(size for size, _ in held) * (1 if config.ema_decay is None else 2)
+    trained = sum(size for size, is_trained in held if is_trained)
+    states = 0 if config.facts.has_servers else optimizer_states(config.optimizer, config.momentum)  # servers hold them
+    if config.facts.shards_by_engine:
+        ranks, stage = mesh.dp_size, config.zero_stage or 0
+    else:
+        layout = layout_of(config, mesh, batch_size)
+        ranks, stage = layout.dp_shard * layout.cp, layout.stage
+    sizes = StateBytes(whole, trained, trained * states)
+    return Memory(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))

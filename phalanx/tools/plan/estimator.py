@@ -10,10 +10,9 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.kernels import peak
-from phalanx.tools.plan.layout import ATTENTION, KERNELS, PRECISIONS, RECOMPUTE, Goal, Layout
-from phalanx.tools.plan.memory import rank_memory
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.prediction import Estimate
+from phalanx.tools.plan.plans import ATTENTION, KERNELS, PRECISIONS, RECOMPUTE, Estimate, Goal, Layout
+from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.timing import Machine, StepTime, attention_kind, step_time
 from phalanx.world.splits import SCHEDULES
 

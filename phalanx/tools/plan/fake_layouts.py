@@ -13,9 +13,9 @@ from phalanx.errors import UsageError
 from phalanx.models.registry import build
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.fake_ranks import dry_run
-from phalanx.tools.plan.fake_report import DryRun
-from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.memory_trace import DryRun
 from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rules import accepted
 from phalanx.torch_compat import pytree
 

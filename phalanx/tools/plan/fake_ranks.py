@@ -35,8 +35,7 @@ from phalanx.loop.optim import build_optimizer
 from phalanx.models import moe
 from phalanx.models.contract import InitialisesWeights, implements
 from phalanx.strategies.tensors import find_blocks
-from phalanx.tools.plan.fake_report import DryRun, FakeRank, Sent
-from phalanx.tools.plan.memory_trace import Collective, Recorder
+from phalanx.tools.plan.memory_trace import Collective, DryRun, FakeRank, Recorder, Sent
 from phalanx.world.env import RankEnv, export_rank_env
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.layout import check_device
@@ -232,11 +231,7 @@ class _CudaPrecision(torch.overrides.TorchFunctionMode):
 
 
 def _take_step(
-    formation: Formation,
-    recorder: Recorder,
-    model: nn.Module,
-    batch: Callable[[int], Any],
-    loss_fn: LossFn | None,
+    formation: Formation, recorder: Recorder, model: nn.Module, batch: Callable[[int], Any], loss_fn: LossFn | None
 ) -> tuple[dict[Any, float], dict[Collective, float]]:
     """Prepare the model, give the optimizer its states, and measure one step."""
     units = _units(model)

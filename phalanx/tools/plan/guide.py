@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from phalanx.config import DistributedConfig
@@ -11,13 +11,11 @@ from phalanx.config.strategies import facts_of
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.tools.plan import presets
-from phalanx.tools.plan.compare import PlanCase
-from phalanx.tools.plan.explain import name as layout_name
-from phalanx.tools.plan.layout import Layout
 from phalanx.tools.plan.planner import default_goal
-from phalanx.tools.plan.report import Plan
+from phalanx.tools.plan.plans import Layout, Plan
 from phalanx.tools.plan.search import Constraints, search
 from phalanx.tools.plan.text import gpu_name, shorten
+from phalanx.tools.plan.what_if import PlanCase
 
 _TREE = """\
 Do weights, gradients, optimizer states and activations of one copy fit in one GPU?
@@ -121,38 +119,22 @@ def why(case: PlanCase, plan: Plan) -> str:
     return f"{words} cannot run this batch"
 
 
-@dataclass(frozen=True)
-class EngineTable:
-    """What each engine can do for a job."""
-
-    rows: tuple[tuple[str, str, str], ...]
-
-    def text(self) -> str:
-        """Return a table."""
-        return f"engines for this job\n{table([('engine', 'runs it', 'how, or why not'), *self.rows], '  ')}"
-
-    def data(self) -> list[dict[str, str]]:
-        """Return plain data."""
-        return [{"engine": name, "runs": runs, "why": why} for name, runs, why in self.rows]
-
-
+ENGINE_HEAD = ("engine", "runs it", "how, or why not")
 _INSTEAD = {"deepspeed": "fsdp", "horovod": "ddp"}
 """The kind of layout that an engine is limited to."""
 
 
-def engines(case: PlanCase, plan: Plan) -> EngineTable:
-    """Ask the rules of the settings whether each engine takes the plan; else say what it could run instead."""
+def engines(case: PlanCase, plan: Plan) -> list[tuple[str, str, str]]:
+    """Return `ENGINE_HEAD` of each engine: whether the rules of the settings take the plan, else what it could run."""
     if plan.best is None:
-        return EngineTable(
-            tuple((name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow"))
-        )
+        return [(name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow")]
     rows = [("pytorch-ddp", "yes", "as planned; every strategy, nothing beyond torch to install")]
     rows.append(("ray", *_ask("ray", plan, "as planned; Ray allocates the machines: --backend ray --address HEAD")))
     for name, kind in _INSTEAD.items():
         taken, words = _ask(name, plan, f"the same by its own engine: --backend {name}")
         rows.append((name, taken, words if taken == "yes" else f"{words}; {_instead(case, plan, kind)}"))
     rows.append(("tensorflow", "no", "trains Keras models, each GPU with a whole copy; " + _instead(case, plan, "ddp")))
-    return EngineTable(tuple(rows))
+    return rows
 
 
 def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
@@ -181,7 +163,7 @@ def _instead(case: PlanCase, plan: Plan, kind: str) -> str:
     found = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=kind))
     if found.fitting:
         seconds, layout = found.fitting[0]
-        return f"{layout_name(layout)} would take {seconds / plan.best.estimate.step_seconds - 1:+.0%}"
+        return f"{layout.title} would take {seconds / plan.best.estimate.step_seconds - 1:+.0%}"
     if found.too_large:
         return f"{kind} needs {found.too_large[0][0]:.0f} GiB per GPU on {gpu_name(plan)}"
     return f"no layout of {kind} is possible with these GPUs and this batch"

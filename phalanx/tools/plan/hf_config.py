@@ -7,11 +7,12 @@ dimensions would give a wrong plan without a sign of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.models.contract import recorded_dimensions
 from phalanx.tools.plan.model import ModelShape
 
 _LLAMA = {"gated_mlp": True, "biases": False, "rms_norm": True, "tied_embeddings": False}
@@ -99,6 +100,10 @@ def _common(f: Fields) -> dict[str, Any]:
     }
 
 
+def _tied(f: Fields, default: bool) -> dict[str, bool]:
+    return {"tied_embeddings": f.flag("tie_word_embeddings", default=default)}
+
+
 def _width(f: Fields) -> int:
     """Return the features of one head."""
     common = _common(f)
@@ -123,7 +128,7 @@ def _llama(f: Fields) -> dict[str, Any]:
         "kv_heads": f.number("num_key_value_heads", default=None),
         "head_dim": f.number("head_dim", default=None),
         "ffn_hidden": ffn,
-        "tied_embeddings": f.flag("tie_word_embeddings", default=False),
+        **_tied(f, False),
         "layer_extra": extra,
     }
 
@@ -139,23 +144,19 @@ def _qwen3(f: Fields) -> dict[str, Any]:
 
 
 def _gemma(norms: int, *, head_norms: bool = False) -> Callable[[Fields], dict[str, Any]]:
-    """Return the family whose layers have so many norms."""
+    """Return the family whose layers have this number of norms."""
 
     def read(f: Fields) -> dict[str, Any]:
         base = _llama(f)
         more = (norms - 2) * base["hidden"] + (2 * _width(f) if head_norms else 0)
-        tied = f.flag("tie_word_embeddings", default=True)
-        return {**base, "tied_embeddings": tied, "layer_extra": base["layer_extra"] + more}
+        return {**base, **_tied(f, True), "layer_extra": base["layer_extra"] + more}
 
     return read
 
 
 def _mixtral(f: Fields) -> dict[str, Any]:
-    return {
-        **_llama(f),
-        "experts": f.number("num_local_experts"),
-        "active_experts": f.number("num_experts_per_tok", default=2),
-    }
+    active = f.number("num_experts_per_tok", default=2)
+    return {**_llama(f), "experts": f.number("num_local_experts"), "active_experts": active}
 
 
 def _qwen_moe(base: Callable[[Fields], dict[str, Any]]) -> Callable[[Fields], dict[str, Any]]:
@@ -201,29 +202,20 @@ def _deepseek(f: Fields) -> dict[str, Any]:
         "shared_experts": f.number("n_shared_experts", default=0),
         "dense_layers": f.number("first_k_dense_replace", default=0),
         "dense_ffn_hidden": f.number("intermediate_size"),
-        "tied_embeddings": f.flag("tie_word_embeddings", default=False),
+        **_tied(f, False),
         "layer_extra": latent - 4 * hidden * common["heads"] * width,
     }
 
 
 def _gpt2(f: Fields) -> dict[str, Any]:
-    return {
-        **_common(f),
-        "positions": f.number("n_positions", "max_position_embeddings"),
-        "ffn_hidden": f.number("n_inner", default=None),
-        "tied_embeddings": f.flag("tie_word_embeddings", default=True),
-    }
+    positions = f.number("n_positions", "max_position_embeddings")
+    return {**_common(f), **_tied(f, True), "positions": positions, "ffn_hidden": f.number("n_inner", default=None)}
 
 
 def _gpt_neox(f: Fields) -> dict[str, Any]:
-    common = _common(f)
+    common, ffn = _common(f), f.number("intermediate_size")
     no_bias = 0 if f.flag("attention_bias", default=True) else -4 * common["hidden"]
-    return {
-        **common,
-        "ffn_hidden": f.number("intermediate_size"),
-        "tied_embeddings": f.flag("tie_word_embeddings", default=False),
-        "layer_extra": no_bias,
-    }
+    return {**common, **_tied(f, False), "ffn_hidden": ffn, "layer_extra": no_bias}
 
 
 def _opt(f: Fields) -> dict[str, Any]:
@@ -234,19 +226,13 @@ def _opt(f: Fields) -> dict[str, Any]:
         extra = common["vocab"] * (narrow - common["hidden"]) + 2 * narrow * common["hidden"]
     if not f.flag("do_layer_norm_before", default=True):  # then there is no last norm
         extra -= 2 * common["hidden"]
-    return {
-        **common,
-        "ffn_hidden": f.number("ffn_dim"),
-        "positions": f.number("max_position_embeddings") + 2,
-        "tied_embeddings": f.flag("tie_word_embeddings", default=True),
-        "extra": extra,
-    }
+    positions = f.number("max_position_embeddings") + 2
+    return {**common, **_tied(f, True), "ffn_hidden": f.number("ffn_dim"), "positions": positions, "extra": extra}
 
 
 def _bloom(f: Fields) -> dict[str, Any]:
     common = _common(f)
-    tied = f.flag("tie_word_embeddings", default=True)
-    return {**common, "tied_embeddings": tied, "extra": 2 * common["hidden"]}  # a norm of the embedding
+    return {**common, **_tied(f, True), "extra": 2 * common["hidden"]}  # a norm of the embedding
 
 
 def _bert(f: Fields) -> dict[str, Any]:
@@ -254,19 +240,15 @@ def _bert(f: Fields) -> dict[str, Any]:
     common = _common(f)
     positions = f.number("max_position_embeddings") + f.number("type_vocab_size", default=2)
     output = common["hidden"] * (common["hidden"] + 3) + common["vocab"]
-    return {
-        **common,
-        "ffn_hidden": f.number("intermediate_size"),
-        "positions": positions,
-        "causal": False,
-        "extra": output,
-    }
+    ffn = f.number("intermediate_size")
+    return {**common, "ffn_hidden": ffn, "positions": positions, "causal": False, "extra": output}
 
 
 def _vit(f: Fields) -> dict[str, Any]:
     image, patch, channels = f.number("image_size"), f.number("patch_size"), f.number("num_channels", default=3)
     labels = f.values.get("id2label")
-    shape = {name: f.number(*names) for name, names in _VIT.items()}
+    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+    shape = {key: f.number(name) for key, name in {**names, "ffn_hidden": "intermediate_size"}.items()}
     return {
         **shape,
         "vocab": 0,
@@ -278,25 +260,11 @@ def _vit(f: Fields) -> dict[str, Any]:
     }
 
 
-_VIT = {
-    "layers": ("num_hidden_layers",),
-    "hidden": ("hidden_size",),
-    "heads": ("num_attention_heads",),
-    "ffn_hidden": ("intermediate_size",),
-}
-
-
 def _phi(f: Fields) -> dict[str, Any]:
     """Phi 1 and 2: attention and feed-forward layer side by side behind one norm, and an output bias."""
     common = _common(f)
-    return {
-        **common,
-        "kv_heads": f.number("num_key_value_heads", default=None),
-        "ffn_hidden": f.number("intermediate_size"),
-        "tied_embeddings": f.flag("tie_word_embeddings", default=False),
-        "layer_extra": -2 * common["hidden"],
-        "extra": common["vocab"],
-    }
+    sizes = {"kv_heads": f.number("num_key_value_heads", default=None), "ffn_hidden": f.number("intermediate_size")}
+    return {**common, **_tied(f, False), **sizes, "layer_extra": -2 * common["hidden"], "extra": common["vocab"]}
 
 
 def _falcon(f: Fields) -> dict[str, Any]:
@@ -306,25 +274,15 @@ def _falcon(f: Fields) -> dict[str, Any]:
     kv_heads = 1 if one_key else f.number("num_kv_heads", default=common["heads"]) if is_new else common["heads"]
     parallel = f.flag("parallel_attn", default=True)
     norms = 2 if (is_new and f.number("num_ln_in_parallel_attn", default=2) == 2) or not parallel else 1
-    return {
-        **common,
-        "kv_heads": kv_heads,
-        "ffn_hidden": f.number("ffn_hidden_size", default=None),
-        "biases": f.flag("bias", default=False),
-        "tied_embeddings": f.flag("tie_word_embeddings", default=True),
-        "layer_extra": (norms - 2) * 2 * common["hidden"],
-    }
+    sizes = {"kv_heads": kv_heads, "ffn_hidden": f.number("ffn_hidden_size", default=None)}
+    extra = {"biases": f.flag("bias", default=False), "layer_extra": (norms - 2) * 2 * common["hidden"]}
+    return {**common, **_tied(f, True), **sizes, **extra}
 
 
 def _mpt(f: Fields) -> dict[str, Any]:
     common = _common(f)
-    return {
-        **common,
-        "ffn_hidden": f.number("expansion_ratio", default=4) * common["hidden"],
-        "biases": False,
-        "rms_norm": True,  # norms without a bias
-        "tied_embeddings": f.flag("tie_word_embeddings", default=True),
-    }
+    ffn = f.number("expansion_ratio", default=4) * common["hidden"]
+    return {**common, **_tied(f, True), "ffn_hidden": ffn, "biases": False, "rms_norm": True}  # norms without a bias
 
 
 FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
@@ -353,3 +311,21 @@ FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "mpt": _mpt,
 }
 """How the fields of each model_type are read."""
+
+
+def shape_of(model: object, name: str = "") -> ModelShape | None:
+    """Return the dimensions of a transformer of Phalanx or Hugging Face; None for another model."""
+    return recorded_shape(recorded_dimensions(model), name)
+
+
+def recorded_shape(recorded: Mapping[str, Any], name: str = "") -> ModelShape | None:
+    """Return the shape of what `recorded_dimensions` gave; None where it does not describe the model."""
+    name = name or recorded.get("name", "")
+    if "dimensions" in recorded:
+        return ModelShape(name=name, **recorded["dimensions"])
+    if recorded.get("config", {}).get("model_type") not in FAMILIES:
+        return None
+    try:
+        return from_config(recorded["config"], Path(name), name)
+    except UsageError:  # a variant of the family that the dimensions do not describe
+        return None

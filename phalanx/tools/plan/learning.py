@@ -18,12 +18,12 @@ from phalanx.observe.goodput import Account
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator
-from phalanx.tools.plan.layout import Goal, Layout
+from phalanx.tools.plan.hf_config import recorded_shape
 from phalanx.tools.plan.model import ModelShape
 from phalanx.tools.plan.planner import reliability_of
+from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.plan.search import kernels_of
-from phalanx.tools.plan.shape import recorded_shape
 from phalanx.world.mesh import Mesh
 
 GIB = 2.0**30

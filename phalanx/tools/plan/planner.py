@@ -10,15 +10,83 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.reliability import DAY, HOUR, Process, best_interval
 from phalanx.reliability import PRESETS as FAILURE_RATES
-from phalanx.tools.plan import explain, presets
-from phalanx.tools.plan.cluster import Cluster
+from phalanx.tools.plan import presets
+from phalanx.tools.plan.cluster import Cluster, Gpu, Link
 from phalanx.tools.plan.estimator import Estimator, check_values
-from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.prediction import Estimate
-from phalanx.tools.plan.report import Candidate, Plan
+from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan
 from phalanx.tools.plan.rules import accepted, settings_of
-from phalanx.tools.plan.search import Constraints, Found, search, simplest
+from phalanx.tools.plan.search import HEADROOM, Constraints, Found, search, simplest
+
+
+def binding(best: Estimate, layout: Layout, found: Found, estimator: Estimator) -> str:
+    """Return in words what limits the chosen layout."""
+    faster = [(estimator.time(other).seconds, needed, other) for needed, other in found.too_large[:200]]
+    faster = [entry for entry in faster if entry[0] < 0.98 * best.step_seconds]
+    lost = {part: seconds for part, seconds in best.breakdown.items() if part not in ("compute", "variation")}
+    part = max(lost, key=lambda key: lost[key])
+    share = lost[part] / best.step_seconds
+    if faster:
+        seconds, needed, other = min(faster, key=lambda entry: entry[1])
+        gain = 1 - seconds / best.step_seconds
+        return (
+            f"memory: {other.title} would take {gain:.0%} less time, but needs {needed:.1f} GiB per GPU of "
+            f"{HEADROOM * estimator.gpu.memory_gib:.1f} that can be planned with"
+        )
+    if share > 0.1:
+        return f"{TIME_PARTS[part]}: {share:.0%} of the step"
+    return f"{TIME_PARTS['compute']}: {best.breakdown['compute'] / best.step_seconds:.0%} of the step"
+
+
+def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluster) -> str:
+    """Return why a layout is not the chosen one: the part of its step that grew most."""
+    if not estimate.fits:
+        return f"needs {estimate.needed_gib:.1f} GiB per GPU of {estimate.memory_limit_gib:.1f}"
+    slower = estimate.step_seconds / best.step_seconds - 1
+    grew = {part: estimate.breakdown[part] - best.breakdown[part] for part in estimate.breakdown}
+    part = max(grew, key=lambda key: grew[key])
+    if slower <= 0.0005:
+        faster = f"{-slower:.1%} faster" if slower < -0.0005 else "as fast"
+        return f"{faster}, which is too little for a layout with more to set up"
+    if part == "tensor_comm" and layout.tp > cluster.gpus_per_node:
+        return f"TP{layout.tp} crosses machines: +{grew[part] / best.step_seconds:.0%} exposed communication"
+    words = TIME_PARTS[part]
+    if part == "compute" and layout.pp > 1:
+        words = "uneven stages (the last has the output layer)"
+    return f"+{slower:.1%} step time: +{grew[part] / best.step_seconds:.0%} {words}"
+
+
+def sensitivity(
+    model: ModelShape | TracedShape, cluster: Cluster, layout: Layout, goal: Goal
+) -> list[tuple[str, float]]:
+    """Return by how much the step time changes when an assumption is wrong by a fifth (a tenth for kernels)."""
+    estimator = Estimator(model, cluster, goal)
+    machine, base = estimator.machine, estimator.time(layout).seconds
+    gpu = machine.gpu
+    changes: list[tuple[str, Gpu, Link, Link]] = [
+        ("10% slower matrix products", replace(gpu, matmul=0.9 * gpu.matmul), machine.intra, machine.inter),
+        ("10% less memory bandwidth", replace(gpu, bandwidth=0.9 * gpu.bandwidth), machine.intra, machine.inter),
+        ("20% less bandwidth within a machine", gpu, _slower(machine.intra), machine.inter),
+        ("20% less bandwidth between machines", gpu, machine.intra, _slower(machine.inter)),
+    ]
+    found = []
+    for words, device, intra, inter in changes:
+        estimator.machine = replace(machine, gpu=device, intra=intra, inter=inter)
+        found.append((words, estimator.time(layout).seconds / base - 1))
+    return found
+
+
+def _slower(link: Link) -> Link:
+    return replace(link, gbps=0.8 * link.gbps)
+
+
+def batch_words(layout: Layout, goal: Goal) -> str:
+    """Return the arithmetic of the global batch."""
+    count, ranks = layout.accumulation(goal.global_batch), f"{layout.dp} data rank{'s' * (layout.dp > 1)}"
+    kind = "pipeline " * (layout.pp > 1) or "accumulated " * (count > 1)
+    batches = f"{count} {kind}micro-batch{'es' * (count > 1)}"
+    return f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {batches} x {ranks}"
+
 
 RUNNERS_UP = 5
 MAX_GPUS, MAX_BATCH = 10**6, 10**8
@@ -71,11 +139,11 @@ def make_plan(
     return Plan(
         best=Candidate(layout, best),
         runners_up=_runners_up(found, layout, best, estimator),
-        binding=explain.binding(best, layout, found, estimator),
-        batch=explain.batch_words(layout, goal),
+        binding=binding(best, layout, found, estimator),
+        batch=batch_words(layout, goal),
         cost=cost(best, reliability, shape, machines, goal),
         reliability=reliability,
-        sensitivity=tuple(explain.sensitivity(shape, machines, layout, goal)),
+        sensitivity=tuple(sensitivity(shape, machines, layout, goal)),
         settings=settings_of(layout, goal, machines),
         **common,
     )
@@ -115,7 +183,7 @@ def _runners_up(found: Found, chosen: Layout, best: Estimate, estimator: Estimat
             continue
         seen.add(_kind(layout))
         estimate = estimator(layout)
-        reason = explain.why_lost(layout, estimate, best, estimator.cluster)
+        reason = why_lost(layout, estimate, best, estimator.cluster)
         others.append(Candidate(layout, estimate, reason))
     return tuple(others)
 
@@ -192,7 +260,7 @@ def smallest_change(
     if found.too_large:
         needed, layout = found.too_large[0]
         have = presets.parts_of(cluster)[0].memory_gib
-        changes.append(f"the smallest layout, {explain.name(layout)}, needs {needed:.1f} GiB per GPU of {have:.1f}")
+        changes.append(f"the smallest layout, {layout.title}, needs {needed:.1f} GiB per GPU of {have:.1f}")
     open_limits = replace(limits, micro_batch=None, recompute=None, zero_stage=None, strategy=None)
     if open_limits != limits and search(model, cluster, goal, open_limits).fitting:
         changes.append("leave the constraints out: another layout fits")

@@ -23,60 +23,6 @@ from phalanx.tools.plan.cluster import Cluster, Gpu, Instance, Link
 from phalanx.tools.plan.model import ModelShape, TracedShape
 
 _DATA = Path(__file__).parent / "data"
-_ALIASES = {
-    "models": {
-        "gpt2-small": "gpt2",
-        "gpt2-124m": "gpt2",
-        "gpt2-350m": "gpt2-medium",
-        "gpt2-355m": "gpt2-medium",
-        "gpt2-774m": "gpt2-large",
-        "gpt2-1.5b": "gpt2-xl",
-        "gpt3": "gpt3-175b",
-        "llama2-7b": "llama-7b",
-        "llama2-13b": "llama-13b",
-        "llama-8b": "llama3-8b",
-        "llama3-70b": "llama-70b",
-        "llama3-405b": "llama-405b",
-        "mixtral": "mixtral-8x7b",
-        "resnet-18": "resnet18",
-        "resnet-50": "resnet50",
-        "vit-base": "vit-b",
-        "vit-large": "vit-l",
-    },
-    "gpus": {
-        "v100": "v100-32",
-        "a100": "a100-80",
-        "a100-sxm4-80": "a100-80",
-        "a100-sxm4-40": "a100-40",
-        "h100-80": "h100",
-        "h100-sxm": "h100",
-        "h200-sxm": "h200",
-        "h200-141": "h200",
-    },
-    "links": {
-        "nvlink": "nvlink4",
-        "pcie": "pcie4",
-        "infiniband": "infiniband-ndr",
-        "ib": "infiniband-ndr",
-        "ethernet": "ethernet-25",
-        "tcp": "ethernet-25",
-    },
-    "instances": {
-        "p3": "p3.16xlarge",
-        "p4d": "p4d.24xlarge",
-        "p4de": "p4de.24xlarge",
-        "p5": "p5.48xlarge",
-        "p5en": "p5en.48xlarge",
-        "g6e": "g6e.48xlarge",
-        "g4dn": "g4dn.12xlarge",
-        "a2-highgpu": "a2-highgpu-8g",
-        "a2-ultragpu": "a2-ultragpu-8g",
-        "a3-highgpu": "a3-highgpu-8g",
-        "a3-megagpu": "a3-megagpu-8g",
-        "nd-a100-v4": "nd96asr-v4",
-        "nd-h100-v5": "nd96isr-h100-v5",
-    },
-}
 MEASURED_LINK = "nvlink4"
 """The link whose curve over sizes stands for links without one of their own."""
 _WORDS = {"models": "model", "gpus": "GPU", "links": "link", "instances": "instance type"}
@@ -146,7 +92,7 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
         return read_config(Path(text))
     found, where, entry = _find("models", text)
     own = {key: value for key, value in entry.items() if key not in TrainNames._fields}
-    return _make(TracedShape, found, own, where) if "parameters" in own else _make(ModelShape, found, own, where)
+    return _make(TracedShape, found, where, own) if "parameters" in own else _make(ModelShape, found, where, own)
 
 
 def resolve(model_given: object, cluster_given: object) -> tuple[ModelShape | TracedShape, Cluster]:
@@ -183,7 +129,7 @@ def train_names(name: str) -> TrainNames:
 
 def gpu(name: str) -> Gpu:
     """Return a GPU by name; `measured` is what `--calibrate` found on this machine."""
-    return _make(Gpu, *_reordered(_find("gpus", _measured_name("gpus", name))))
+    return _make(Gpu, *_find("gpus", _measured_name("gpus", name)))
 
 
 def gpu_of_device(device: str, memory_gib: float) -> Gpu | None:
@@ -199,7 +145,7 @@ def gpu_of_device(device: str, memory_gib: float) -> Gpu | None:
 def link(name: str) -> Link:
     """Return a link by name."""
     found, where, entry = _find("links", _measured_name("links", name))
-    made = _make(Link, found, {**entry, "curve": ()}, where)
+    made = _make(Link, found, where, {**entry, "curve": ()})
     curve = tuple((float(size), float(share)) for size, share in entry.get("curve", ()))
     if not curve:  # a slower link reaches the same share of its bandwidth with messages that are smaller by as much
         shape = link(MEASURED_LINK)
@@ -209,7 +155,7 @@ def link(name: str) -> Link:
 
 def instance(name: str, prices: str | Path | None = None) -> Instance:
     """Return an instance type by name; `prices`: a file that changes or adds entries."""
-    return _make(Instance, *_reordered(_find("instances", name, prices)))
+    return _make(Instance, *_find("instances", name, prices))
 
 
 def cluster(text: str) -> Cluster:
@@ -285,7 +231,7 @@ def _learned(device: Gpu, inside: Link, between: Link, factors: Mapping[str, Any
 
 def names(kind: str) -> list[str]:
     """Return all names of a kind: models, gpus, links or instances."""
-    return sorted({*_entries(kind), *_ALIASES[kind]})
+    return sorted({*_entries(kind), *_aliases(kind)})
 
 
 def _measured_name(kind: str, name: str) -> str:
@@ -298,24 +244,25 @@ def _measured_name(kind: str, name: str) -> str:
     raise UsageError(f"no {_WORDS[kind]} has been measured here", hint="Run: phalanx bench machine")
 
 
-def _reordered(found: tuple[str, str, dict[str, Any]]) -> tuple[str, dict[str, Any], str]:
-    return found[0], found[2], found[1]
-
-
 def _plain(kind: str, name: str) -> str:
     if "measured:" in name:  # a host's name may have capitals
         return name
     lower = name.strip().lower().replace("_", "-")
     if kind == "gpus":
         lower = lower.removesuffix("gb")  # A100-80GB
-    return _ALIASES[kind].get(lower, lower)
+    return _aliases(kind).get(lower, lower)
+
+
+def _aliases(kind: str) -> dict[str, str]:
+    """Return other names of entries, and the names that they stand for."""
+    return {other: name for name, (_, entry) in _entries(kind).items() for other in entry.get("aliases", ())}
 
 
 def _find(kind: str, name: str, more: str | Path | None = None) -> tuple[str, str, dict[str, Any]]:
     """Return the name, the file and the values of an entry."""
     known, plain = _entries(kind, more), _plain(kind, name)
     if plain not in known:
-        raise UsageError(unknown_name(_WORDS[kind], name, {*known, *_ALIASES[kind]}), hint=_hint(kind))
+        raise UsageError(unknown_name(_WORDS[kind], name, {*known, *_aliases(kind)}), hint=_hint(kind))
     return plain, *known[plain]
 
 
@@ -351,8 +298,9 @@ def _read(path: Path, changed: int) -> dict[str, dict[str, Any]]:
     return document
 
 
-def _make(kind: type[_Made], name: str, entry: dict[str, Any], where: str) -> _Made:
+def _make(kind: type[_Made], name: str, where: str, entry: dict[str, Any]) -> _Made:
     """Return the data class of an entry; an unknown, missing or wrong value is named with its file."""
+    entry = {key: value for key, value in entry.items() if key != "aliases"}
     known = {field.name: field for field in fields(kind)}
     if unknown := [key for key in entry if key not in known]:
         raise UsageError(f"{where}: [{name}]: " + unknown_name("key", unknown[0], known))

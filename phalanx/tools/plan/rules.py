@@ -14,8 +14,8 @@ from phalanx.config.fields import HYBRID, OPTIMIZERS, ZERO_SHARDING
 from phalanx.config.settings import Settings
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan.cluster import Cluster
-from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
 from phalanx.world.splits import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator
-from phalanx.tools.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout
 from phalanx.tools.plan.rules import refusal
 from phalanx.world.splits import SCHEDULES
 

@@ -6,7 +6,8 @@ import dataclasses
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from phalanx.config.sources import toml_value
 from phalanx.observe.format import span, table
 from phalanx.recipes import recipe_names
 from phalanx.recipes.imports import is_import_path
-from phalanx.tools.plan.explain import name as layout_name
 from phalanx.tools.plan.model import ModelShape, TracedShape
+from phalanx.tools.plan.plans import Plan
 from phalanx.tools.plan.presets import train_names
-from phalanx.tools.plan.report import Plan
 
 WIDTH = 110
 _BAR = 60
@@ -27,29 +27,75 @@ _MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full sq
 _SHOWN_REFUSALS = 4
 
 
+@dataclass(frozen=True)
+class PartsBar:
+    """Parts of a whole, drawn to scale: the memory of a kind of rank, or the time of a step."""
+
+    parts: Mapping[str, float]
+    whole: float
+    unit: str
+    caption: str = ""
+    label: str = ""
+    shares: bool = False
+    """Whether text shows the parts in percent."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the answer, for a terminal and for a page: a title, and what is below it."""
+
+    title: str
+    rows: Sequence[Sequence[str]] = ()
+    bars: Sequence[PartsBar] = ()
+    lines: Sequence[str] = ()
+    code: str = ""
+
+    def text(self) -> str:
+        """Return the section for a terminal."""
+        found = [self.title]
+        for bar in self.bars:
+            label = f"{bar.label:<12} " if bar.label else ""
+            shown = {name: 100 * part / bar.whole for name, part in bar.parts.items()} if bar.shares else bar.parts
+            found.append(f"  {label}{draw_bar(bar.parts, bar.whole)} {bar.caption}".rstrip())
+            found.append(f"  {' ' * len(label)}{legend(shown, '%' * bar.shares)}")
+        found += [table(self.rows, "  ")] if self.rows else []
+        found += [textwrap.indent(self.code, "  ")] if self.code else []
+        return "\n".join([*found, *self.lines])
+
+
 def plan_text(plan: Plan, subject: str) -> str:
     """Return the whole answer; `subject` is what the command calls the model."""
-    sections = [*_nothing_fits(plan)] if plan.best is None else [*_answer(plan, subject)]
-    return "\n\n".join(section for section in sections if section)
+    return "\n\n".join(section.text() for section in sections(plan, subject))
 
 
-def _answer(plan: Plan, subject: str) -> Iterator[str]:
-    yield _verdict(plan)
-    yield "\n".join(_memory(plan))
-    yield "\n".join(_time(plan))
-    yield _others(plan)
-    yield _refused(plan)
-    yield _assumed(plan)
-    yield f"reliability: {reliability_words(plan)}" if plan.reliability else ""
-    yield f"to train it\n{textwrap.indent(train_command(plan, subject), '  ')}"
-    yield f"the same as a file for --config\n{textwrap.indent(settings_toml(plan.settings), '  ')}"
-
-
-def _nothing_fits(plan: Plan) -> Iterator[str]:
-    yield f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)"
-    changes = [f"  {change}" for change in plan.smallest_change]
-    yield "\n".join(["what is missing, and the smallest changes with which a layout fits", *changes])
-    yield _refused(plan)
+def sections(plan: Plan, subject: str, *, whole: bool = False) -> Iterator[Section]:
+    """Yield the parts of the answer; `whole`: all reasons of refusals, however long they are."""
+    cut = str if whole else shorten
+    refused = [(f"{number:,}", cut(reason)) for reason, number in plan.refused[: None if whole else _SHOWN_REFUSALS]]
+    why_not = Section("refused, as `phalanx train` would (number of layouts, reason)", refused)
+    if plan.best is None:
+        yield Section(f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)")
+        changes = [f"  {change}" for change in plan.smallest_change]
+        yield Section("what is missing, and the smallest changes with which a layout fits", lines=changes)
+        yield from [why_not] if refused else []
+        return
+    found = plan.best.estimate
+    yield Section(f"{_subject(plan)}: fits", [row for row in _verdict(plan) if row[1]])
+    yield Section(f"memory per GPU, of {found.memory_limit_gib:.1f} GiB", bars=list(_memory(plan)))
+    step = PartsBar(found.breakdown, found.step_seconds, "s", shares=True)
+    yield Section(f"time of a step, {seconds(found.step_seconds)}", bars=[step], lines=list(_beside(plan)))
+    if plan.runners_up:
+        yield Section(f"runners-up of {plan.searched:,} layouts, and why each lost", list(_others(plan)))
+    yield from [why_not] if refused else []
+    rows = [(name, value, f"[{origin if whole else shorten(origin, 60)}]") for name, value, origin in plan.assumptions]
+    changes = [f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity]
+    lines = [wrapped(f"sensitivity: {'; '.join(changes)}")] if changes else []
+    if rows or lines:
+        yield Section("assumed, and where it comes from", rows, lines=lines)
+    if plan.reliability:
+        yield Section(f"reliability: {reliability_words(plan)}")
+    yield Section("to train it", code=train_command(plan, subject))
+    yield Section("the same as a file for --config", code=settings_toml(plan.settings))
 
 
 def _subject(plan: Plan) -> str:
@@ -63,21 +109,18 @@ def gpu_name(plan: Plan) -> str:
     return plan.cluster.gpu if isinstance(plan.cluster.gpu, str) else plan.cluster.gpu.name
 
 
-def _verdict(plan: Plan) -> str:
+def _verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     assert plan.best is not None
     found = plan.best.estimate
     low, high = found.interval
     unit = "samples" if isinstance(plan.model, TracedShape) or plan.model.patches else "tokens"
     speed = f"{found.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
-    rows = [
-        ("layout", layout_name(plan.best.layout)),
-        ("step", f"{seconds(found.step_seconds)} ({seconds(low)} to {seconds(high)} with 90% probability), {speed}"),
-        ("", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"),
-        ("", f"[{_MFU}]"),
-        ("batch", plan.batch),
-        *([("training", cost_words(plan))] if plan.cost else []),
-    ]
-    return f"{_subject(plan)}: fits\n{table([row for row in rows if row[1]], '  ')}"
+    yield "layout", plan.best.layout.title
+    yield "step", f"{seconds(found.step_seconds)} ({seconds(low)} to {seconds(high)} with 90% probability), {speed}"
+    yield "", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"
+    yield "", f"[{_MFU}]"
+    yield "batch", plan.batch
+    yield "training", cost_words(plan) if plan.cost else ""
 
 
 def cost_words(plan: Plan) -> str:
@@ -95,25 +138,19 @@ def cost_words(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan) -> Iterator[PartsBar]:
     assert plan.best is not None
     found = plan.best.estimate
     limit = found.memory_limit_gib
-    yield f"memory per GPU, of {limit:.1f} GiB"
     for kind, parts in found.bars.items():
         used = sum(parts.values())
-        yield f"  {kind:<12} {bar(parts, limit)} {used:.1f} GiB, {limit - used:.1f} free"
-        yield f"  {'':<12} {legend(parts, '.1f')}"
+        yield PartsBar(parts, limit, "GiB", f"{used:.1f} GiB, {limit - used:.1f} free", kind)
 
 
-def _time(plan: Plan) -> Iterator[str]:
+def _beside(plan: Plan) -> Iterator[str]:
+    """Yield what is hidden in a step, what takes time beside it, and what limits it."""
     assert plan.best is not None
-    found = plan.best.estimate
-    yield f"time of a step, {seconds(found.step_seconds)}"
-    yield f"  {bar(found.breakdown, found.step_seconds)}"
-    shares = {name: 100 * part / found.step_seconds for name, part in found.breakdown.items()}
-    yield f"  {legend(shares, '.1f', '%')}"
-    if hidden := {name: part for name, part in found.hidden.items() if part > 0}:
+    if hidden := {name: part for name, part in plan.best.estimate.hidden.items() if part > 0}:
         apart = ", ".join(f"{words(name)} {seconds(part)}" for name, part in hidden.items())
         yield f"  hidden behind computation: {apart}"
     if plan.reliability:
@@ -122,7 +159,7 @@ def _time(plan: Plan) -> Iterator[str]:
         yield textwrap.indent(wrapped(f"what limits it: {plan.binding}"), "  ")
 
 
-def bar(parts: Mapping[str, float], whole: float) -> str:
+def draw_bar(parts: Mapping[str, float], whole: float) -> str:
     """Return a bar of parts, each with its own character; what is left of the whole stays empty."""
     glyphs, drawn, total = _glyphs(), "", 0.0
     for glyph, part in zip(glyphs, parts.values(), strict=False):
@@ -131,10 +168,10 @@ def bar(parts: Mapping[str, float], whole: float) -> str:
     return f"[{drawn:<{_BAR}}]"
 
 
-def legend(parts: Mapping[str, float], form: str, unit: str = "") -> str:
+def legend(parts: Mapping[str, float], unit: str = "") -> str:
     """Return the parts that are not 0, each with the character of the bar."""
     shown = zip(_glyphs(), parts.items(), strict=False)
-    return "  ".join(f"{glyph} {words(name)} {part:{form}}{unit}" for glyph, (name, part) in shown if part >= 0.05)
+    return "  ".join(f"{glyph} {words(name)} {part:.1f}{unit}" for glyph, (name, part) in shown if part >= 0.05)
 
 
 def _glyphs() -> str:
@@ -143,28 +180,12 @@ def _glyphs() -> str:
     return _BLOCKS if can else _LETTERS
 
 
-def _others(plan: Plan) -> str:
+def _others(plan: Plan) -> Iterator[tuple[str, ...]]:
     assert plan.best is not None
     best = plan.best.estimate.step_seconds
-    rows = []
     for other in plan.runners_up:
         step = other.estimate.step_seconds
-        rows.append((seconds(step), f"{step / best - 1:+.1%}", layout_name(other.layout), other.reason))
-    return f"runners-up of {plan.searched:,} layouts, and why each lost\n{table(rows, '  ')}" if rows else ""
-
-
-def _refused(plan: Plan) -> str:
-    rows = [(f"{number:,}", shorten(reason)) for reason, number in plan.refused[:_SHOWN_REFUSALS]]
-    return f"refused, as `phalanx train` would (number of layouts, reason)\n{table(rows, '  ')}" if rows else ""
-
-
-def _assumed(plan: Plan) -> str:
-    rows = [(name, value, f"[{shorten(origin, 60)}]") for name, value, origin in plan.assumptions]
-    lines = [f"assumed, and where it comes from\n{table(rows, '  ')}"] if rows else []
-    if plan.sensitivity:
-        changes = "; ".join(f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity)
-        lines.append(wrapped(f"sensitivity: {changes}"))
-    return "\n".join(lines)
+        yield seconds(step), f"{step / best - 1:+.1%}", other.layout.title, other.reason
 
 
 def beside_words(plan: Plan) -> str:
@@ -239,7 +260,7 @@ def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
                 "needed_gib": candidate.estimate.needed_gib,
                 "fits": candidate.estimate.fits,
             }
-            entry["layout"]["words"] = layout_name(candidate.layout)
+            entry["layout"]["words"] = candidate.layout.title
         document |= {"command": train_command(plan, subject), "toml": settings_toml(plan.settings)}
     document["model"]["parameters"] = plan.model.parameters
     if isinstance(plan.model, ModelShape):

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from phalanx.tools.plan.cluster import Gpu, Link
-from phalanx.tools.plan.collectives import Group, collective_seconds, group_of, send_seconds
+from phalanx.tools.plan.cluster import Gpu, Group, Link, collective_seconds, group_of, send_seconds
 from phalanx.tools.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
-from phalanx.tools.plan.layout import Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.prediction import TIME_PARTS
-from phalanx.tools.plan.states import counts, rank_layers, train_cut
+from phalanx.tools.plan.plans import TIME_PARTS, Goal, Layout
+from phalanx.tools.plan.rank_bytes import counts, rank_layers, train_cut
 from phalanx.world.splits import SCHEDULES
 
 HIDDEN = 0.19
@@ -264,14 +262,7 @@ def parameters_per_rank(model: ModelShape | TracedShape, layout: Layout) -> tupl
 
 
 def _add_data_axis(
-    step: StepTime,
-    held: float,
-    trained: float,
-    machine: Machine,
-    layout: Layout,
-    goal: Goal,
-    stage: _Stage,
-    count: int,
+    step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, goal: Goal, stage: _Stage, count: int
 ) -> None:
     """Add what the data axis communicates: gathered parameters, and gradients."""
     width, reduced = (4 if goal.precision == "fp32" else 2), goal.bytes_reduced(layout)

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx import torch_fakes
 from phalanx.errors import UsageError
 from phalanx.recipes.imports import call_with, load_import
+from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.shape import shape_of
 from phalanx.torch_compat import pytree
 
 _BATCH = 2

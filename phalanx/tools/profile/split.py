@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.tools.profile.intervals import Span, Spans, both, clip, total, union, without
 from phalanx.tools.profile.read import find_files
-from phalanx.tools.profile.timeline import RankTimeline, read_timeline
+from phalanx.tools.profile.timeline import RankTimeline, Span, Spans, both, clip, read_timeline, total, union, without
 
 CATEGORIES = ("compute", "hidden", "exposed", "data", "checkpoint", "idle")
 """They add up to the wall time. `hidden`: computation while communication ran; `exposed`: waiting for communication."""

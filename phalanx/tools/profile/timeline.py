@@ -1,15 +1,77 @@
-"""One rank's trace as a timeline: its steps, phases, computation, communication, operations and modules."""
+"""One rank's trace as a timeline: steps, phases, computation, communication, operations, modules; sets of time."""
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from phalanx.tools.profile.intervals import Span, Spans, union, without
-from phalanx.tools.profile.memory import MemoryOwners, owners_at_peak
-from phalanx.tools.profile.read import RankFile
+from phalanx.tools.profile.read import MemoryOwners, RankFile, owners_at_peak
+
+Span = tuple[float, float]
+Spans = list[Span]
+
+
+def union(spans: Iterable[Span]) -> Spans:
+    """Return the times that lie in any of the spans."""
+    merged: Spans = []
+    for begin, end in sorted(spans):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def both(first: Spans, second: Spans) -> Spans:
+    """Return the times that lie in both sets."""
+    found: Spans = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def clip(spans: Spans, begin: float, end: float) -> Spans:
+    """Return the times of a set between two times; what lies outside is not looked at."""
+    first = bisect.bisect_right(spans, begin, key=lambda span: span[1])
+    last = bisect.bisect_left(spans, end, lo=first, key=lambda span: span[0])
+    return [(max(a, begin), min(b, end)) for a, b in spans[first:last]]
+
+
+def without(first: Spans, second: Spans) -> Spans:
+    """Return the times of the first set that are not in the second."""
+    found: Spans = []
+    j = 0
+    for begin, end in first:
+        while j < len(second) and second[j][1] <= begin:
+            j += 1
+        k = j
+        while k < len(second) and second[k][0] < end:
+            if second[k][0] > begin:
+                found.append((begin, second[k][0]))
+            begin = max(begin, second[k][1])
+            k += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def total(spans: Spans) -> float:
+    """Return the seconds of a set."""
+    return sum(end - begin for begin, end in spans)
+
 
 LOOP = "phalanx:"
 MODULE = "phalanx.module:"

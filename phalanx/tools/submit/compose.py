@@ -17,8 +17,8 @@ from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.tools.submit import pods
-from phalanx.tools.submit.files import own_limit
 from phalanx.tools.submit.job import ClusterJob, JobRecord
+from phalanx.tools.submit.job_files import own_limit
 from phalanx.tools.submit.target import CommonOptions, Status, Target
 from phalanx.tools.submit.yaml_text import dump, load, override
 

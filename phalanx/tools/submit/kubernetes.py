@@ -11,8 +11,8 @@ from typing import ClassVar
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.observe.guard import say_to_user
 from phalanx.tools.submit import pods
-from phalanx.tools.submit.files import limit_seconds
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
+from phalanx.tools.submit.job_files import limit_seconds
 from phalanx.tools.submit.kube_client import KubeClient, Object, follow_pods
 from phalanx.tools.submit.pods import PodOptions
 from phalanx.tools.submit.target import Status, Target

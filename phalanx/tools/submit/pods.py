@@ -10,9 +10,8 @@ from typing import Any
 from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
-from phalanx.tools.submit import uv
-from phalanx.tools.submit.files import shell_join
 from phalanx.tools.submit.job import ClusterJob
+from phalanx.tools.submit.job_files import shell_join, uv_lines
 from phalanx.tools.submit.target import CommonOptions
 
 PORT = 29400
@@ -92,7 +91,7 @@ def script(
         lines.append(f"mkdir -p {_CODE} && tar -xzf /phalanx-code/code.tar.gz -C {_CODE} && cd {_CODE} || exit 1")
         more += job.kept_flags(work)
     if options.uv:
-        lines += uv.lines(options, _CODE if options.ship == "archive" else work)
+        lines += uv_lines(options, _CODE if options.ship == "archive" else work)
     if job.nodes > 1:
         lines.append(f"until getent hosts {host} >/dev/null; do sleep 1; done")
         more += ["--node-rank", _NODE, "--rdzv-endpoint", f"{host}:{PORT}"]

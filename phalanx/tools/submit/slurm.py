@@ -15,8 +15,8 @@ from pathlib import Path
 from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_PREEMPTED, UsageError
-from phalanx.tools.submit import uv
-from phalanx.tools.submit.files import (
+from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
+from phalanx.tools.submit.job_files import (
     follow_files,
     limit_seconds,
     program_of,
@@ -24,8 +24,8 @@ from phalanx.tools.submit.files import (
     shell_join,
     split_words,
     unpack_lines,
+    uv_lines,
 )
-from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.tools.submit.target import CommonOptions, Status, Target
 
 SIGNAL_SECONDS = 120
@@ -167,7 +167,7 @@ class Slurm(Target[SlurmOptions]):
             yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", _EACH_NODE)
         if self.options.uv:
             folder = '"$work"' if self.options.ship == "archive" else job.directory
-            yield from uv.lines(self.options, folder, _EACH_NODE)
+            yield from uv_lines(self.options, folder, _EACH_NODE)
         yield "# Launchers end together and say why; killed at the first exit, the others could not report theirs."
         yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{self._command(job)}"
         yield "code=$?"

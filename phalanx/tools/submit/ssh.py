@@ -23,11 +23,20 @@ from phalanx.config.sources import ENV_PREFIX, NOT_SETTINGS
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.observe.guard import say_to_user
-from phalanx.tools.submit import uv
-from phalanx.tools.submit.files import follow_files, own_limit, program_of, rank_log, shell_join, split_words
 from phalanx.tools.submit.hosts import STATE, HostGroup, HostPlan, write_plan
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
-from phalanx.tools.submit.ship import archive
+from phalanx.tools.submit.job_files import (
+    FIND_UV,
+    archive,
+    follow_files,
+    own_limit,
+    program_of,
+    rank_log,
+    shell_join,
+    split_words,
+    uv_lines,
+    uv_place,
+)
 from phalanx.tools.submit.target import CommonOptions, Status, Target
 
 _ANSWER_SECONDS = 60.0
@@ -83,7 +92,7 @@ class Ssh(Target[SshOptions]):
         yield f"cd {folder} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
         if self.options.uv:
-            yield from uv.lines(self.options, folder)
+            yield from uv_lines(self.options, folder)
         listed = ",".join(f"{name}:{ranks}" for name, ranks in _hosts(job).items())
         extra = ["--hosts", listed, "--num-nodes", str(job.nodes), "--node-rank", _NUMBER, "--rdzv-endpoint", _MEETING]
         if ships:  # the copy is removed at the end of the job, and the run stays
@@ -103,7 +112,7 @@ class Ssh(Target[SshOptions]):
         if self.options.uv:  # the versions are those of uv.lock
             is_there = f"test -d {folder if folder == '~' else shlex.quote(folder)}"
             said = f"""{is_there} && echo '{{"has_folder": true}}' || echo '{{"has_folder": false}}'"""
-            script = shlex.quote(f"{uv.FIND}\n{said}")
+            script = shlex.quote(f"{FIND_UV}\n{said}")
             found = _ask_all(plan, lambda host: [*plan.ssh, host, f"sh -c {script}"])
         else:
             found = self._facts = _ask_all(plan, lambda host: plan.remote(host, "facts", folder))
@@ -128,7 +137,7 @@ class Ssh(Target[SshOptions]):
         meeting = job.config.rdzv_endpoint or (f"{facts['address']}:{facts['port']}" if facts else "")
         python = shlex.quote(str(Path(program_of(options)).parent / "python"))
         if options.uv:
-            python = f"{uv.place(options, self._folder(job, work))}/bin/python"
+            python = f"{uv_place(options, self._folder(job, work))}/bin/python"
         return HostPlan(
             hosts=list(_hosts(job)),
             ssh=[*words, *split_words("--ssh", options.ssh), "--"],
@@ -153,7 +162,7 @@ class Ssh(Target[SshOptions]):
                 unpack = f"mkdir -p {folder} && tar -xzf - -C {folder}"
                 _refuse_failed("the code was not copied", plan.on_all(unpack, packed))
             if self.options.uv:
-                make = "\n".join([f"cd {folder} || exit 1", *uv.lines(self.options, folder)])
+                make = "\n".join([f"cd {folder} || exit 1", *uv_lines(self.options, folder)])
                 _refuse_failed("uv did not make the environment", plan.on_all("bash -s", make.encode()))
                 self._facts = _ask_all(plan, lambda host: plan.remote(host, "facts", "~"))
         except BaseException:

@@ -22,17 +22,17 @@ from phalanx.tools.tune.domains import (
 )
 
 if TYPE_CHECKING:
-    from phalanx.tools.tune.reporting import checkpoint_dir, report
     from phalanx.tools.tune.results import Results
     from phalanx.tools.tune.space import SearchSpace
+    from phalanx.tools.tune.trial import checkpoint_dir, report
     from phalanx.tools.tune.tuner import DistributedTuner
 
 _HOMES = {
     "DistributedTuner": "phalanx.tools.tune.tuner",
     "Results": "phalanx.tools.tune.results",
     "SearchSpace": "phalanx.tools.tune.space",
-    "checkpoint_dir": "phalanx.tools.tune.reporting",
-    "report": "phalanx.tools.tune.reporting",
+    "checkpoint_dir": "phalanx.tools.tune.trial",
+    "report": "phalanx.tools.tune.trial",
 }
 
 __all__ = [

@@ -18,10 +18,9 @@ from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.observe.guard import Guard, Streams, say_to_user
 from phalanx.runs.preflight import check_packages
 from phalanx.runs.spec import launch_spec
-from phalanx.tools.tune.reporting import RESUMES_AFTER
 from phalanx.tools.tune.schedulers import Points
 from phalanx.tools.tune.trainable import Trainable
-from phalanx.tools.tune.trial import Trial
+from phalanx.tools.tune.trial import RESUMES_AFTER, Trial
 from phalanx.world.layout import plan_layout
 
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}

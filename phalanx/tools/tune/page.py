@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.svg import STYLE, UNUSED, Axis, Plot, bars, brief, drawing
+from phalanx.observe.svg import UNUSED, Axis, Plot, bars, brief, drawing, html_page
 from phalanx.tools.tune.domains import Domain, import_optuna
-from phalanx.tools.tune.objective import Objective
-from phalanx.tools.tune.results import Results
+from phalanx.tools.tune.results import Results, columns, point_words, ranked
 from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.table import columns, point_words, ranked
-from phalanx.tools.tune.trial import State, Trial
+from phalanx.tools.tune.trial import Objective, State, Trial
 
 PAGE_FILE = "study.html"
 _LEFT, _STRIDE = 64, 190
@@ -28,20 +26,12 @@ _COMPARED = 4
 """Trials that importance needs: fewer say nothing."""
 
 _STYLE = """
-:root { --ink: #1b2733; --soft: #5b6b7b; --grid: #e3e8ee; --paper: #fff; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: var(--ink);
-  background: var(--paper); }
-h2 { margin: 2.2rem 0 .3rem; } p { margin: .3rem 0 .8rem; color: var(--soft); }
-code, .facts dd { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
+p { color: var(--soft); } code, .facts dd { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } .facts dd { margin: 0; }
-.best { font-size: 1.15rem; color: var(--ink); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--grid); white-space: nowrap; }
+.big { color: var(--ink); } th, td { white-space: nowrap; }
 th { cursor: pointer; user-select: none; } th[aria-sort=ascending]::after { content: " \\25b4"; }
 th[aria-sort=descending]::after { content: " \\25be"; }
-.failed td { color: #b42318; } .stopped td { color: #8a6d1f; }
-.scroll { overflow-x: auto; } .row { display: flex; flex-wrap: wrap; gap: 1rem; }
-@media (prefers-color-scheme: dark) { :root { --ink: #dbe4ee; --soft: #94a3b3; --grid: #263341; --paper: #10161d; } }
+.failed td { color: #b42318; } .stopped td { color: #8a6d1f; } .row { display: flex; flex-wrap: wrap; gap: 1rem; }
 """
 _SCRIPT = """
 for (const th of document.querySelectorAll("th")) th.onclick = () => {
@@ -119,11 +109,7 @@ def page(
     failures = "".join(f"<li>trial {trial.number}: {escape(trial.cause)}</li>" for trial in results.failed)
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     parts = [
-        "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head>",
-        f"<body><h1>{escape(title)}</h1>",
-        f'<p class="best">Best of {len(results.trials)} trials: trial {best.number}, '
+        f'<p class="big">Best of {len(results.trials)} trials: trial {best.number}, '
         f"{escape(results.objective.metric)} <b>{brief(results.best_value)}</b> with "
         f"{escape(point_words(best.params))}.</p>",
         f'<dl class="facts">{listed}</dl>',
@@ -136,9 +122,9 @@ def page(
         *_section("Learning curves", "A cross: the trial was stopped early.", _curves(axes[-1].name, lines)),
         *_section("Trials", "Click on a head to sort.", _trials(results)),
         f"<h2>Failures</h2><ul>{failures}</ul>" if failures else "",
-        f"<script>{_SCRIPT}</script></body></html>\n",
+        f"<script>{_SCRIPT}</script>",
     ]
-    return "\n".join(parts)
+    return html_page(title, parts, _STYLE)
 
 
 def _section(name: str, text: str, content: str) -> list[str]:

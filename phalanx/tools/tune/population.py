@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.tools.tune.engine import SearchEngine, SearchPlan
+from phalanx.tools.tune.engine import Pool, SearchEngine, SearchPlan
 from phalanx.tools.tune.executor import Ending
-from phalanx.tools.tune.objective import Objective
-from phalanx.tools.tune.pool import Pool
 from phalanx.tools.tune.record import Record
+from phalanx.tools.tune.results import LiveTable, PlainTable
 from phalanx.tools.tune.schedulers import Points
-from phalanx.tools.tune.table import LiveTable, PlainTable
-from phalanx.tools.tune.trial import State, Trial
+from phalanx.tools.tune.trial import Objective, State, Trial
 
 _QUANTILE = 0.25
 

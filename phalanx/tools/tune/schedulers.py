@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.tools.tune.objective import Objective
-from phalanx.tools.tune.trial import Trial
+from phalanx.tools.tune.trial import Objective, Trial
 
 SCHEDULERS = ("asha", "pbt", "median", "none")
 _FARTHEST = 10**7

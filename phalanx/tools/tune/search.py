@@ -21,18 +21,23 @@ from phalanx.runs.spec import engine_environment
 from phalanx.runs.stored import StoredRun
 from phalanx.tools.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tools.tune.executor import Executor, LocalExecutor, plan_slots
-from phalanx.tools.tune.objective import Objective
 from phalanx.tools.tune.page import PAGE_FILE, axes_and_lines, command_words, page
 from phalanx.tools.tune.population import Population
-from phalanx.tools.tune.record import FILE, Record
-from phalanx.tools.tune.results import Results, check_some_worked, write_best, write_trials
+from phalanx.tools.tune.record import FILE, Record, open_tracking
+from phalanx.tools.tune.results import (
+    LiveTable,
+    PlainTable,
+    Results,
+    check_some_worked,
+    open_table,
+    point_words,
+    write_best,
+    write_trials,
+)
 from phalanx.tools.tune.schedulers import SCHEDULERS, make_scheduler
-from phalanx.tools.tune.space import SearchSpace
-from phalanx.tools.tune.suggest import SEARCHES, PartOfSearch, Search, make_search
-from phalanx.tools.tune.table import LiveTable, PlainTable, open_table, point_words
-from phalanx.tools.tune.tracking import open_tracking
+from phalanx.tools.tune.space import SEARCHES, PartOfSearch, Search, SearchSpace, make_search
 from phalanx.tools.tune.trainable import OF_THE_TRIAL, Trainable
-from phalanx.tools.tune.trial import Trial
+from phalanx.tools.tune.trial import Objective, Trial
 
 ENGINES = ("auto", "local", "ray")
 _DEFAULT_SAMPLES = 10
@@ -195,7 +200,7 @@ def _run(plan: SearchPlan, request: SearchRequest) -> Results:
             trials = engine.run()
         finally:
             table.close(engine.trials)
-        results = _conclude(plan, trials, record, table)
+        results = _conclude(plan, trials, table)
     finally:
         plan.tracking.close(results)
         record.close()
@@ -209,7 +214,7 @@ def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, req
     return IndependentTrials(plan, record, table, scheduler)
 
 
-def _conclude(plan: SearchPlan, trials: Sequence[Trial], record: Record, table: PlainTable | LiveTable) -> Results:
+def _conclude(plan: SearchPlan, trials: Sequence[Trial], table: PlainTable | LiveTable) -> Results:
     """Write the files of a search that has ended, and show where they are."""
     subject, objective = plan.subject, plan.objective
     check_some_worked(trials)
@@ -221,8 +226,7 @@ def _conclude(plan: SearchPlan, trials: Sequence[Trial], record: Record, table: 
     if results.failed:
         count = len(results.failed)
         table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
-    for path in _draw(plan, results, record, table):
-        table.notice(f"picture: {_short(path)}")
+    table.notice(f"picture: {_short(_draw(plan, results))}")
     stored = StoredRun(results.best.folder)
     if (checkpoint := stored.best_checkpoint or next(reversed(stored.checkpoints), None)) is not None:
         table.notice(f"best checkpoint: {_short(checkpoint)}")
@@ -253,18 +257,13 @@ def _flag(name: str, value: Any) -> str:
     return f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={value}"
 
 
-def _draw(plan: SearchPlan, results: Results, record: Record, table: PlainTable | LiveTable) -> list[Path]:
-    """Write the page, and the PNG charts where matplotlib is installed."""
+def _draw(plan: SearchPlan, results: Results) -> Path:
+    """Write the page, and return its path."""
     axes, lines = axes_and_lines(results.trials, plan.space, results.objective)
     path = results.folder / PAGE_FILE
     facts = {"command": command_words(), "seed": str(plan.seed), "folder": str(results.folder)}
-    text = page(results, plan.space, axes, lines, f"Tuning {plan.subject.name}", facts)
-    path.write_text(text, encoding="utf-8")
-    try:
-        return [path, *record.draw()]
-    except UsageError as error:  # the search is what was asked for; a picture that cannot be drawn does not undo it
-        table.notice(str(error))
-        return [path]
+    path.write_text(page(results, plan.space, axes, lines, f"Tuning {plan.subject.name}", facts), encoding="utf-8")
+    return path
 
 
 def _common_settings(plan: SearchPlan, request: SearchRequest) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from phalanx.observe.sinks import JsonlSink
 from phalanx.recipes import Recipe, load_recipe
 from phalanx.runs.record import RunRecord
 from phalanx.runs.spec import given_settings, recipe_target, settings_environment
-from phalanx.tools.tune.reporting import as_number
-from phalanx.tools.tune.trial import REPORTED, Trial
+from phalanx.tools.tune.trial import REPORTED, Trial, as_number
 from phalanx.world.env import read_rank_env
 
 _REPORTED_BY_RECIPES = ("train/loss", "val/loss", "val/accuracy")

@@ -11,11 +11,11 @@ from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import ScriptTarget
 from phalanx.recipes import load_recipe
-from phalanx.tools.tune.objective import DEFAULT_METRIC
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.search import SearchRequest, search
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.trainable import FunctionTrainable, RecipeTrainable, ScriptTrainable, Trainable
+from phalanx.tools.tune.trial import DEFAULT_METRIC
 
 
 class DistributedTuner:

@@ -270,7 +270,7 @@ def weights_difference(first: Path, second: Path) -> tuple[float, str]:
     """
     import torch
 
-    from phalanx.tools.verify.compare import largest_difference, same_bits
+    from phalanx.tools.verify.probe import largest_difference, same_bits
 
     one, other = (torch.load(weights_file(plan), weights_only=True) for plan in (first, second))
     return largest_difference(one, other), same_bits(one, other) or ""

@@ -23,12 +23,10 @@ from phalanx.reliability import Fault, Marks, to_json
 from phalanx.runs.record import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
-from phalanx.tools.verify.compare import FLOAT32, compare, limits_of, same_bits
-from phalanx.tools.verify.own_loop import LOOPS, loops_for
-from phalanx.tools.verify.probe import Recording
-from phalanx.tools.verify.rank import Run, VerifyRequest, read_recording
-from phalanx.tools.verify.report import MEASURES, Comparison, Verdict
+from phalanx.tools.verify.probe import FLOAT32, Recording, compare, limits_of, same_bits
+from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read_recording
 from phalanx.tools.verify.subject import GivenSubject, Subject
+from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import JobLayout, plan_layout
 

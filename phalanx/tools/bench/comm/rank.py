@@ -1,11 +1,13 @@
-"""The measurement on a rank; the first rank prints each row at once, and writes all of them to a file."""
+"""The measurement on a rank, and the algorithms by name; the first rank prints each row at once."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,13 +16,209 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.collectives import ALGORITHMS
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
+from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.comm.collectives.topology import find_locations, hosts, measure_links
+from phalanx.errors import SharedMemoryUnavailable, UsageError
+from phalanx.host.gpus import HOST_ID
 from phalanx.observe.format import speed_note
-from phalanx.tools.bench.comm.cases import CannotRunHere, Case, expected_result, input_count, make_case, sample
 from phalanx.tools.bench.comm.plan import DTYPE_BYTES, BenchPlan, element_count
 from phalanx.tools.bench.comm.report import HEADER, BenchRow
+from phalanx.world.env import read_rank_env
+
+_TORCH_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_TORCH_OPS["prod"] = dist.ReduceOp.PRODUCT
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 has new names for them, and warns of the old ones."""
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")
+
+
+class CannotRunHere(Exception):
+    """The reason why an algorithm is left out; the others are measured."""
+
+
+def _fresh(count: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm. `move` takes the input and returns this rank's result, or None where a rank has none."""
+
+    move: Callable[[torch.Tensor], torch.Tensor | None]
+    allocate: Callable[[int, torch.dtype], torch.Tensor] = _fresh
+    is_checked: bool = True
+    """Whether its result is that of the collective."""
+
+
+def make_case(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
+    """Return an algorithm that is ready to run, or raise `CannotRunHere`, on all ranks alike."""
+    if algo in ALGORITHMS[plan.op]:
+        return _collective(algo, plan, channel)
+    if algo in ("shm", "shm-copy"):
+        return _shared_memory(plan, channel, in_place=algo == "shm" and plan.op == "all_reduce")
+    if algo == "copy":
+        room = torch.empty(max(plan.sizes), dtype=torch.uint8)
+        return Case(lambda given: room[: given.nbytes].view(given.dtype).copy_(given), is_checked=False)
+    return _torch_backend(algo, plan, channel)
+
+
+def _collective(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
+    function = ALGORITHMS[plan.op][algo]
+    if algo == "fixed-order":
+        try:
+            check_ranks(channel.size)
+        except UsageError as error:
+            raise CannotRunHere(error.message) from None
+    if algo == "hierarchical" and plan.ranks_per_host is not None:
+        ranks = range(channel.size)
+        groups = [list(ranks[first : first + plan.ranks_per_host]) for first in ranks[:: plan.ranks_per_host]]
+        function = partial(function, groups=groups)
+    return Case(partial(_move_collective, function, plan, channel))
+
+
+def _move_collective(
+    function: Callable[..., Any], plan: BenchPlan, channel: P2PChannel, given: torch.Tensor
+) -> torch.Tensor | None:
+    if plan.op == "scatter":
+        own = given.new_empty(given.numel() // channel.size)
+        function(own, channel, given.view(channel.size, -1) if channel.rank == 0 else None)
+        return own
+    if plan.op == "all_to_all":
+        given = given.view(channel.size, -1)
+    extra = (plan.redop,) if plan.op in ("all_reduce", "reduce_scatter", "reduce") else ()
+    result: torch.Tensor | None = function(given, channel, *extra)
+    if plan.op in _IN_PLACE:
+        return given if plan.op != "reduce" or channel.rank == 0 else None
+    return result
+
+
+def _shared_memory(plan: BenchPlan, channel: P2PChannel, *, in_place: bool) -> Case:
+    from phalanx.comm.shm import SharedGroup, on_one_machine
+    from phalanx.comm.shm.pages import group_text_gatherer
+
+    gather = group_text_gatherer(None)
+    if not on_one_machine(gather, channel.rank):
+        raise CannotRunHere("the ranks are not on one machine")
+    try:
+        group = SharedGroup(gather, channel.rank, channel.size, timeout=60.0, room=max(plan.sizes) if in_place else 0)
+    except SharedMemoryUnavailable as error:
+        raise CannotRunHere(error.message) from None
+    if in_place:
+        room = group.empty(max(plan.sizes), torch.uint8)
+        return Case(partial(_move_shared, group, plan), lambda count, dtype: room[: count * dtype.itemsize].view(dtype))
+    return Case(partial(_move_shared, group, plan))
+
+
+def _move_shared(group: Any, plan: BenchPlan, given: torch.Tensor) -> torch.Tensor:
+    if plan.op == "all_reduce":
+        group.all_reduce(given, plan.redop)
+        return given
+    if plan.op == "broadcast":
+        group.broadcast(given)
+        return given
+    if plan.op == "reduce_scatter":
+        out = given.new_empty(given.numel() // group.size)
+        group.reduce_scatter(out, given, plan.redop)
+        return out
+    out = given.new_empty(given.numel() * (group.size if plan.op == "all_gather" else 1))
+    getattr(group, plan.op)(out, given)
+    return out
+
+
+def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
+    group = dist.group.WORLD
+    device = "cpu"
+    if name == "nccl":
+        device = f"cuda:{_check_nccl() % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+        group = dist.new_group(backend="nccl")
+    case = Case(partial(_move_by_torch, plan, channel, group), partial(_fresh, device=device))
+    dtype = getattr(torch, plan.dtype)
+    try:  # a backend that cannot do it fails at the first call, on every rank
+        case.move(torch.ones(channel.size, dtype=dtype, device=device))
+    except RuntimeError as error:
+        raise CannotRunHere(str(error).strip().splitlines()[0]) from error
+    return case
+
+
+def _check_nccl() -> int:
+    """Refuse where the ranks of this machine cannot use nccl; return the rank's number here."""
+    if not dist.is_nccl_available():
+        raise CannotRunHere("this torch was built without nccl")
+    if not torch.cuda.is_available():
+        raise CannotRunHere("torch sees no GPU here")
+    env = read_rank_env()
+    local, here = (0, 1) if env is None else (env.local_rank, env.local_world_size)
+    gpus = torch.cuda.device_count()
+    if gpus < here and HOST_ID not in os.environ:
+        raise CannotRunHere(f"nccl needs a GPU for each rank: {gpus} for {here} ranks; see --share-gpus")
+    return local
+
+
+def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, given: torch.Tensor) -> torch.Tensor | None:
+    op, size, root = _TORCH_OPS[plan.redop], channel.size, channel.rank == 0
+    if plan.op == "all_reduce":
+        dist.all_reduce(given, op, group=group)
+        return given
+    if plan.op == "broadcast":
+        dist.broadcast(given, 0, group=group)
+        return given
+    if plan.op == "reduce":
+        dist.reduce(given, 0, op, group=group)
+        return given if root else None
+    if plan.op == "gather":
+        parts = [torch.empty_like(given) for _ in range(size)] if root else None
+        dist.gather(given, parts, 0, group=group)
+        return torch.cat(parts) if parts is not None else None
+    share = given.numel() // size
+    counts = {"reduce_scatter": share, "scatter": share, "all_gather": given.numel() * size}
+    out = given.new_empty(counts.get(plan.op, given.numel()))
+    if plan.op == "reduce_scatter":
+        _REDUCE_SCATTER(out, given, op, group=group)
+    elif plan.op == "scatter":
+        dist.scatter(out, list(torch.tensor_split(given, size)) if root else None, 0, group=group)
+    elif plan.op == "all_gather":
+        _ALL_GATHER(out, given, group=group)
+    else:
+        dist.all_to_all_single(out, given, group=group)
+    return out
+
+
+def input_count(op: str, count: int, ranks: int) -> int:
+    """Return the number of input elements per rank: its share where the result is the concatenation."""
+    return count // ranks if op in ("all_gather", "gather") else count
+
+
+def sample(rank: int, count: int, dtype: str) -> torch.Tensor:
+    """Return a rank's input for the check: small whole numbers that every rank can compute."""
+    assert dtype in DTYPE_BYTES
+    return ((torch.arange(count) * 7 + rank) % 3 + 1).to(getattr(torch, dtype))
+
+
+def expected_result(plan: BenchPlan, count: int, rank: int, ranks: int) -> torch.Tensor | None:
+    """Return the result that a rank must have for the `sample` of all ranks."""
+    given = [sample(peer, input_count(plan.op, count, ranks), plan.dtype) for peer in range(ranks)]
+    own = slice(rank * count // ranks, (rank + 1) * count // ranks)
+    if plan.op in ("all_reduce", "reduce", "reduce_scatter"):
+        total = _reduced(given, plan.redop)
+        return {"all_reduce": total, "reduce": total if rank == 0 else None}.get(plan.op, total[own])
+    if plan.op in ("all_gather", "gather"):
+        return torch.cat(given) if plan.op == "all_gather" or rank == 0 else None
+    if plan.op == "all_to_all":
+        return torch.cat([one[own] for one in given])
+    return given[0] if plan.op == "broadcast" else given[0][own]
+
+
+def _reduced(given: list[torch.Tensor], redop: str) -> torch.Tensor:
+    total = given[0].clone()
+    for other in given[1:]:
+        total = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(redop, torch.add)(total, other)
+    return total / len(given) if redop == "mean" else total
+
 
 PLAN_NAME = "plan.json"
 RESULT_NAME = "result.json"

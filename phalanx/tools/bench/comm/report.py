@@ -1,12 +1,16 @@
-"""The table and the plots of `phalanx bench comm`."""
+"""The table and the plots of `phalanx bench comm`, and the nominal speed of the links."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
+from phalanx.observe.svg import COLORS, Axis, Plot, drawing, write_picture
 from phalanx.tools.bench.comm.plan import REDUCING, bus_factor
 
 HEADER = (
@@ -81,67 +85,130 @@ def side_by_side(rows: Sequence[BenchRow]) -> str:
     return "\n".join(lines)
 
 
-def check_plotting(path: str) -> None:
-    """Raise for a plot that cannot be drawn, before anything is measured."""
-    _pyplot()
-    if "." not in path.rsplit("/", 1)[-1]:
-        raise UsageError(f"--plot {path}: the name has no format", hint=f"Write --plot {path}.png")
+_CELL = (520, 400)
 
 
 def plot_rows(rows: Sequence[BenchRow], path: str) -> None:
     """Draw time and bus bandwidth over size, one line per algorithm."""
-    plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for algo in dict.fromkeys(row.algo for row in rows):
-        chosen = [row for row in rows if row.algo == algo]
-        sizes = [row.size_bytes for row in chosen]
-        left.plot(sizes, [row.time_us for row in chosen], marker="o", label=algo)
-        right.plot(sizes, [row.busbw_gbs for row in chosen], marker="o", label=algo)
-    for axes, label in ((left, "time (us)"), (right, "bus bandwidth (GB/s)")):
-        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=label)
-        axes.grid(visible=True, alpha=0.3)
-    right.legend()
-    figure.suptitle(f"{rows[0].op} on {rows[0].ranks} ranks, {rows[0].dtype}")
-    _save(figure, path, plt)
+    algos = list(dict.fromkeys(row.algo for row in rows))
+    charts = []
+    for label, name in (("time (us)", "time_us"), ("bus bandwidth (GB/s)", "busbw_gbs")):
+        points = {algo: [(row.size_bytes, getattr(row, name)) for row in rows if row.algo == algo] for algo in algos}
+        sizes, values = zip(*(point for line in points.values() for point in line), strict=True)
+        x, y = (Axis(title, min(each), max(each), log=True) for title, each in (("bytes", sizes), (label, values)))
+        plot = Plot(x, y, _CELL)
+        for (algo, line), color in zip(points.items(), COLORS, strict=False):
+            plot.line(line, color, algo)
+            for point in line:
+                plot.mark(point, color, f"{algo}: {point[1]:.4g}")
+        charts.append(plot.svg())
+    write_picture(path, f"{rows[0].op} on {rows[0].ranks} ranks, {rows[0].dtype}", charts, _CELL, algos)
 
 
 def plot_links(latency_us: list[list[float]], bandwidth_gbs: list[list[float]], path: str) -> None:
     """Draw latency and bandwidth of every pair of ranks as heat maps."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    for place, title, numbers in ((axes[0], "latency (us)", latency_us), (axes[1], "bandwidth (GB/s)", bandwidth_gbs)):
-        _draw_matrix(figure, place, title, numbers)
-    _save(figure, path, plt)
+    charts = [_heat_map("latency (us)", latency_us), _heat_map("bandwidth (GB/s)", bandwidth_gbs)]
+    write_picture(path, f"links between {len(latency_us)} ranks, from each (row) to each (column)", charts, _CELL, [])
 
 
-def _draw_matrix(figure: Any, axes: Any, title: str, numbers: list[list[float]]) -> None:
-    hidden = [list(line) for line in numbers]
-    for rank in range(len(hidden)):
-        hidden[rank][rank] = float("nan")  # no rank sends to itself
-    image = axes.imshow(hidden)
-    for row, line in enumerate(hidden):
+def _heat_map(title: str, numbers: list[list[float]]) -> str:
+    """Return a cell per pair of ranks, the larger the number the darker; no rank sends to itself."""
+    side = 320 / len(numbers)
+    most = max((value for line in numbers for value in line), default=0.0) or 1.0
+    parts = [f'<text class="name" x="16" y="20">{title}</text>']
+    for row, line in enumerate(numbers):
         for column, value in enumerate(line):
+            x, y, shade = 16 + column * side, 32 + row * side, 0.15 + 0.85 * value / most
+            place = f'x="{x:.1f}" y="{y:.1f}" width="{side - 1:.1f}" height="{side - 1:.1f}"'
             if row != column:
-                axes.text(column, row, f"{value:.2g}", ha="center", va="center", color="white")
-    axes.set(title=title, xlabel="to rank", ylabel="from rank", xticks=range(len(numbers)), yticks=range(len(numbers)))
-    figure.colorbar(image, ax=axes)
+                parts.append(f'<rect {place} fill="#3b6fb6" fill-opacity="{shade:.2f}"/>')
+                parts.append(f'<text class="name" x="{x + side / 3:.1f}" y="{y + side / 2:.1f}">{value:.2g}</text>')
+    return drawing(_CELL, parts)
 
 
-def _save(figure: Any, path: str, plt: Any) -> None:
+_INTERFACES = Path("/sys/class/net")
+_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""PCIe, GB/s per lane by generation."""
+
+
+@dataclass(frozen=True)
+class ExpectedLink:
+    """One link and its expected bandwidth in GB/s; None where it is not known."""
+
+    name: str
+    expected_gbs: float | None
+    source: str
+
+
+def network_links(interfaces: Path = _INTERFACES) -> list[ExpectedLink]:
+    """Return the network cards that are up, with the speed their driver reports."""
+    found = []
+    for path in sorted(interfaces.glob("*")):
+        if path.name == "lo" or _read(path / "operstate") not in ("up", "unknown"):
+            continue
+        megabits = _read(path / "speed")
+        known = bool(re.fullmatch(r"[1-9]\d*", megabits))
+        rate = int(megabits) / 8e3 if known else None
+        found.append(ExpectedLink(path.name, rate, f"{path / 'speed'}" if known else "its driver does not say"))
+    return found
+
+
+def gpu_links() -> list[ExpectedLink]:
+    """Return how GPUs are connected, by nvidia-smi; nothing without it."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    nvlink = _ask("nvidia-smi", "nvlink", "--status")
+    pcie = _ask("nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    return [*parse_nvlink(nvlink), *parse_pcie(pcie)]
+
+
+def parse_nvlink(text: str) -> list[ExpectedLink]:
+    """Add up the links of each GPU (`Link 0: 26.562 GB/s`)."""
+    found = []
+    for block in re.split(r"^(?=GPU \d+)", text, flags=re.MULTILINE):
+        number = re.match(r"GPU (\d+)", block)
+        rates = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", block)]
+        if number and rates:
+            found.append(ExpectedLink(f"GPU {number[1]} NVLink", sum(rates), f"nvidia-smi: {len(rates)} links"))
+    return found
+
+
+def parse_pcie(text: str) -> list[ExpectedLink]:
+    """Read generation and width of each GPU's PCIe link (`5, 16`)."""
+    found = []
+    for number, line in enumerate(filter(None, map(str.strip, text.splitlines()))):
+        match = re.fullmatch(r"(\d+), (\d+)", line)
+        if match:
+            rate = _LANE_GBS.get(int(match[1]), 0.0) * int(match[2])
+            found.append(ExpectedLink(f"GPU {number} PCIe", rate or None, f"nvidia-smi: gen {match[1]} x{match[2]}"))
+    return found
+
+
+def link_table(measured_gbs: float, copy_gbs: float, *, one_host: bool, links: list[ExpectedLink]) -> str:
+    """Return expected and measured bandwidth. Ranks of one host communicate through memory, not its cards."""
+    memory = ExpectedLink("memory (loopback)", copy_gbs, "one core copies, measured here")
+    lines = [
+        f"{'link':<22}{'expected':>10}{'measured':>10}{'share':>8}   expected by",
+        " " * 22 + "    (GB/s)    (GB/s)",
+    ]
+    for link in [memory, *links] if one_host else links:
+        used = one_host == (link is memory)
+        expected = f"{link.expected_gbs:.2f}" if link.expected_gbs is not None else "?"
+        shown = f"{measured_gbs:.2f}" if used else "-"
+        share = f"{measured_gbs / link.expected_gbs:.0%}" if used and link.expected_gbs else "-"
+        lines.append(f"{link.name:<22}{expected:>10}{shown:>10}{share:>8}   {link.source}")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> str:
     try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # no such folder or format
-        raise UsageError(f"--plot {path}: {error}") from None
-    finally:
-        plt.close(figure)
+        return path.read_text().strip()
+    except OSError:  # the kernel gives no speed for some links
+        return ""
 
 
-def _pyplot() -> Any:
+def _ask(*command: str) -> str:
     try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("plots need matplotlib", hint="pip install 'phalanx[bench]'") from None
-    matplotlib.use("Agg")  # no screen needed
-    from matplotlib import pyplot
-
-    return pyplot
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

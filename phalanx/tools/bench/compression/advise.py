@@ -19,6 +19,7 @@ from phalanx.comm.compress import build_compressor, ring_bytes
 from phalanx.comm.exchange import Bucket
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.observe.format import size, table
 
 BACKWARD_SHARE = 2 / 3
 """Backward computes two products where forward computes one."""
@@ -109,6 +110,19 @@ def _reason(plain: Prediction, own_s: float, send_s: float, exposed: float) -> s
         return f"sending was hidden already, and compressing takes {_ms(own_s)}"
     saved = plain.exposed_s - exposed
     return f"waits {_ms(abs(saved))} {'less' if saved >= 0 else 'more'}, compresses for {_ms(own_s)}"
+
+
+def advice(
+    name: str, link: LinkSpeed, found: Sequence[Prediction], *, compute_s: float, model_bytes: int, ranks: int
+) -> str:
+    """Return the adviser's answer for one model and one link as a table."""
+    rate = f"{link.bytes_per_second * 8 / 1e9:.3g} Gb/s, {link.latency_s * 1e6:.0f} us"
+    title = f"{name}: {size(model_bytes)} of gradients, {compute_s * 1000:.1f} ms computing, {ranks} ranks, {rate}"
+    rows: list[tuple[str, ...]] = [("compressor", "step ms", "sends ms", "compresses ms", "verdict", "why")]
+    for item in found:
+        times = (f"{seconds * 1000:.2f}" for seconds in (item.step_s, item.send_s, item.own_s))
+        rows.append((item.name, *times, item.verdict if item.name != "none" else "-", item.reason))
+    return f"{title}\n{table(rows)}"
 
 
 def _ms(seconds: float) -> str:

@@ -24,7 +24,6 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.task import TrainTask
 from phalanx.recipes import load_recipe
 from phalanx.tools.bench.compression.advise import settings_of
-from phalanx.tools.bench.compression.plan import Case, CompressionRequest
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.recipe import recipe_parts
 from phalanx.world.env import read_rank_env
@@ -54,43 +53,39 @@ class Clock(Callback):
 
     def on_step_end(self, trainer: Any, info: StepInfo) -> None:
         """Record a step."""
-        loss = info.loss
-        self.curve.append((time.perf_counter() - self._began, loss))
+        self.curve.append((time.perf_counter() - self._began, info.loss))
 
 
 def run_cases(payload: str) -> None:
     """Run the cases one after the other; the first rank writes each result next to the request."""
     path = Path(payload)
-    body = json.loads(path.read_text(encoding="utf-8"))
-    request = CompressionRequest(**{**body, "cases": [Case(**case) for case in body["cases"]]})
+    request = json.loads(path.read_text(encoding="utf-8"))
     env = read_rank_env()
-    for case in request.cases:
-        result = run_case(case, request, path.parent)
+    for recipe, compressor in request["cases"]:
+        run_dir = path.parent / f"run-{recipe}-{compressor}"
+        with nullcontext() if request["rate"] is None else emulated_link(request["rate"]):
+            result = _run_case(recipe, compressor, request, run_dir, 1 if env is None else env.world_size)
+        shutil.rmtree(run_dir, ignore_errors=True)
         if env is None or env.rank == 0:
-            (path.parent / f"{case.name}.json").write_text(json.dumps(result), encoding="utf-8")
+            (path.parent / f"{recipe}-{compressor}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def run_case(case: Case, request: CompressionRequest, folder: Path) -> dict[str, Any]:
+def _run_case(name: str, compressor: str, request: dict[str, Any], run_dir: Path, ranks: int) -> dict[str, Any]:
     """Train a recipe's first steps under a compressor; return times, losses and bytes."""
-    recipe = load_recipe(case.recipe)
-    own = settings_of(case.compressor, request.settings)
-    settings = {**recipe.settings, **QUIET, "device": "cpu", "max_steps": request.steps, "log_every_n_steps": 10**6}
-    config = DistributedConfig(**{**settings, "compression": case.compressor, **own})
+    recipe = load_recipe(name)
+    settings = {**recipe.settings, **QUIET, "device": "cpu", "max_steps": request["steps"], "log_every_n_steps": 10**6}
+    own = settings_of(compressor, request["settings"])
+    config = DistributedConfig(**{**settings, "compression": compressor, **own})
     seed_everything(config.seed)
     model, train, _ = recipe_parts(recipe, None)
     clock = Clock()
-    task = TrainTask(model, train, loss_fn=None if recipe.sample else implied_loss, callbacks=[clock], name=case.recipe)
-    rate = request.emulated_bytes_per_second
-    run_dir = folder / f"run-{case.name}"
-    with nullcontext() if rate is None else emulated_link(rate):
-        history = run_job(Job("fit", task, config, run_dir), in_place=True).history
+    task = TrainTask(model, train, loss_fn=None if recipe.sample else implied_loss, callbacks=[clock], name=name)
+    history = run_job(Job("fit", task, config, run_dir), in_place=True).history
     assert history is not None, "fit returns one"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    env = read_rank_env()
     gradient = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    plain = len(clock.curve) * ring_bytes(gradient, 1 if env is None else env.world_size)
+    plain = len(clock.curve) * ring_bytes(gradient, ranks)
     sent = plain if history.sent_bytes is None else history.sent_bytes
-    return {"curve": clock.curve, "sent_bytes": sent, "plain_bytes": plain}
+    return {"sent_bytes": sent, "plain_bytes": plain, "curve": clock.curve}
 
 
 _STEPS = 12

@@ -10,11 +10,9 @@ from phalanx.observe.format import table
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator
-from phalanx.tools.plan.explain import name as layout_name
-from phalanx.tools.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.planner import make_plan
-from phalanx.tools.plan.report import Plan
+from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout, Plan
 from phalanx.tools.plan.search import HEADROOM, Constraints
 from phalanx.tools.plan.text import seconds
 
@@ -76,15 +74,7 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         cost = seconds(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
         memory = f"{found.needed_gib:.1f}"
-        yield (
-            name,
-            seconds(found.step_seconds),
-            relative,
-            f"{found.mfu:.1%}",
-            memory,
-            cost,
-            layout_name(plan.best.layout),
-        )
+        yield (name, seconds(found.step_seconds), relative, f"{found.mfu:.1%}", memory, cost, plan.best.layout.title)
 
 
 def answer(question: str, case: PlanCase, plan: Plan) -> Answer:
@@ -116,7 +106,7 @@ def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
     if plan.best is None or not isinstance(case.model, ModelShape) or case.model.patches:
         return Answer("longest sequence", "this model has no sequence, or nothing fits")
     others = [other.layout for other in (plan.best, *plan.runners_up)]
-    tried = {layout_name(each): each for layout in others for each in _smaller(layout)}
+    tried = {each.title: each for layout in others for each in _smaller(layout)}
 
     def longest(layout: Layout) -> int:
         fits, step = _fitting(case, layout), 128 * layout.cp
@@ -124,7 +114,7 @@ def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
 
     lengths = {name: longest(layout) for name, layout in tried.items()}
     best = max(lengths, key=lambda name: lengths[name])
-    own = lengths[layout_name(replace(plan.best.layout, micro_batch=1))]
+    own = lengths[replace(plan.best.layout, micro_batch=1).title]
     return Answer(
         "longest sequence", f"{own:,} tokens in the planned layout at micro-batch 1; {lengths[best]:,} with {best}"
     )

@@ -1,0 +1,235 @@
+"""What targets share: the program to call, scripts, limits, logs that grow; environments by uv, and shipped code."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.settings import parse_duration
+from phalanx.errors import EXIT_USAGE, UsageError
+from phalanx.tools.submit.job import ClusterJob
+from phalanx.tools.submit.target import CommonOptions, Target
+
+_POLL_SECONDS = 0.5
+
+
+def program_of(options: CommonOptions) -> str:
+    """Return how `phalanx` is called on the nodes: of the image, of uv, of a given environment, or of this one."""
+    if options.image is not None or options.uv:
+        return "phalanx"
+    folder = Path(options.venv) / "bin" if options.venv is not None else Path(sys.executable).parent
+    return str(folder / "phalanx")
+
+
+def shell_join(words: Sequence[str], expressions: Mapping[str, str]) -> str:
+    """Quote words for a shell; `expressions`: marks in them to the shell's own text that takes their place.
+
+    A mark begins with a NUL character, which no argument of a command can hold.
+    """
+    marks = re.compile("|".join(f"({re.escape(mark)})" for mark in expressions))
+    split = ([part for part in marks.split(word) if part] or [""] for word in words)
+    return " ".join("".join(expressions.get(part) or shlex.quote(part) for part in parts) for parts in split)
+
+
+def split_words(flag: str, text: str | None) -> list[str]:
+    """Return the words of an option that holds options of another program."""
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: {error}", hint="Close every quotation mark.") from None
+
+
+def own_limit(job: ClusterJob, options: CommonOptions) -> tuple[str, ...]:
+    """Return the flags by which a run ends itself, for targets without a time limit of their own."""
+    seconds = limit_seconds(job, options, 0)
+    return () if seconds is None else ("--max-time", str(seconds))
+
+
+def limit_seconds(job: ClusterJob, options: CommonOptions, save_seconds: int) -> int | None:
+    """Return the time limit; refuse one that leaves no time to train, or that ends a run without checkpoints."""
+    if (given := options.time_limit) is None:
+        return None
+    try:
+        limit = parse_duration(given)
+    except ValueError:
+        raise UsageError(f"--time-limit {given}: expected a duration such as 30m, 12h or 2d.") from None
+    if limit <= save_seconds + 60:
+        saves = f": a run is asked to save {save_seconds} s before the limit, so it would hardly train"
+        raise UsageError(
+            f"--time-limit {given}{saves if save_seconds else ' leaves hardly any time to train'}",
+            hint="Give 10m or more.",
+        )
+    if job.config.checkpoint_every is None:
+        raise UsageError(
+            f"--time-limit {given} ends the run, and it saves no checkpoints",
+            hint="Add --checkpoint-frequency auto, or a number of steps: --checkpoint-frequency '500 steps'.",
+        )
+    return round(limit)
+
+
+def unpack_lines(work: str, each_node: str) -> Iterator[str]:
+    """Return the lines of a script that unpack shipped code on every node and enter it."""
+    yield f'work="{work}"'
+    # Complete at once, since nodes may share the folder. Other users can write to /tmp: a folder of theirs is refused.
+    script = (
+        'umask 077; new=$(mktemp -d "$0.XXXXXX") && tar -xzf "$1"/code-*.tar.gz -C "$new" || exit 1; '
+        'mv -T "$new" "$0" 2>/dev/null || rm -rf "$new"; [ -d "$0" ] && [ -O "$0" ] && [ ! -L "$0" ]'
+    )
+    yield f'{each_node}bash -c {shlex.quote(script)} "$work" "$PHALANX_JOB_FOLDER" || exit 1'
+    yield 'cd "$work" || exit 1'
+
+
+def rank_log(run_dir: Path, rank: int) -> Path:
+    """Return the log of one rank."""
+    found = sorted((run_dir / "logs").rglob(f"rank-{rank}.log"))
+    if not found:
+        raise UsageError(
+            f"{run_dir / 'logs'} has no log of rank {rank}", hint="See the ranks there are: ls that folder."
+        )
+    return found[-1]
+
+
+def follow_files(find: Callable[[], Sequence[Path]], has_ended: Callable[[], bool] | None) -> Iterator[str]:
+    """Return lines of the files that `find` returns; with `has_ended`, wait for more of both until it is true."""
+    at = defaultdict[Path, int](int)
+    asked = 0.0
+    while True:
+        ended = has_ended is None
+        if has_ended is not None and time.monotonic() - asked > 4 * _POLL_SECONDS:
+            asked, ended = time.monotonic(), has_ended()
+        for path in find():
+            if path.is_file():
+                with path.open("rb") as file:
+                    file.seek(at[path])
+                    for line in file:
+                        if line.endswith(b"\n") or ended:
+                            at[path] += len(line)
+                            yield line.decode(errors="replace").rstrip("\r\n")
+        if ended:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+_LOCK, _PROJECT = "uv.lock", "pyproject.toml"
+FIND_UV = f"""PATH="$PATH:$HOME/.local/bin:$HOME/.cargo/bin"
+if ! command -v uv >/dev/null; then
+  echo "uv is not on the PATH of $(uname -n): install it there, or give an environment that has phalanx (--venv)" >&2
+  exit {EXIT_USAGE}
+fi"""
+"""Shell lines that find uv, also where a login shell alone would have its folder on the PATH."""
+_MAKE_UV = f"""{FIND_UV}
+mkdir -p "$(dirname "$0")" && {{
+  # Left by a job that was killed: uv would fail, or take the interpreter behind it for the environment.
+  flock 9 && {{ [ -e "$0/pyvenv.cfg" ] || rm -rf "$0"; }} && UV_PROJECT_ENVIRONMENT="$0" uv sync --frozen%s
+}} 9>"$0.lock" || exit 1"""
+"""uv ends with 2 where an index is out of reach, and schedulers do not try again after 2."""
+
+
+def check_uv(target: Target[Any]) -> None:
+    """Refuse options that contradict --uv, and targets that cannot make environments."""
+    options = target.options
+    if options.uv_sync is not None and not options.uv:
+        raise UsageError(f"--uv-sync {options.uv_sync} without --uv", hint="Add --uv.")
+    if options.uv and options.venv is not None:
+        raise UsageError(f"--uv makes an environment, and --venv {options.venv} is another", hint="Leave one out.")
+    if options.uv and target.lacks_uv:
+        raise UsageError(f"--uv with {target.lacks_uv}", hint="Install phalanx there, or put it into the image.")
+
+
+def uv_place(options: CommonOptions, folder: str) -> str:
+    """Return where the environment is on a node, as its shell reads it; `folder`: where the ranks run there.
+
+    Shipped code has it inside, so that both are removed together. Else its name is the digest of what decides its
+    content, to which the folder belongs: uv installs a project in place. Nodes with different processors may share a
+    home folder.
+    """
+    digest = hashlib.sha256(b"\0".join([*_read_project(), (options.uv_sync or "").encode(), folder.encode()]))
+    named = f'"$HOME"/.cache/phalanx/uv/{digest.hexdigest()[:16]}-"$(uname -m)"'
+    return f"{folder}/.venv" if options.ship == "archive" else named
+
+
+def uv_lines(options: CommonOptions, folder: str, each_node: str = "") -> Iterator[str]:
+    """Return the lines of a script that make the environment and enter it; `each_node` runs a command on all nodes."""
+    make = _MAKE_UV % "".join(f" {shlex.quote(word)}" for word in split_words("--uv-sync", options.uv_sync))
+    yield "# The environment of uv.lock. One process of a node makes it, others wait for it; later ones find it made."
+    yield f"environment={uv_place(options, folder)}"
+    yield f'{each_node}sh -c {shlex.quote(make)} "$environment" || exit $?'
+    yield 'export PATH="$environment/bin:$PATH"'
+
+
+def _read_project() -> list[bytes]:
+    """Return the content of the project's files; refuse a project that is not locked, or that has no phalanx."""
+    for name in (_PROJECT, _LOCK):
+        if not Path(name).is_file():
+            raise UsageError(
+                f"--uv makes the environment from {_LOCK}, and {Path.cwd()} has no {name}",
+                hint="Make one: uv init --bare && uv add phalanx",
+            )
+    lock = Path(_LOCK).read_bytes()
+    try:
+        packages = {each["name"] for each in tomllib.loads(lock.decode())["package"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{_LOCK} cannot be read: {error}", hint="Write it again: uv lock") from None
+    if "phalanx" not in packages:
+        raise UsageError(f"{_LOCK} has no phalanx, which starts the ranks", hint="Add it: uv add phalanx")
+    return [Path(_PROJECT).read_bytes(), lock]
+
+
+LARGEST = 200 * 2**20
+"""Bytes of an archive: more is probably data, which is not shipped."""
+_NEVER = {".git", "__pycache__", ".venv", "venv", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
+
+
+def archive(directory: Path) -> tuple[str, bytes]:
+    """Return the name and content of an archive of a folder's code: `code-<digest>.tar.gz`, equal for equal files."""
+    files = _tracked(directory) or _walked(directory)
+    size = sum(path.stat().st_size for path in files)
+    if size > LARGEST:
+        largest = sorted(files, key=lambda path: -path.stat().st_size)[:3]
+        named = ", ".join(str(path.relative_to(directory)) for path in largest)
+        raise UsageError(
+            f"the code in {directory} is {size / 2**20:,.0f} MB, more than {LARGEST / 2**20:.0f}; largest: {named}",
+            hint="Data is not shipped: keep it outside, or list it in .gitignore.",
+        )
+    content = _packed(directory, files)
+    return f"code-{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content
+
+
+def _tracked(directory: Path) -> list[Path]:
+    """Return the files that git knows or does not ignore; empty where the folder is not one of git."""
+    command = ["git", "-C", str(directory), "ls-files", "-co", "--exclude-standard", "-z"]
+    try:
+        found = subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    paths = [directory / name for name in found.split("\0") if name]
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+
+
+def _walked(directory: Path) -> list[Path]:
+    found = (path for path in directory.rglob("*") if not _NEVER & set(path.relative_to(directory).parts))
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+
+def _packed(directory: Path, files: list[Path]) -> bytes:
+    import gzip
+
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        for path in files:
+            entry = tarfile.TarInfo(str(path.relative_to(directory)))
+            entry.size, entry.mode = path.stat().st_size, 0o755 if path.stat().st_mode & 0o100 else 0o644
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+    return packed.getvalue()
