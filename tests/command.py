@@ -44,6 +44,18 @@ def phalanx(*words: object) -> Answer:
     return Answer(code, out.getvalue(), err.getvalue())
 
 
+def completions(line: str) -> list[str]:
+    """Return what argcomplete offers for a line; a real shell asks in test_help_and_completion."""
+    from argcomplete import CompletionFinder
+    from argcomplete.lexers import split_line
+
+    from phalanx.cli.completion import parser_for
+
+    finder = CompletionFinder(parser_for(line.split()[1:]), always_complete_options=False)
+    quote, prefix, _, words, last_break = split_line(line)
+    return [word.rstrip() for word in finder._get_completions(words, prefix, quote, last_break)]
+
+
 def clean_environment(**added: str) -> dict[str, str]:
     """This process's environment without what a launcher would have put there."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}

@@ -17,6 +17,7 @@ from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
 from s3_server import serve_s3
 
 from phalanx.launch.forkserver import client
+from phalanx.launch.forkserver.preload import PRELOAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,10 +105,23 @@ def launch_script(tmp_path: Path, fork_server: None) -> Callable[..., ScriptRun]
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
-    """Have the fork server for the whole session, and end it with the session."""
-    client.prestart()
-    yield
+    """Have the fork server for the whole session, and end it with the session.
+
+    It imports what ranks of the package import: in a rank that takes three times as long as a small training.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PRELOAD, "phalanx.worker,phalanx.trainers.torch")
+        client.prestart()
+        yield
     client.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_compute_thread() -> None:
+    """Leave the cores to the processes that run tests: threads of one would wait for those of another."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

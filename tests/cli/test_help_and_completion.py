@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import clean_environment, phalanx
+from command import clean_environment, completions, phalanx
 
 from phalanx.cli.help import COMMON
 from phalanx.config import FIELDS, GROUPS
@@ -80,16 +80,6 @@ def test_help_and_completion_are_quick_and_import_no_torch(words):
     assert min(seconds) < 0.2  # 0.09 s on an idle machine
 
 
-def completed(folder: Path, line: str) -> list[str]:
-    """Return what a shell that has registered argcomplete is offered for a line."""
-    folder.mkdir(exist_ok=True)
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
-    environment = {**clean_environment(), **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(folder / "found")}
-    command = [sys.executable, "-m", "phalanx.cli"]
-    subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, timeout=60)
-    return [word.rstrip() for word in (folder / "found").read_text().split("\n") if word.strip()]
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -115,11 +105,12 @@ def completed(folder: Path, line: str) -> list[str]:
         ("plan llama-70", ["llama-70b"]),
     ],
 )
-def test_a_shell_completes(tmp_path, line, expected):
+def test_a_shell_completes(tmp_path, monkeypatch, line, expected):
     for number, name in enumerate(("old", "new")):
         (tmp_path / "runs" / name).mkdir(parents=True)
         os.utime(tmp_path / "runs" / name, (number, number))
-    assert sorted(completed(tmp_path, f"phalanx {line}")) == sorted(expected)
+    monkeypatch.chdir(tmp_path)
+    assert sorted(completions(f"phalanx {line}")) == sorted(expected)
 
 
 def test_a_real_bash_completes(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig, read_settings, resolve, write_toml
 from phalanx.errors import ConfigError, UsageError
+from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
@@ -27,6 +30,14 @@ installed = pytest.mark.skipif(
 )
 # Its embedding and head are one weight. A bias of attention keys has no gradient but rounding, which Adam blows up.
 SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16, "bias": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once(fork_server: None) -> Iterator[None]:
+    """Fork ranks from a process that has imported DeepSpeed: that takes longer than most of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PRELOAD, f"{os.environ[PRELOAD]},deepspeed")
+        yield
 
 
 def make_tokens(*, ignoring: bool) -> TensorDataset:
