@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -47,6 +48,15 @@ _SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
 """Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
 _ONE_AT_A_TIME = ("ray", "horovod", "tensorflow")
 """Engines that use a machine as a whole: the files about one of them do not run beside each other."""
+
+
+_FOR_RANKS = ",".join(
+    [
+        *("phalanx.worker", "phalanx.trainers.torch", "phalanx.strategies.compose", "phalanx.models.sharded_loss"),
+        *("pytest", "psutil", "phalanx.launch.supervisor"),
+    ]
+)
+"""What ranks of most tests import: the trainers, models and strategies, and what a file of tests imports."""
 
 
 def pytest_configure() -> None:
@@ -110,7 +120,7 @@ def fork_server() -> Iterator[None]:
     It imports what ranks of the package import: in a rank that takes three times as long as a small training.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PRELOAD, "phalanx.worker,phalanx.trainers.torch")
+        patch.setenv(PRELOAD, _FOR_RANKS)
         client.prestart()
         yield
     client.shutdown()
@@ -119,9 +129,8 @@ def fork_server() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_compute_thread() -> None:
     """Leave the cores to the processes that run tests: threads of one would wait for those of another."""
-    import torch
-
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

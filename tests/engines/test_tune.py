@@ -22,10 +22,15 @@ from phalanx.tools.tune.trial import State
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 
 
+DRAW = Record.draw
+
+
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch, fork_server):
+    """A folder of its own; no pictures, which take longer than the searches."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
+    monkeypatch.setattr(Record, "draw", lambda record: [])
 
 
 def told(tuner):
@@ -301,7 +306,8 @@ def test_a_function_is_needed():
         DistributedTuner(search_space={"x": uniform(0, 1)})
 
 
-def test_the_pictures_and_the_page(tmp_path):
+def test_the_pictures_and_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(Record, "draw", DRAW)
     space = {"x": uniform(-3, 3), "kind": choice(["a", "b"]), "y": uniform(0, 1, when={"kind": "a"})}
     tuner = DistributedTuner(curve, space, scheduler="asha", trials=2, study_dir="study")
     tuner.tune(num_samples=4)
@@ -324,6 +330,7 @@ def test_the_pictures_and_the_page(tmp_path):
 def test_without_matplotlib_the_search_ends_well_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     import sys
 
+    monkeypatch.setattr(Record, "draw", DRAW)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     DistributedTuner(lambda config: config["x"], {"x": choice([1, 2])}, search="grid", trials=2, study_dir="s").tune()
     assert "the PNG pictures need matplotlib" in capsys.readouterr().out
