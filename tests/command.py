@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,3 +118,17 @@ def install_package(site: Path, modules: dict[str, str], entry_points: str) -> d
     (info / "entry_points.txt").write_text(entry_points)
     path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
     return {**clean_environment(), "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def installed_package(site: Path, modules: dict[str, str], entry_points: str) -> Iterator[dict[str, str]]:
+    """Install a package, and have this process and its ranks find it too."""
+    environment = install_package(site, modules, entry_points)
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    try:
+        yield environment
+    finally:
+        sys.path.remove(str(site))
+        for name in modules:
+            sys.modules.pop(name, None)

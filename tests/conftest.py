@@ -46,8 +46,17 @@ _PATIENCE_SECONDS = 1.0
 
 _SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
 """Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
-_ONE_AT_A_TIME = ("ray", "horovod", "tensorflow")
-"""Engines that use a machine as a whole: the files about one of them do not run beside each other."""
+_LONGEST = ("test_tensorflow", "test_recovery", "test_deepspeed", "test_matrix", "test_submit_ssh", "test_seeds")
+"""Files of more than a minute, the longest first: one that begins last delays the end."""
+_ONE_AT_A_TIME = {
+    **{engine: engine for engine in ("ray", "horovod", "tensorflow")},
+    **dict.fromkeys(("test_matrix", "test_ring_parity"), "eight ranks"),
+}
+"""Parts of files' names, and what these files use as a whole: those of one value do not run beside each other.
+
+Ray's machines have fixed addresses, Horovod and TensorFlow start as many threads as there are cores, and eight ranks
+are four for each of two cores.
+"""
 
 
 _FOR_RANKS = ",".join(
@@ -67,7 +76,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files."""
-    items.sort(key=lambda item: _SLOW_FIRST.index(_folder(item)) if _folder(item) in _SLOW_FIRST else len(_SLOW_FIRST))
+    items.sort(key=lambda item: (_position(_LONGEST, item.path.stem), _position(_SLOW_FIRST, item.path.parent.name)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,13 +90,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             name = Path(nodeid.split("::", 1)[0]).stem
-            return next((engine for engine in _ONE_AT_A_TIME if engine in name), name)
+            return next((whole for part, whole in _ONE_AT_A_TIME.items() if part in name), name)
 
     return ByFile(config, log)
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.parent.name
+def _position(names: tuple[str, ...], name: str) -> int:
+    """Return where a name stands in a list; after its end, if it does not."""
+    return names.index(name) if name in names else len(names)
 
 
 class Ranks(Protocol):

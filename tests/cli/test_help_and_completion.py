@@ -68,16 +68,22 @@ def test_a_flag_given_twice_with_different_values_is_refused():
     assert phalanx("config", "show", "--epochs", 3, "--epochs", 3).code == 0
 
 
+def cpu_seconds(*words: str) -> float:
+    """Return the CPU time of a Python program, the least of three runs: how long it waits for others does not count."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *words], env=clean_environment(), check=True, capture_output=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime)
+    return min(seconds)
+
+
 @pytest.mark.parametrize("words", [("train", "--help"), ("config", "show", "--help")])
 def test_help_and_completion_are_quick_and_import_no_torch(words):
-    command = [sys.executable, "-c", NO_TORCH, *words]
-    seconds = []
-    for _ in range(6):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, env=clean_environment(), check=True, capture_output=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime)  # CPU time: other processes do not count
-    assert min(seconds) < 0.2  # 0.09 s on an idle machine
+    """0.09 s on an idle machine, and 1.4 times as long as these modules of Python's own on any."""
+    usual = cpu_seconds("-c", "import argparse, asyncio, dataclasses, inspect, tomllib")
+    assert cpu_seconds("-c", NO_TORCH, *words) < 2.5 * usual
 
 
 @pytest.mark.parametrize(
