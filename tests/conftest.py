@@ -51,11 +51,12 @@ _LONGEST = ("test_tensorflow", "test_recovery", "test_deepspeed", "test_matrix",
 _ONE_AT_A_TIME = {
     **{engine: engine for engine in ("ray", "horovod", "tensorflow")},
     **dict.fromkeys(("test_matrix", "test_ring_parity"), "eight ranks"),
+    **dict.fromkeys(("test_docs_site", "test_docs_width"), "the site"),
 }
 """Parts of files' names, and what these files use as a whole: those of one value do not run beside each other.
 
-Ray's machines have fixed addresses, Horovod and TensorFlow start as many threads as there are cores, and eight ranks
-are four for each of two cores.
+Ray's machines have fixed addresses, Horovod and TensorFlow start as many threads as there are cores, eight ranks are
+four for each of two cores, and the site is built once.
 """
 
 
