@@ -7,7 +7,7 @@ TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 RANKS ?=
 # Processes that run tests: most tests wait more than they compute.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 # Tests share the cores: compute threads that wait must not spin.
 test test-all: export OMP_WAIT_POLICY = PASSIVE

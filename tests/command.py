@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,18 @@ def phalanx(*words: object) -> Answer:
     return Answer(code, out.getvalue(), err.getvalue())
 
 
+def completions(line: str) -> list[str]:
+    """Return what argcomplete offers for a line; a real shell asks in test_help_and_completion."""
+    from argcomplete import CompletionFinder
+    from argcomplete.lexers import split_line
+
+    from phalanx.cli.completion import parser_for
+
+    finder = CompletionFinder(parser_for(line.split()[1:]), always_complete_options=False)
+    quote, prefix, _, words, last_break = split_line(line)
+    return [word.rstrip() for word in finder._get_completions(words, prefix, quote, last_break)]
+
+
 def clean_environment(**added: str) -> dict[str, str]:
     """This process's environment without what a launcher would have put there."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
@@ -63,7 +77,7 @@ def start(*words: object, cwd: Path, **environment: str) -> subprocess.Popen[str
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 60) -> Answer:
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> Answer:
     """Wait for a program and return what it said; one that does not end is killed with all it started."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -104,3 +118,17 @@ def install_package(site: Path, modules: dict[str, str], entry_points: str) -> d
     (info / "entry_points.txt").write_text(entry_points)
     path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
     return {**clean_environment(), "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def installed_package(site: Path, modules: dict[str, str], entry_points: str) -> Iterator[dict[str, str]]:
+    """Install a package, and have this process and its ranks find it too."""
+    environment = install_package(site, modules, entry_points)
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    try:
+        yield environment
+    finally:
+        sys.path.remove(str(site))
+        for name in modules:
+            sys.modules.pop(name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +18,7 @@ from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
 from s3_server import serve_s3
 
 from phalanx.launch.forkserver import client
+from phalanx.launch.forkserver.preload import PRELOAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +46,27 @@ _PATIENCE_SECONDS = 1.0
 
 _SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
 """Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
-_ONE_AT_A_TIME = ("ray", "horovod", "tensorflow")
-"""Engines that use a machine as a whole: the files about one of them do not run beside each other."""
+_LONGEST = ("test_tensorflow", "test_recovery", "test_deepspeed", "test_matrix", "test_submit_ssh", "test_seeds")
+"""Files of more than a minute, the longest first: one that begins last delays the end."""
+_ONE_AT_A_TIME = {
+    **{engine: engine for engine in ("ray", "horovod", "tensorflow")},
+    **dict.fromkeys(("test_matrix", "test_ring_parity"), "eight ranks"),
+    **dict.fromkeys(("test_docs_site", "test_docs_width"), "the site"),
+}
+"""Parts of files' names, and what these files use as a whole: those of one value do not run beside each other.
+
+Ray's machines have fixed addresses, Horovod and TensorFlow start as many threads as there are cores, eight ranks are
+four for each of two cores, and the site is built once.
+"""
+
+
+_FOR_RANKS = ",".join(
+    [
+        *("phalanx.worker", "phalanx.trainers.torch", "phalanx.strategies.compose", "phalanx.models.sharded_loss"),
+        *("pytest", "psutil", "phalanx.launch.supervisor"),
+    ]
+)
+"""What ranks of most tests import: the trainers, models and strategies, and what a file of tests imports."""
 
 
 def pytest_configure() -> None:
@@ -56,7 +77,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files."""
-    items.sort(key=lambda item: _SLOW_FIRST.index(_folder(item)) if _folder(item) in _SLOW_FIRST else len(_SLOW_FIRST))
+    items.sort(key=lambda item: (_position(_LONGEST, item.path.stem), _position(_SLOW_FIRST, item.path.parent.name)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,13 +91,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             name = Path(nodeid.split("::", 1)[0]).stem
-            return next((engine for engine in _ONE_AT_A_TIME if engine in name), name)
+            return next((whole for part, whole in _ONE_AT_A_TIME.items() if part in name), name)
 
     return ByFile(config, log)
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.parent.name
+def _position(names: tuple[str, ...], name: str) -> int:
+    """Return where a name stands in a list; after its end, if it does not."""
+    return names.index(name) if name in names else len(names)
 
 
 class Ranks(Protocol):
@@ -104,10 +126,22 @@ def launch_script(tmp_path: Path, fork_server: None) -> Callable[..., ScriptRun]
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
-    """Have the fork server for the whole session, and end it with the session."""
-    client.prestart()
-    yield
+    """Have the fork server for the whole session, and end it with the session.
+
+    It imports what ranks of the package import: in a rank that takes three times as long as a small training.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PRELOAD, _FOR_RANKS)
+        client.prestart()
+        yield
     client.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_compute_thread() -> None:
+    """Leave the cores to the processes that run tests: threads of one would wait for those of another."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import textwrap
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from phalanx.launch.forkserver import client
 from phalanx.observe.guard import Streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def run_on_ranks(directory: Path, function: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> list[Any]:
@@ -139,6 +141,41 @@ def run_script(directory: Path, source: str, console: RecordingConsole | None = 
     settings = {"ranks_per_node": 2, "log_dir": directory / "logs", **spec}
     result = launch(LaunchSpec(target=ScriptTarget(script, args), **settings), console)
     return ScriptRun(result, console, settings["log_dir"])
+
+
+def free_endpoint() -> str:
+    """Return an address of this machine that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def run_nodes(
+    directory: Path,
+    source: str,
+    *,
+    node_ranks: Sequence[int | None] = (0, 1),
+    sizes: Sequence[int] = (2, 1),
+    endpoint: str = "",
+    identities: Sequence[dict[str, str]] = ({}, {}, {}),
+    **spec: Any,
+) -> list[ScriptRun]:
+    """Launch a script on several nodes: one launcher for each, all in this process."""
+    endpoint = endpoint or free_endpoint()
+
+    def run(index: int) -> ScriptRun:
+        return run_script(
+            directory / f"node{index}",
+            source,
+            node_rank=node_ranks[index],
+            rdzv_endpoint=endpoint,
+            ranks_per_node=sizes[index],
+            console_ranks="all",
+            identity=identities[index],
+            **{"num_nodes": len(node_ranks), **spec},
+        )
+
+    with ThreadPoolExecutor(len(node_ranks)) as pool:
+        return list(pool.map(run, range(len(node_ranks))))
 
 
 def warm_pid() -> int | None:

@@ -10,10 +10,9 @@ import sys
 
 import pytest
 import torch
-from command import clean_environment, phalanx
+from command import clean_environment, completions, phalanx
 
 from phalanx.checkpoint import RunLock, Snapshot, list_checkpoints, load, mark_best, save
-from phalanx.cli.completion import completions
 from phalanx.cli.parsers import CKPT_ACTIONS
 from phalanx.observe.best import Best
 
@@ -91,15 +90,15 @@ def test_inspect_shows_what_is_in_a_checkpoint(kept):
     assert shown["config"]["learning_rate"] == 2.0
 
 
-def test_verify_reads_every_file_and_names_the_damaged_one(kept):
-    assert answered("verify", kept).count(": intact (") == 4
+def test_check_reads_every_file_and_names_the_damaged_one(kept):
+    assert answered("check", kept).count(": intact (") == 4
     name = flip(kept / "step-00000030")
-    answer = phalanx("ckpt", "verify", kept)
+    answer = phalanx("ckpt", "check", kept)
     assert answer.code == 1
     assert f"step-00000030: damaged\n  {name} does not match its hash" in answer.out
-    assert phalanx("ckpt", "verify", kept / "step-00000030").code == 1
-    assert phalanx("ckpt", "verify", f"{kept}@40").code == 0
-    (shown,) = [row for row in json.loads(phalanx("ckpt", "verify", kept, "--json").out) if row["problems"]]
+    assert phalanx("ckpt", "check", kept / "step-00000030").code == 1
+    assert phalanx("ckpt", "check", f"{kept}@40").code == 0
+    (shown,) = [row for row in json.loads(phalanx("ckpt", "check", kept, "--json").out) if row["problems"]]
     assert shown["path"].endswith("step-00000030")
 
 
@@ -202,13 +201,7 @@ def test_prune_removes_chunks_that_no_checkpoint_uses(tmp_path):
     (directory / ".copying-step-00000020").rmdir()
     answered("prune", directory, "--keep-last", 1)
     assert [path.name for path in directory.glob(".*")] == [".chunks-here"]
-    assert phalanx("ckpt", "verify", directory).code == 0
-
-
-def test_export_is_that_of_phalanx_export(kept):
-    answer = phalanx("ckpt", "export", kept / "step-00000040", "--format", "nothing")
-    assert answer.code == 2
-    assert "unknown format 'nothing'" in answer.err
+    assert phalanx("ckpt", "check", directory).code == 0
 
 
 def test_mistakes_are_answered_with_what_to_write(kept, tmp_path):
@@ -237,7 +230,7 @@ def test_mistakes_are_answered_with_what_to_write(kept, tmp_path):
 
 def refused_file(folder) -> str:
     torch.save({}, folder / "weights.pt")
-    answer = phalanx("ckpt", "verify", folder / "weights.pt")
+    answer = phalanx("ckpt", "check", folder / "weights.pt")
     assert answer.code == 2
     return answer.err
 
@@ -258,5 +251,5 @@ def test_help_and_completion_know_the_actions_and_import_no_torch():
     )
     assert done.returncode == 0, done.stderr
     assert "--only ENTRY" in done.stdout
-    assert {word for word, _ in completions(["ckpt", ""])} == set(CKPT_ACTIONS)
-    assert "--tensors" in {word for word, _ in completions(["ckpt", "inspect", "--"])}
+    assert set(completions("phalanx ckpt ")) == set(CKPT_ACTIONS)
+    assert "--tensors" in completions("phalanx ckpt inspect --")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
+import runpy
 import textwrap
 
 import pytest
-from command import ROOT, clean_environment, finish, start
+from command import ROOT, finish, phalanx, start
+from long_proofs import long_proof
 
 from phalanx.config import FIELDS
 from phalanx.trainers.torch import TorchTrainer
@@ -36,8 +36,10 @@ def scripts() -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with all the scripts."""
+def folder(tmp_path, monkeypatch, fork_server):
+    """The working folder, with all the scripts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     for name, text in scripts().items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -57,12 +59,13 @@ def test_the_page_has_every_script():
 @pytest.mark.parametrize("name", UNDER_LAUNCHER)
 def test_the_loop_runs_and_learns(name, folder):
     pytest.importorskip(UNDER_LAUNCHER[name], reason="pip install 'phalanx[bench]'")
-    answer = finish(start("train", "--script", name, "--num-workers", 2, "--device", "cpu", "-q", cwd=folder), 100)
+    answer = phalanx("train", "--script", name, "--num-workers", 2, "-q")
     assert answer.code == 0, answer.text
     learned(answer.out)
     assert (folder / "model.pt").exists()
 
 
+@long_proof
 def test_the_horovod_loop_runs_and_learns(folder):
     pytest.importorskip("horovod.torch", reason="Horovod is not built: run make horovod")
     words = ("train", "--script", "with_horovod_loop.py", "--backend", "horovod", "--num-workers", 2, "-q")
@@ -71,13 +74,10 @@ def test_the_horovod_loop_runs_and_learns(folder):
     learned(answer.out)
 
 
-def test_the_trainer_runs_and_learns(folder):
-    command = [sys.executable, "phalanx_trainer.py"]
-    done = subprocess.run(
-        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    learned(done.stdout)
+def test_the_trainer_runs_and_learns(folder, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    runpy.run_path("phalanx_trainer.py", run_name="__main__")
+    learned(capfd.readouterr().out)
 
 
 def test_the_words_on_our_side_exist():

@@ -1,4 +1,4 @@
-"""The documentation is true: the site builds, its Python runs, its console sessions and flags are the program's."""
+"""The documentation is true: its Python runs, its console sessions and flags are the program's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from phalanx.cli.plan import parser as plan_parser
 from phalanx.cli.strategies import parser as strategies_parser
 from phalanx.cli.verify import faults_parser
 from phalanx.config import FIELDS
-from phalanx.observe.events import KINDS
-from phalanx.recipes import recipe_names
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -63,31 +61,6 @@ def folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     return tmp_path
-
-
-def rendered(site: Path, page: str) -> str:
-    return (site / page / "index.html").read_text()
-
-
-def test_every_setting_is_on_the_configuration_page(site):
-    page = rendered(site, "configuration")
-    missing = [name for name in FIELDS if f"<td><code>{name}</code></td>" not in page]
-    assert not missing
-
-
-def test_every_event_and_recipe_has_its_row(site):
-    monitoring, quickstart = rendered(site, "monitoring"), rendered(site, "quickstart")
-    assert not [kind for kind in KINDS if f"<td><code>{kind}</code></td>" not in monitoring]
-    assert not [name for name in recipe_names() if f"<td><code>{name}</code></td>" not in quickstart]
-
-
-def test_the_site_loads_nothing_from_other_hosts(site):
-    loaded = re.compile(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//')
-    for page in site.rglob("*.html"):
-        assert not loaded.search(page.read_text()), page
-    for picture in (DOCS / "assets").glob("*.svg"):
-        hosts = set(re.findall(r"https?://([^/\"']+)", picture.read_text()))
-        assert hosts <= {"www.w3.org"}, f"{picture}: {hosts}"
 
 
 @pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py", "parts.py"}))
@@ -150,6 +123,6 @@ def test_a_loop_of_ones_own_saves_on_sigterm_and_resumes(folder):
         assert process.poll() is None
     process.terminate()
     assert finish(process).code == 75
-    answer = finish(start(*words, 1, cwd=folder, PHALANX_DEVICE="cpu"))
-    assert answer.code == 0
+    answer = phalanx(*words, 1)
+    assert answer.code == 0, answer.text
     assert int(answer.out.rsplit("step ")[-1]) > 20

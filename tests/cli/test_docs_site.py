@@ -1,15 +1,18 @@
-"""The built site: every public name is in its reference, pictures can be enlarged, and it links its repository."""
+"""The built site: every public name, setting, event and recipe is in it, and nothing is loaded from other hosts."""
 
 from __future__ import annotations
 
 import re
 import runpy
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from command import ROOT
 
+from phalanx.config import FIELDS
 from phalanx.observe.events import KINDS
+from phalanx.recipes import recipe_names
 
 PUBLIC = ("phalanx", "phalanx.data", "phalanx.models", "phalanx.tools.tune", "phalanx.checkpoint")
 
@@ -32,6 +35,31 @@ def test_every_picture_can_be_enlarged(site):
     pictures = [match for page in pages for match in re.findall(r'(<a [^>]*>)?<img[^>]*src="([^"]+)"', page)]
     assert len(pictures) > 5
     assert not [source for link, source in pictures if f'href="{source}"' not in link and "/favicon" not in source]
+
+
+def rendered(site: Path, page: str) -> str:
+    return (site / page / "index.html").read_text()
+
+
+def test_every_setting_is_on_the_configuration_page(site):
+    page = rendered(site, "configuration")
+    missing = [name for name in FIELDS if f"<td><code>{name}</code></td>" not in page]
+    assert not missing
+
+
+def test_every_event_and_recipe_has_its_row(site):
+    monitoring, quickstart = rendered(site, "monitoring"), rendered(site, "quickstart")
+    assert not [kind for kind in KINDS if f"<td><code>{kind}</code></td>" not in monitoring]
+    assert not [name for name in recipe_names() if f"<td><code>{name}</code></td>" not in quickstart]
+
+
+def test_the_site_loads_nothing_from_other_hosts(site):
+    loaded = re.compile(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//')
+    for page in site.rglob("*.html"):
+        assert not loaded.search(page.read_text()), page
+    for picture in (ROOT / "docs" / "assets").glob("*.svg"):
+        hosts = set(re.findall(r"https?://([^/\"']+)", picture.read_text()))
+        assert hosts <= {"www.w3.org"}, f"{picture}: {hosts}"
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import COMMAND, install_package
+from command import COMMAND, installed_package, phalanx
 
 ENGINE = '''
 import json
@@ -107,20 +108,20 @@ class ToyRing(RingDDP):
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """Return the environment in which Python finds the package."""
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> Iterator[dict[str, str]]:
+    """Return the environment in which another Python finds the package; this one does already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     entry_points = (
         "[phalanx.engines]\ntoy = toy_engine:ENGINE\nbroken = toy_engine:MISSING\nwrong = toy_engine:RANK\n"
         "[phalanx.strategies]\ntoy-average = toy_strategy:Average\ntoy-ring = toy_ring:ToyRing\n"
     )
-    return install_package(
-        tmp_path / "site", {"toy_engine": ENGINE, "toy_strategy": STRATEGY, "toy_ring": RING}, entry_points
-    )
+    modules = {"toy_engine": ENGINE, "toy_strategy": STRATEGY, "toy_ring": RING}
+    with installed_package(tmp_path / "site", modules, entry_points) as environment:
+        yield environment
 
 
-def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "train", "digits", "--num-workers", "2", "--device", "cpu", "--epochs", "1", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+TRAIN = ("train", "digits", "--num-workers", "2", "--epochs", "1")
 
 
 def losses(folder: Path) -> list[float]:
@@ -131,13 +132,14 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):
-    done = train(tmp_path, installed, "--backend", "toy", "--run-dir", "toy")
+    command = [*COMMAND, *TRAIN, "--device", "cpu", "--backend", "toy", "--run-dir", "toy"]
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     # This launcher gives all ranks one pipe: a rank's line may follow an unfinished line of another.
     for rank in (0, 1):
         assert f"the engine has seen epoch 0 of rank {rank}" in done.stdout
-    reference = train(tmp_path, installed, "--strategy", "ddp", "--run-dir", "ddp")
-    assert reference.returncode == 0, reference.stderr
+    reference = phalanx(*TRAIN, "--strategy", "ddp", "--run-dir", "ddp")
+    assert reference.code == 0, reference.err
     assert losses(tmp_path / "toy") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
 
 
@@ -151,10 +153,10 @@ def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tm
     ],
 )
 def test_a_mistake_is_reported_before_ranks_start(tmp_path, installed, words, error):
-    done = train(tmp_path, installed, *words)
-    assert done.returncode == 2
-    assert error in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    answer = phalanx(*TRAIN, *words)
+    assert answer.code == 2
+    assert error in " ".join(answer.err.split())
+    assert "Traceback" not in answer.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -163,22 +165,18 @@ def test_a_strategy_of_another_package_gets_what_its_facts_allow(tmp_path, insta
     more = ["--compression", "fp16", "--ema-decay", "0.9", "--straggler-factor", "9", "--check-replicas-every", "5"]
     words = ["digits", "--num-workers", "2", "--device", "cpu", "--max-steps", "30", "--strategy", "toy-ring", *more]
     faults = ["--fault", "kill:rank=1,step=10", "--no-compare", "--out", "out", "--json"]
-    answer = subprocess.run(
-        [*COMMAND, "verify", *words, *faults], cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=120
-    )
-    assert answer.returncode == 0, answer.stderr
-    (fault,) = json.loads(answer.stdout)["faults"]
+    answer = phalanx("verify", *words, *faults)
+    assert answer.code == 0, answer.err
+    (fault,) = json.loads(answer.out)["faults"]
     assert (fault["how"], fault["lost_steps"]) == ("in place, 2 ranks", 0)
 
 
 def test_the_planner_knows_a_strategy_of_another_package_by_its_facts(tmp_path, installed):
     def memory(strategy: str) -> dict[str, int]:
         words = ["gpt", "--num-workers", "2", "--device", "cpu", "--strategy", strategy, "--dry-run", "--json"]
-        done = subprocess.run(
-            [*COMMAND, "train", *words], cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=90
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["estimate"]["memory"]
+        answer = phalanx("train", *words)
+        assert answer.code == 0, answer.err
+        return json.loads(answer.out)["estimate"]["memory"]
 
     assert memory("toy-ring") == memory("ring")
 
@@ -192,6 +190,6 @@ def test_the_planner_knows_a_strategy_of_another_package_by_its_facts(tmp_path, 
     ],
 )
 def test_a_strategy_without_facts_is_refused_what_it_does_not_declare(tmp_path, installed, words, message):
-    done = train(tmp_path, installed, "--strategy", "toy-average", *words)
-    assert done.returncode == 2
-    assert message in done.stderr
+    answer = phalanx(*TRAIN, "--strategy", "toy-average", *words)
+    assert answer.code == 2
+    assert message in answer.err

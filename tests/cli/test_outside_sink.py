@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from command import COMMAND, install_package
+from command import Answer, installed_package, phalanx
 
 from phalanx import PyTorchDDPTrainer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 OUTSIDE = '''
@@ -40,13 +40,14 @@ def nothing(config, run_dir):
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """Return the environment in which Python finds the package."""
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
     entry_points = "[phalanx.sinks]\ncounter = outside:counter\nbroken = outside:missing\nnothing = outside:nothing\n"
-    return install_package(tmp_path / "site", {"outside": OUTSIDE}, entry_points)
+    with installed_package(tmp_path / "site", {"outside": OUTSIDE}, entry_points):
+        yield
 
 
-def train(folder: Path, environment: dict[str, str], sinks: str) -> subprocess.CompletedProcess[str]:
+def train(sinks: str) -> Answer:
     words = [
         "--num-workers",
         "2",
@@ -59,17 +60,18 @@ def train(folder: Path, environment: dict[str, str], sinks: str) -> subprocess.C
         "--run-dir",
         "run",
     ]
-    command = [*COMMAND, "train", "digits", *words, "--seed", "7", "--sinks", sinks]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    return phalanx("train", "digits", *words, "--seed", "7", "--sinks", sinks)
 
 
-def test_a_sink_of_another_package_gets_every_event_once(tmp_path, installed):
-    done = train(tmp_path, installed, "counter")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("_installed")
+def test_a_sink_of_another_package_gets_every_event_once(tmp_path):
+    answer = train("counter")
+    assert answer.code == 0, answer.err
     assert (tmp_path / "run/counts-7").read_text() == "3 steps, 1 end"
-    assert done.stdout.rstrip().endswith("cat counts")
+    assert answer.out.rstrip().endswith("cat counts")
 
 
+@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize(
     ("names", "code", "error"),
     [
@@ -78,10 +80,10 @@ def test_a_sink_of_another_package_gets_every_event_once(tmp_path, installed):
         ("nothing", 2, "the entry point nothing in the group phalanx.sinks gave None, which is not a sink"),
     ],
 )
-def test_a_wrong_sink_is_named(tmp_path, installed, names, code, error):
-    done = train(tmp_path, installed, names)
-    assert done.returncode == code, done.stderr
-    assert error in " ".join(done.stderr.split())
+def test_a_wrong_sink_is_named(names, code, error):
+    answer = train(names)
+    assert answer.code == code, answer.err
+    assert error in " ".join(answer.err.split())
 
 
 class Kept:

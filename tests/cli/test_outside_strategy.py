@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from command import COMMAND, install_package
+from command import Answer, installed_package, phalanx
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 OUTSIDE = '''
@@ -40,16 +40,16 @@ class ByHand(Strategy):
 '''
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """Return the environment in which Python finds the package."""
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
     entry_points = "[phalanx.strategies]\nby-hand = outside:ByHand\nbroken = outside:Missing\nnot-one = outside:torch\n"
-    return install_package(tmp_path / "site", {"outside": OUTSIDE}, entry_points)
+    with installed_package(tmp_path / "site", {"outside": OUTSIDE}, entry_points):
+        yield
 
 
-def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "train", "digits", "--num-workers", "2", "--device", "cpu", "--epochs", "1", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+def train(*words: str) -> Answer:
+    return phalanx("train", "digits", "--num-workers", "2", "--device", "cpu", "--epochs", "1", *words)
 
 
 def losses(folder: Path, run: str) -> list[float]:
@@ -59,11 +59,11 @@ def losses(folder: Path, run: str) -> list[float]:
     return found
 
 
-def test_a_strategy_of_another_package_trains_as_ddp_does(tmp_path, installed):
+def test_a_strategy_of_another_package_trains_as_ddp_does(tmp_path):
     for strategy in ("by-hand", "ddp"):
-        done = train(tmp_path, installed, "--strategy", strategy, "--run-dir", strategy)
-        assert done.returncode == 0, done.stderr
-        assert f"2 ranks on cpu · {strategy} · fp32" in done.stdout
+        answer = train("--strategy", strategy, "--run-dir", strategy)
+        assert answer.code == 0, answer.err
+        assert f"2 ranks on cpu · {strategy} · fp32" in answer.out
     assert losses(tmp_path, "by-hand") == pytest.approx(losses(tmp_path, "ddp"), rel=1e-5)
 
 
@@ -75,12 +75,11 @@ def test_a_strategy_of_another_package_trains_as_ddp_does(tmp_path, installed):
         ("by-hnad", "strategy = 'by-hnad': not one of"),
     ],
 )
-def test_a_broken_entry_point_is_named(tmp_path, installed, name, error):
-    done = train(tmp_path, installed, "--strategy", name)
-    assert done.returncode != 0
-    assert error in " ".join(done.stderr.split())
+def test_a_broken_entry_point_is_named(name, error):
+    answer = train("--strategy", name)
+    assert answer.code != 0
+    assert error in " ".join(answer.err.split())
 
 
-def test_the_table_lists_strategies_of_other_packages(tmp_path, installed):
-    listed = subprocess.run([*COMMAND, "strategies"], env=installed, capture_output=True, text=True, check=True)
-    assert "by-hand\n  how       --strategy by-hand\n  what      outside:ByHand" in listed.stdout
+def test_the_table_lists_strategies_of_other_packages():
+    assert "by-hand\n  how       --strategy by-hand\n  what      outside:ByHand" in phalanx("strategies").out

@@ -123,9 +123,10 @@ def test_train_prints_its_summary_as_json_and_all_else_on_standard_error(tmp_pat
     assert "starting 2 ranks" in answer.err
 
 
-def test_a_failed_run_says_so_as_json(tmp_path):
+def test_a_failed_run_says_so_as_json(tmp_path, monkeypatch, fork_server):
+    monkeypatch.chdir(tmp_path)
     write_script(tmp_path / "own.py", "print('hello'); raise ValueError('broken')")
-    answer = finish(start("train", "--script", "own.py", "--device", "cpu", "--json", cwd=tmp_path), 60)
+    answer = phalanx("train", "--script", "own.py", "--device", "cpu", "--json")
     assert answer.code == 1
     summary = json.loads(answer.out)
     assert summary["status"] == "failed"
@@ -133,7 +134,8 @@ def test_a_failed_run_says_so_as_json(tmp_path):
     assert "hello" in answer.err
 
 
-def test_tune_prints_its_trials_as_json(tmp_path):
+def test_tune_prints_its_trials_as_json(tmp_path, monkeypatch, fork_server):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "space.toml").write_text("learning_rate = { choice = [0.001, 0.01] }\n")
     words = (
         "tune",
@@ -148,7 +150,7 @@ def test_tune_prints_its_trials_as_json(tmp_path):
         "cpu",
         "--json",
     )
-    answer = finish(start(*words, cwd=tmp_path), 110)
+    answer = phalanx(*words)
     assert answer.code == 0, answer.text
     study = json.loads(answer.out)
     assert len(study["trials"]) == 2

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-
 import pytest
-from ranks import run_script
+from ranks import free_endpoint, run_nodes, run_script
 
 from phalanx.errors import UsageError
 from phalanx.launch import watches
@@ -20,50 +17,21 @@ print(os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], dist.get_rank(), int(t
 """
 
 
-def _free_endpoint():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=None, identities=({}, {}, {}), **spec):
-    endpoint = endpoint or _free_endpoint()
-    runs = [None] * len(node_ranks)
-
-    def run(index):
-        runs[index] = run_script(
-            tmp_path / f"node{index}",
-            source,
-            node_rank=node_ranks[index],
-            rdzv_endpoint=endpoint,
-            ranks_per_node=sizes[index],
-            console_ranks="all",
-            identity=identities[index],
-            **{"num_nodes": len(node_ranks), **spec},
-        )
-
-    threads = [threading.Thread(target=run, args=[index]) for index in range(len(node_ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return runs
-
-
 def test_numbered_nodes_of_different_size_form_one_group(tmp_path, fork_server):
-    first, second = _run_nodes(tmp_path, SUM, env={"PHALANX_JOB_SECRET": "of both nodes"})
+    first, second = run_nodes(tmp_path, SUM, env={"PHALANX_JOB_SECRET": "of both nodes"})
     assert first.result.failure is None, first.report
     assert sorted(line for _, line in first.console.lines) == ["0 0 0 3", "0 1 1 3"]
     assert [line for _, line in second.console.lines] == ["1 0 2 3"]
 
 
 def test_unnumbered_nodes_number_themselves(tmp_path, fork_server):
-    runs = _run_nodes(tmp_path, SUM, node_ranks=(None, None), sizes=(1, 1))
+    runs = run_nodes(tmp_path, SUM, node_ranks=(None, None), sizes=(1, 1))
     assert sorted(run.console.text for run in runs) == ["0 0 0 2", "1 0 1 2"]
 
 
 def test_a_failure_is_known_on_every_node(tmp_path, fork_server):
     source = SUM + "if dist.get_rank() == 2:\n    raise ValueError('only here')\ndist.barrier()\n"
-    first, second = _run_nodes(tmp_path, source)
+    first, second = run_nodes(tmp_path, source)
     for run in (first, second):
         assert run.result.exit_code == 1
         assert run.report.startswith("rank 2 on ")
@@ -81,12 +49,12 @@ if attempt == "0" and {who}:
 dist.barrier()
 """
     source = SUM + leave_once
-    runs = _run_nodes(tmp_path, source, max_restarts=1)
+    runs = run_nodes(tmp_path, source, max_restarts=1)
     assert [(run.result.exit_code, run.result.attempts) for run in runs] == [(0, 2), (0, 2)], runs[0].report
 
 
 def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
-    runs = _run_nodes(tmp_path, SUM, node_ranks=(1, 1, 0), sizes=(1, 1, 1))
+    runs = run_nodes(tmp_path, SUM, node_ranks=(1, 1, 0), sizes=(1, 1, 1))
     assert [run.result.exit_code for run in runs] == [2, 2, 2]
     assert all("two machines say they are node 1" in run.report for run in runs)
 
@@ -94,7 +62,7 @@ def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
 def test_a_machine_with_another_version_or_other_settings_is_refused_with_the_difference(tmp_path, fork_server):
     both = {"phalanx": "1.0", "seed": "0"}
     identities = ({**both, "batch_size": "8"}, {**both, "batch_size": "16"})
-    runs = _run_nodes(tmp_path, SUM, sizes=(1, 1), identities=identities, join_timeout=3.0)
+    runs = run_nodes(tmp_path, SUM, sizes=(1, 1), identities=identities, join_timeout=3.0)
     refused = next(run for run in runs if run.result.exit_code == 2)
     assert "batch_size is " in refused.report
     assert "seed" not in refused.report
@@ -102,21 +70,21 @@ def test_a_machine_with_another_version_or_other_settings_is_refused_with_the_di
 
 
 def test_an_endpoint_that_does_not_answer_is_named(launch_script):
-    endpoint = _free_endpoint()
+    endpoint = free_endpoint()
     run = launch_script(SUM, num_nodes=2, node_rank=1, rdzv_endpoint=endpoint, join_timeout=1.0)
     assert run.result.exit_code == 1
     assert f"no answer from the rendezvous endpoint {endpoint} (waited" in run.report
 
 
 def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
-    run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=_free_endpoint(), join_timeout=1.0)
+    run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=free_endpoint(), join_timeout=1.0)
     assert "not all 2 machines joined" in run.report
 
 
 def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
     monkeypatch.setattr(watches, "MACHINES_MOMENTS", (0.3, 30.0))
-    endpoint = _free_endpoint()
-    runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=3.0)
+    endpoint = free_endpoint()
+    runs = run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=3.0)
     for run in runs:
         assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
     assert any("not all 3 machines joined" in run.report for run in runs)

@@ -103,6 +103,7 @@ def test_the_rank_that_raised_is_named(tmp_path):
     assert "hello from 1" not in answer.out
 
 
+@long_proof
 def test_sigterm_ends_a_recipe_with_a_checkpoint_and_a_whole_timeline(tmp_path):
     words = ("train", "digits", "--backend", "horovod", "--num-workers", 2, "--epochs", 500, "--device", "cpu")
     kept = ("--run-dir", "run", "--checkpoint-dir", "kept", "--horovod-timeline", "wire.json")

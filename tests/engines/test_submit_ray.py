@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 pytest.importorskip("aiohttp_cors", reason="Ray's dashboard is not installed: pip install 'ray[default]'")
 
+import command
 from long_proofs import long_proof
 from ray_cluster_hosts import TwoMachines, ray_environment, why_no_namespaces
 
@@ -38,9 +39,9 @@ def phalanx(machines, tmp_path):
     environment = ray_environment(XDG_STATE_HOME=str(tmp_path / "state"), XDG_CONFIG_HOME=str(tmp_path / "config"))
 
     def run(*words: str, code: int = 0) -> str:
-        command = machines.command(sys.executable, "-m", "phalanx", *words)
+        program = machines.command(sys.executable, "-m", "phalanx", *words)
         found = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+            program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert found.returncode == code, found.stdout + found.stderr
         return found.stdout + found.stderr
@@ -91,6 +92,10 @@ def test_shipped_code_runs_and_a_job_is_cancelled(phalanx, machines, tmp_path):
         (("--address", "http://127.0.0.1:9", "--kind", "pod"), "not one of 'job', 'rayjob', 'raycluster'"),
     ],
 )
-def test_bad_input(phalanx, words, said, tmp_path):
-    assert said in phalanx("submit", "ray", *TRAIN, "--job-name", "bad", *words, code=2)
+def test_bad_input(words, said, tmp_path, monkeypatch):
+    """It needs no cluster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    answer = command.phalanx("submit", "ray", *TRAIN, "--job-name", "bad", *words)
+    assert (answer.code, said in answer.err) == (2, True), answer.text
     assert not list(Path(tmp_path, "state").rglob("bad*"))

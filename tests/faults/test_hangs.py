@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from command import ROOT, clean_environment, end, finish, start, write_script
+from command import ROOT, clean_environment
 from long_proofs import long_proof
 from network_hosts import network
-from ranks import RecordingConsole
+from ranks import RecordingConsole, run_nodes
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -239,24 +237,11 @@ def test_ranks_that_make_progress_cause_no_notice(launch_script):
     assert console.notices == []
 
 
-def test_the_records_of_two_machines_are_compared(tmp_path):
-    script = write_script(tmp_path / "train.py", STUCK)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    words = ["train", "--script", script, "--num-nodes", 2, "--num-workers", 2, "--rdzv-endpoint", endpoint]
-    nodes = [
-        start(*words, "--node-rank", rank, "--", 3, 9, cwd=tmp_path, TMPDIR=str(tmp_path), PHALANX_RUN_DIR=f"run{rank}")
-        for rank in range(2)
-    ]
-    try:
-        answers = [finish(node) for node in nodes]
-    finally:
-        for node in nodes:
-            end(node)
-            node.communicate()
-    waits, stuck = (line_of(Path(script).read_text(), mark) for mark in ("waits", "stuck"))
+def test_the_records_of_two_machines_are_compared(tmp_path, fork_server):
+    first, second = run_nodes(tmp_path, STUCK, sizes=(1, 1), args=("3", "9"))
+    waits, stuck = (line_of(STUCK, mark) for mark in ("waits", "stuck"))
     never = f"never entered all_reduce #4 of (4,) float32 that rank 0 entered at train.py:{waits}"
-    assert f"{never}; it is at train.py:{stuck}" in answers[0].err + answers[1].err, [answer.text for answer in answers]
+    assert f"{never}; it is at train.py:{stuck}" in first.report + second.report
 
 
 def test_a_link_that_is_cut_is_reported_with_its_ranks_and_the_line(tmp_path):

@@ -24,6 +24,7 @@ from phalanx.reliability import Fault
 
 STEPS = 40
 FIXED = {"strategy": "ring", "fixed_order": True}
+AVERAGED = {"ema_decay": 0.9}
 
 
 class Rows(Dataset):
@@ -105,9 +106,12 @@ def recoveries(events):
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-# Plain ddp is `test_buffers_are_those_of_the_last_step`, and with an average of the weights here.
+# Plain ddp is `test_buffers_are_those_of_the_last_step`, and with an average of the weights here. In a fixed order
+# several are lost in `test_several_at_once_a_stopped_one_and_an_exception`.
 @pytest.mark.parametrize(
-    "settings", [FIXED, pytest.param({"compression": "topk"}, marks=long_proof), {"ema_decay": 0.9}], ids=str
+    "settings",
+    [pytest.param(chosen, marks=long_proof) for chosen in (FIXED, {"compression": "topk"})] + [AVERAGED],
+    ids=str,
 )
 def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_quiet_run(tmp_path, settings, fork_server):
     quiet, _ = train(tmp_path, "quiet", **settings)
@@ -231,7 +235,7 @@ def test_model_parallel_ranks_are_replaced(tmp_path, axis, fork_server):
             num_workers=4,
             device="cpu",
             batch_size=8,
-            max_steps=16,
+            max_steps=8,
             max_restarts=3,
             memory_frequency=3,
             threads_per_rank=1,
@@ -244,7 +248,7 @@ def test_model_parallel_ranks_are_replaced(tmp_path, axis, fork_server):
         return model.state_dict(), tmp_path / name / "run"
 
     quiet, _ = fit("quiet", [])
-    hit, run = fit("hit", [(1, 8, KILL)])
+    hit, run = fit("hit", [(1, 5, KILL)])
     assert count(run, "recovered") == 1
     assert_equal(quiet, hit)
 
@@ -366,5 +370,6 @@ def test_ranks_that_are_lost_while_the_others_form_a_group(tmp_path, quiet):
     hit, events = train(tmp_path, "hit", plan=plan, heartbeat_timeout=0.5, **FIXED)
     assert sum(event["event"] == "run_started" for event in events) == 1, "no restart from a checkpoint"
     assert len(list((tmp_path / "marks").iterdir())) == len(faults)
-    assert max(event["seconds"] for event in recoveries(events)) < 3, "no survivor was killed because it did not leave"
+    lost = {rank for event in recoveries(events) for rank in event["lost"]}
+    assert lost == {2, 3}, "no survivor was killed because it did not leave"
     assert_equal(quiet, hit)
