@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from phalanx.config import DistributedConfig
-from phalanx.config.engine_options import TorchOptions, read_options
 from phalanx.config.settings import cpu_has_bf16, precision_name
 
 _COMPUTES_IN_FP32 = "mixed_precision = true: this CPU has no bf16 arithmetic, so it computes in fp32, which is faster"
@@ -35,7 +34,7 @@ class Precision:
         self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype is torch.float16:
-            options = read_options(TorchOptions, config.engine_options)
+            options = config.options
             self.scaler = torch.amp.GradScaler(
                 device.type, init_scale=options.scaler_init_scale, growth_interval=options.scaler_growth_interval
             )
