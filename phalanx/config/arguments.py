@@ -115,7 +115,7 @@ class CommonSettings(TypedDict, total=False):
     console_ranks: Literal["0", "all"]
     cpus_per_worker: float
     resources_per_worker: str | None
-    placement: str | None
+    placement: str
     host_discovery_script: str | None
     adasum: bool
     horovod_timeline: str | None

@@ -27,7 +27,7 @@ class Aliases:
     console_ranks: str = option("0", "console=all-ranks: the output of every rank", choices=("0", "all"))
     cpus_per_worker: float = option(1.0, "engine_options cpus_per_worker (ray)", above=0)
     resources_per_worker: str | None = option(None, "engine_options resources.<name> (ray): 'GPU=0.5,big_memory=1'")
-    placement: str | None = option(None, "engine_options placement (ray)")
+    placement: str = option("pack", "engine_options placement (ray)")
     host_discovery_script: str | None = option(None, "engine_options host_discovery_script (horovod)")
     adasum: bool = option(False, "engine_options adasum (horovod)")
     horovod_timeline: str | None = option(None, "engine_options timeline (horovod)")
