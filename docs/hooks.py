@@ -14,8 +14,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import FIELDS, GROUPS
+from phalanx.config import GROUPS
+from phalanx.config.engine_options import CommonOptions
 from phalanx.config.option import kinds
+from phalanx.config.renamed import Aliases
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
@@ -54,9 +56,11 @@ def web_address(remote: str) -> str | None:
 def settings_table() -> str:
     """Return every setting, group by group: name, what it takes, default, and its one help text."""
     parts = []
-    for group in GROUPS:
-        parts.append(f"## {group.__name__}\n\n{group.__doc__}\n\n| setting | takes | default | |\n|---|---|---|---|")
-        parts += [_setting_row(FIELDS[name]) for name in group.__dataclass_fields__]
+    titles = {CommonOptions: "Advanced", Aliases: "Also accepted"}
+    for group in (*GROUPS, *titles):
+        title = titles.get(group, group.__name__)
+        parts.append(f"## {title}\n\n{group.__doc__}\n\n| setting | takes | default | |\n|---|---|---|---|")
+        parts += [_setting_row(field) for field in group.__dataclass_fields__.values()]
         parts.append("")
     return "\n".join(parts)
 

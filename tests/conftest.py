@@ -62,7 +62,7 @@ four for each of two cores, and the site is built once.
 
 _FOR_RANKS = ",".join(
     [
-        *("phalanx.worker", "phalanx.trainers.torch", "phalanx.strategies.compose", "phalanx.models.sharded_loss"),
+        *("phalanx.worker", "phalanx.trainers.torch", "phalanx.strategies.compose", "phalanx.models.loss"),
         *("pytest", "psutil", "phalanx.launch.supervisor"),
     ]
 )

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.cli.help import ALSO_ACCEPTED, HelpAction, HelpFormatter, ValueAction, format_parts
-from phalanx.config import GROUPS, Resolved, parse_text, resolve
+from phalanx.cli.help import ALSO_ACCEPTED, SECTIONS, HelpAction, HelpFormatter, ValueAction, format_parts
+from phalanx.config import Resolved, parse_text, resolve
 from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
@@ -136,6 +136,11 @@ def read_target(
     named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
     if len(named) > 1 or not (named or parts):
         what = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
+        # --tensorboard digits: a flag with an optional value takes the word after it.
+        taken = {str(value): name for name, value in vars(namespace).items() if name in NAMES}
+        if recipe := next((word for word in recipe_names() if word in taken), None):
+            flag = "--" + taken[recipe].replace("_", "-")
+            hint = f"{recipe} is the value of {flag} here. Write: phalanx {verb} {recipe} ... {flag}"
         raise UsageError(what, hint=hint)
     if namespace.recipe or parts:
         if own:
@@ -195,8 +200,7 @@ def add_config_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
     )
-    for group in (*GROUPS, Aliases):
-        title = ALSO_ACCEPTED if group is Aliases else group.__name__.lower()
+    for title, group in (*SECTIONS.items(), (ALSO_ACCEPTED, Aliases)):
         section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
             _add_flag(section, name)

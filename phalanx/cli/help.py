@@ -7,6 +7,7 @@ import textwrap
 from typing import Any, NoReturn
 
 from phalanx.config import FIELDS, GROUPS
+from phalanx.config.engine_options import CommonOptions
 from phalanx.errors import UsageError, unknown_name
 
 COMMON = (
@@ -19,7 +20,8 @@ COMMON = (
 
 ALSO_ACCEPTED = "also accepted"
 """The title of the aliases, which are shown with all settings only."""
-_GROUPS = {group.__name__.lower(): group for group in GROUPS}
+SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS}, "advanced": CommonOptions}
+"""The groups of settings, and the options of every engine."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -58,8 +60,8 @@ class HelpAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
         """Print, and end the program."""
-        if values and values not in (*_GROUPS, "all"):
-            raise UsageError(unknown_name("group of settings", values, _GROUPS), hint=f"See {parser.prog} --help")
+        if values and values not in (*SECTIONS, "all"):
+            raise UsageError(unknown_name("group of settings", values, SECTIONS), hint=f"See {parser.prog} --help")
         print(parser.format_help("all" if option_string == "--help-all" else values or ""), end="")
         raise SystemExit(0)
 
@@ -67,14 +69,14 @@ class HelpAction(argparse.Action):
 def format_parts(parser: argparse.ArgumentParser, shown: str) -> str:
     """Return the help of a parser; `shown` is empty, "all" or the name of a group."""
     formatter = parser._get_formatter()
-    if shown in _GROUPS:
-        _add_section(formatter, shown, (_GROUPS[shown].__doc__ or "").rstrip("."), _actions_of(parser, shown))
+    if shown in SECTIONS:
+        _add_section(formatter, shown, (SECTIONS[shown].__doc__ or "").rstrip("."), _actions_of(parser, shown))
         return formatter.format_help()
     formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
     formatter.add_text(parser.description)
     has_settings = False
     for group in parser._action_groups:
-        if shown == "all" or group.title not in (*_GROUPS, ALSO_ACCEPTED):
+        if shown == "all" or group.title not in (*SECTIONS, ALSO_ACCEPTED):
             _add_section(formatter, group.title, group.description, group._group_actions)
         else:
             has_settings = True
@@ -84,7 +86,7 @@ def format_parts(parser: argparse.ArgumentParser, shown: str) -> str:
         formatter.add_text(
             f"all {len(FIELDS)} settings: {parser.prog} --help-all\n"
             f"one group: {parser.prog} --help GROUP, where GROUP is one of\n  "
-            + textwrap.fill(", ".join(_GROUPS), 106, subsequent_indent="  ")
+            + textwrap.fill(", ".join(SECTIONS), 106, subsequent_indent="  ")
         )
     formatter.add_text(parser.epilog)
     return formatter.format_help()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config import FIELDS
 from phalanx.config.meanings import unknown_value
+from phalanx.config.renamed import NAMES
 from phalanx.config.strategies import TABLE, StrategyRow
 from phalanx.errors import UsageError
 from phalanx.strategies.registry import installed_strategies
@@ -71,8 +71,8 @@ def _rows() -> dict[str, StrategyRow]:
 def settings_of(row: StrategyRow) -> list[str]:
     """Return the settings that concern a strategy: those in its flags, and those whose help begins with its name."""
     flags = {flag[2:].replace("-", "_") for flag in re.findall(r"--[a-z-]+", row.flag)}
-    named = {name for name, field in FIELDS.items() if row.name in _subjects(field.metadata["help"])}
-    return [name for name in FIELDS if name in (flags | named)]
+    named = {name for name, field in NAMES.items() if row.name in _subjects(field.metadata["help"])}
+    return [name for name in NAMES if name in (flags | named)]
 
 
 def _subjects(text: str) -> list[str]:
@@ -84,6 +84,6 @@ def _subjects(text: str) -> list[str]:
 def _print_settings(row: StrategyRow) -> None:
     print("  settings")
     for name in settings_of(row):
-        field = FIELDS[name]
+        field = NAMES[name]
         text = f"--{name.replace('_', '-'):<22} {field.metadata['help']} [{field.default}]"
         print(textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 29))

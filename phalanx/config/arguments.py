@@ -23,12 +23,10 @@ class CommonSettings(TypedDict, total=False):
     backend: str
     strategy: str
     tensor_parallel: int
-    loss_parallel: bool
     pipeline_parallel: int
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
     microbatches: int | None
     pipeline_cuts: str | None
-    pipeline_balance: Literal["parameters", "measured"]
     context_parallel: int
     expert_parallel: int
     zero_stage: Literal[1, 2, 3] | None
@@ -55,7 +53,6 @@ class CommonSettings(TypedDict, total=False):
     max_time: int | float | str | None
     early_stopping: str | None
     patience: int
-    min_delta: float
     mixed_precision: Literal[False, True, "fp16", "bf16"]
     gradient_accumulation_steps: int
     gradient_clipping: float | None
@@ -67,21 +64,15 @@ class CommonSettings(TypedDict, total=False):
     loss_weighting: Literal["samples", "tokens"]
     lora_rank: int | None
     lora_alpha: float | None
-    lora_dropout: float
     lora_targets: str | None
     communication_backend: Literal["nccl", "gloo", "mpi", "phalanx"] | None
     find_unused_parameters: bool
     nccl_env: Literal["gcp", "aws-efa", "infiniband", "ethernet"] | None
     timeout: float
-    start_timeout: float | None
-    stall_notice: float
     fixed_order: bool
     compression_ratio: float
     powersgd_rank: int
-    compression_warmup: int
     sync_every: int
-    outer_learning_rate: float
-    outer_momentum: float
     num_servers: int
     server_mode: Literal["auto", "sync", "async", "bounded"]
     staleness: int | None
@@ -91,39 +82,30 @@ class CommonSettings(TypedDict, total=False):
     engine_options: str | dict[str, Any] | None
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_frequency: int | str | None
-    mtbf: int | float | str | None
     checkpoint_kind: Literal["sharded", "full", "incremental"]
     async_checkpoint: Literal[False, True, "skip"]
     keep_last: int | None
-    keep_every: int | None
     keep_best: bool | str | None
     resume_from_checkpoint: bool | str | os.PathLike[str]
     run_dir: str | os.PathLike[str] | None
     name: str | None
     tensorboard: bool | str | os.PathLike[str]
-    tensorboard_histograms: int
     mlflow: bool | str
     wandb: bool | str
     sinks: str | None
     metrics_port: int | str | None
-    reference_throughput: float | None
     debug: Literal["nan"] | None
     profile: bool | str
     log_every_n_steps: int
     console: str
     max_restarts: int
     spares: int
-    memory_frequency: int
     heartbeat_timeout: float
-    stop_grace: float
     preemption_file: str | None
-    preemption_margin: float
     check_replicas_every: int | None
     on_corruption: Literal["stop", "replace", "warn"]
     straggler_factor: float | None
-    straggler_steps: int
     on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
-    stall_timeout: float | None
     # Other spellings.
     num_gpus: int | tuple[int, int] | None
     gpus_per_node: int | None
@@ -133,17 +115,31 @@ class CommonSettings(TypedDict, total=False):
     console_ranks: Literal["0", "all"]
     cpus_per_worker: float
     resources_per_worker: str | None
-    placement: str | None
+    placement: str
     host_discovery_script: str | None
     adasum: bool
     horovod_timeline: str | None
     nvme_path: str | os.PathLike[str] | None
-    bucket_cap_mb: float
-    scaler_init_scale: float
-    scaler_growth_interval: int
     mlflow_tracking: bool
     mlflow_experiment: str | None
     tensorboard_dir: str | os.PathLike[str] | None
+    start_timeout: float | None
+    stall_timeout: float | None
+    stop_grace: float
+    preemption_margin: float
+    lora_dropout: float
+    min_delta: float
+    compression_warmup: int
+    outer_learning_rate: float
+    outer_momentum: float
+    keep_every: int | None
+    memory_frequency: int
+    straggler_steps: int
+    reference_throughput: float | None
+    tensorboard_histograms: int
+    bucket_cap_mb: float
+    scaler_init_scale: float
+    scaler_growth_interval: int
 
 
 class TrainerSettings(CommonSettings, total=False):

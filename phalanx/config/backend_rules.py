@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from phalanx.config.backends import BACKENDS, Backend
-from phalanx.config.engine_options import TorchOptions, split_options
+from phalanx.config.engine_options import CommonOptions, split_options
 from phalanx.config.option import parse_text, problem
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import FIELDS, Host, Settings, parse_hosts
@@ -78,7 +78,7 @@ def engine_options(settings: Settings) -> Mistakes:
 def _options_of(backend: str, strategy: str = "") -> dict[str, Any]:
     """Return the fields of the options that the engines of a backend and a strategy have."""
     engines = engine_rules({"backend": backend, "strategy": strategy})
-    kinds = [TorchOptions, *(engine.Options for engine in engines if hasattr(engine, "Options"))]
+    kinds = [CommonOptions, *(engine.Options for engine in engines if hasattr(engine, "Options"))]
     return {name: field for kind in kinds for name, field in kind.__dataclass_fields__.items()}
 
 

@@ -101,9 +101,6 @@ class Parallelism:
         minimum=1,
         scope="layout split",
     )
-    loss_parallel: bool = option(
-        True, "tensor_parallel: compute the built-in models' loss on logits that stay split by vocabulary"
-    )
     pipeline_parallel: int = option(
         1, "split the model into consecutive stages, on this many groups of ranks", minimum=1, scope="layout split"
     )
@@ -121,13 +118,8 @@ class Parallelism:
     )
     pipeline_cuts: str | None = option(
         None,
-        "pipeline: names of the modules that begin a stage, separated by commas (default: a balanced split)",
-        scope="split",
-    )
-    pipeline_balance: str = option(
-        "parameters",
-        "pipeline: balance the stages by parameters, or by the time that each part takes (measured)",
-        choices=("parameters", "measured"),
+        "pipeline: names of the modules that begin a stage, separated by commas; measured: stages that take equal time "
+        "(default: stages with equal numbers of parameters)",
         scope="split",
     )
     context_parallel: int = option(
@@ -241,9 +233,6 @@ class Training:
     patience: int = option(
         3, "early_stopping: evaluations in a row without improvement before the end", minimum=1, keras="ignored"
     )
-    min_delta: float = option(
-        0.0, "early_stopping: a smaller change than this is not an improvement", minimum=0, keras="ignored"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -297,7 +286,6 @@ class Adapters:
     lora_alpha: float | None = option(
         None, "lora_alpha / lora_rank scales what adapters add (default: 2 x lora_rank)", above=0
     )
-    lora_dropout: float = option(0.0, "dropout before the adapters", minimum=0)
     lora_targets: str | None = option(
         None,
         "layers that get adapters, by last parts of names (query,value) or patterns ('layers.*.feed.*'), separated "
@@ -329,19 +317,6 @@ class Communication:
     timeout: float = option(
         600.0, "seconds a rank waits for the others before it gives up", above=0, scope="machine", keras="used"
     )
-    start_timeout: float | None = option(
-        None,
-        "seconds until every rank must have started (default: no limit for scripts)",
-        above=0,
-        scope="machine",
-        keras="used",
-    )
-    stall_notice: float = option(
-        60.0,
-        "seconds that ranks wait before a notice names the rank they wait for (0: no notice)",
-        minimum=0,
-        scope="machine",
-    )
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -359,16 +334,11 @@ class Synchronisation:
     )
     compression_ratio: float = option(0.01, "topk, randomk: the share of the gradient that is sent, up to 1", above=0)
     powersgd_rank: int = option(4, "powersgd: rank of the two thin matrices that approximate a gradient", minimum=1)
-    compression_warmup: int = option(0, "steps before compression begins", minimum=0)
     sync_every: int = option(
         16,
         "local-sgd, diloco: steps that each rank takes between two averages",
         minimum=1,
         strategies=("local-sgd", "diloco"),
-    )
-    outer_learning_rate: float = option(0.7, "diloco: rate of the outer Nesterov step", above=0, strategies=("diloco",))
-    outer_momentum: float = option(
-        0.9, "diloco: momentum of the outer Nesterov step", minimum=0, strategies=("diloco",)
     )
     num_servers: int = option(
         1, "parameter-server: server processes, each with a part of the parameters", minimum=1, keras="used"

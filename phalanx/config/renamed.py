@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config.engine_options import as_text, join_options
+from phalanx.config.engine_options import OPTIONS, as_text, join_options
 from phalanx.config.option import option, plain, problem
 from phalanx.config.settings import CONSOLE_WORDS, FIELDS
 
@@ -27,20 +27,18 @@ class Aliases:
     console_ranks: str = option("0", "console=all-ranks: the output of every rank", choices=("0", "all"))
     cpus_per_worker: float = option(1.0, "engine_options cpus_per_worker (ray)", above=0)
     resources_per_worker: str | None = option(None, "engine_options resources.<name> (ray): 'GPU=0.5,big_memory=1'")
-    placement: str | None = option(None, "engine_options placement (ray)")
+    placement: str = option("pack", "engine_options placement (ray)")
     host_discovery_script: str | None = option(None, "engine_options host_discovery_script (horovod)")
     adasum: bool = option(False, "engine_options adasum (horovod)")
     horovod_timeline: str | None = option(None, "engine_options timeline (horovod)")
     nvme_path: str | None = option(None, "engine_options nvme_path (deepspeed)")
-    bucket_cap_mb: float = option(25.0, "engine_options bucket_cap_mb", above=0)
-    scaler_init_scale: float = option(65536.0, "engine_options scaler_init_scale", above=0)
-    scaler_growth_interval: int = option(2000, "engine_options scaler_growth_interval", minimum=1)
     mlflow_tracking: bool = option(False, "mlflow")
     mlflow_experiment: str | None = option(None, "mlflow=NAME")
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
 
 
-ALIASES: dict[str, dataclasses.Field[Any]] = Aliases.__dataclass_fields__
+ALIASES: dict[str, dataclasses.Field[Any]] = {**Aliases.__dataclass_fields__, **OPTIONS}
+"""The other spellings, and the options of every engine."""
 
 NAMES = {**FIELDS, **ALIASES}
 """All names that are accepted."""
@@ -51,10 +49,7 @@ def _engine_option(name: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {"engine_options": as_text({name: value})}
 
 
-_OPTIONS = (
-    *("cpus_per_worker", "placement", "host_discovery_script", "adasum", "nvme_path"),
-    *("bucket_cap_mb", "scaler_init_scale", "scaler_growth_interval"),
-)
+_OPTIONS = ("cpus_per_worker", "placement", "host_discovery_script", "adasum", "nvme_path", *OPTIONS)
 """Aliases with the names of options."""
 
 _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -74,6 +69,10 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
 
 REMOVED: dict[str, str] = {
+    "loss_parallel": "is on for every model that supports it: leave it out.",
+    "stall_notice": "is 60 seconds: leave it out.",
+    "mtbf": "is part of checkpoint_frequency: write checkpoint_frequency = 'auto 12h'.",
+    "pipeline_balance": "is part of pipeline_cuts: write pipeline_cuts = 'measured', or leave it out.",
     "metrics_host": "is part of metrics_port: write metrics_port = '0.0.0.0:9400'.",
 }
 """What a message about a removed setting says after its name."""

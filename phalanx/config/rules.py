@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from phalanx.config.engine_options import OPTIONS
 from phalanx.config.fields import HYBRID, LR_SCALINGS, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
 from phalanx.config.settings import FIELDS, Settings
@@ -26,7 +27,9 @@ RANKS = ("num_workers", "num_nodes", "hosts")
 FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard", "data_dir")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """The compressors that use a setting; empty: all but 'none'."""
-_OF_STRATEGIES = {name: field.metadata["strategies"] for name, field in FIELDS.items() if field.metadata["strategies"]}
+_OF_STRATEGIES = {
+    name: field.metadata["strategies"] for name, field in {**FIELDS, **OPTIONS}.items() if field.metadata["strategies"]
+}
 """The strategies that use a setting."""
 
 
@@ -116,7 +119,7 @@ def pipeline(settings: Settings) -> Mistakes:
                 "recompute the block for each: write pipeline_schedule = 'interleaved', or leave one of them out.",
             )
         return
-    for name in settings.changed("pipeline_schedule", "microbatches", "pipeline_cuts", "pipeline_balance"):
+    for name in settings.changed("pipeline_schedule", "microbatches", "pipeline_cuts"):
         yield settings.mistake(
             name, f" without pipeline_parallel: write pipeline_parallel = 2 or more, or leave {name} out."
         )
@@ -129,7 +132,7 @@ def compression_ratio(settings: Settings) -> Mistakes:
         yield settings.mistake("compression_ratio", ": a share of the gradient, above 0 and up to 1.")
 
 
-@rule("compression")
+@rule("compression", "engine_options")
 def compressor_settings(settings: Settings) -> Mistakes:
     """Report settings that the chosen compressor does not use."""
     chosen = settings.compression
@@ -163,7 +166,7 @@ def compression(settings: Settings) -> Mistakes:
     yield "compression", f"compression = {chosen!r} with {why}"
 
 
-@rule("strategy", "backend")
+@rule("strategy", "backend", "engine_options")
 def strategy_settings(settings: Settings) -> Mistakes:
     """Report settings that the strategy does not use, and axes that it cannot have."""
     strategy = settings.resolved_strategy
@@ -185,11 +188,12 @@ def strategy_settings(settings: Settings) -> Mistakes:
         )
 
 
-@rule("outer_momentum")
-def outer_momentum(settings: Settings) -> Mistakes:
-    """Check the upper limit."""
-    if settings.outer_momentum >= 1:
-        yield settings.mistake("outer_momentum", ": must be below 1.")
+@rule("engine_options")
+def shares(settings: Settings) -> Mistakes:
+    """Check the upper limit of options that are shares."""
+    for name in ("outer_momentum", "lora_dropout"):
+        if getattr(settings.options, name) >= 1:
+            yield settings.mistake(name, ": must be below 1.")
 
 
 @rule("strategy", "backend", "fixed_order", *RANKS)
@@ -270,7 +274,10 @@ def checkpoint_frequency(settings: Settings) -> Mistakes:
     try:
         _ = settings.checkpoint_every
     except ValueError:
-        yield settings.mistake("checkpoint_frequency", ": expected a number of epochs (10), '500 steps', or 'auto'.")
+        yield settings.mistake(
+            "checkpoint_frequency",
+            ": expected a number of epochs (10), '500 steps', 'auto', or 'auto 12h' with a duration.",
+        )
 
 
 @rule("activation_checkpointing")
@@ -286,14 +293,7 @@ def activation_checkpointing(settings: Settings) -> Mistakes:
         )
 
 
-@rule("lora_dropout")
-def lora_dropout(settings: Settings) -> Mistakes:
-    """Check the upper limit."""
-    if settings.lora_dropout >= 1:
-        yield settings.mistake("lora_dropout", ": must be below 1.")
-
-
-@rule("lora_rank")
+@rule("lora_rank", "engine_options")
 def adapters(settings: Settings) -> Mistakes:
     """Report settings of LoRA without it."""
     if settings.lora_rank is None:
@@ -386,7 +386,7 @@ COMMON_RULES = (
     compressor_settings,
     compression,
     strategy_settings,
-    outer_momentum,
+    shares,
     fixed_order,
     momentum,
     checkpoint_frequency,

@@ -20,14 +20,9 @@ class Checkpointing:
     )
     checkpoint_frequency: int | str | None = option(
         None,
-        "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails",
+        "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails; "
+        "'auto 12h': with this mean time between failures (else: as seen in this run, or on a published cluster)",
         keras="used",
-    )
-    mtbf: int | float | str | None = option(
-        None,
-        "checkpoint_frequency=auto: mean time between failures of the whole job, such as '12h' (default: as seen in "
-        "this run, else as on a published cluster of as many GPUs)",
-        above=0,
     )
     checkpoint_kind: str = option(
         "sharded",
@@ -42,7 +37,6 @@ class Checkpointing:
     keep_last: int | None = option(
         3, "how many checkpoints of this run to keep (none: all)", minimum=1, keras="ignored"
     )
-    keep_every: int | None = option(None, "keep every checkpoint whose step is a multiple of this, for ever", minimum=1)
     keep_best: bool | str | None = option(
         True,
         "keep the checkpoint with the best value of a metric, too: val/loss (true), train/loss, val/accuracy, "
@@ -70,11 +64,6 @@ class Monitoring:
         scope="place",
         keras="used",
     )
-    tensorboard_histograms: int = option(
-        0,
-        "write histograms of weights, gradients, norms, update ratios to TensorBoard every so many epochs (0: never)",
-        minimum=0,
-    )
     mlflow: bool | str = option(
         False, "log to MLflow: true, or the experiment's name (extra: phalanx[mlflow])", keras="used"
     )
@@ -91,12 +80,6 @@ class Monitoring:
         "serve metrics for Prometheus on this port of the loopback interface, 0: a free one; '0.0.0.0:9400' lets other "
         "machines read them (extra: phalanx[monitor])",
         minimum=0,
-    )
-    reference_throughput: float | None = option(
-        None,
-        "samples per second of one rank, as measured: the speedup of the run against it is reported",
-        above=0,
-        keras="ignored",
     )
     debug: str | None = option(
         None,
@@ -130,24 +113,13 @@ class Elasticity:
         keras="used",
     )
     spares: int = option(0, "ranks that are started in advance and wait to replace a lost one", minimum=0)
-    memory_frequency: int = option(
-        10,
-        "fsdp with max_restarts: every n steps each rank keeps a copy of its shards in another rank's memory",
-        minimum=1,
-    )
     heartbeat_timeout: float = option(
         10.0, "seconds after which a rank that is stopped, or a machine that is silent, counts as lost", above=0
-    )
-    stop_grace: float = option(
-        4.5, "seconds between asking ranks to stop and killing them", above=0, scope="machine", keras="used"
     )
     preemption_file: str | None = option(
         None,
         "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)",
         scope="machine",
-    )
-    preemption_margin: float = option(
-        60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
     )
     check_replicas_every: int | None = option(
         None,
@@ -166,17 +138,11 @@ class Elasticity:
         above=1,
         scope="layout",
     )
-    straggler_steps: int = option(50, "straggler_factor: compare the ranks' own times over so many steps", minimum=1)
     on_straggler: str = option(
         "warn",
         "straggler_factor: warn, give the slow rank fewer samples (rebalance), go on without it after the next loss of "
         "a rank (exclude), or replace it (max_restarts)",
         choices=("warn", "rebalance", "exclude", "replace"),
-    )
-    stall_timeout: float | None = option(
-        None,
-        "with max_restarts: replace a rank that computes or sleeps for so many seconds while others wait for it",
-        above=0,
     )
 
 
@@ -206,8 +172,8 @@ class Engines:
     engine_options: str | None = option(
         None,
         "options of one engine, 'name=value,name=value' (in files and Python also a table): ray: cpus_per_worker, "
-        "resources.<name>, placement; horovod: host_discovery_script, adasum, timeline; deepspeed: nvme_path; torch: "
-        "bucket_cap_mb, scaler_init_scale, scaler_growth_interval",
+        "resources.<name>, placement; horovod: host_discovery_script, adasum, timeline; deepspeed: nvme_path; and "
+        "those of every engine, which are flags too (--help advanced)",
         scope="machine",
-        keras="ignored",
+        keras="used",
     )

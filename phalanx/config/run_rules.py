@@ -24,7 +24,7 @@ def watched_metrics(settings: Settings) -> Mistakes:
             )
 
 
-@rule("early_stopping")
+@rule("early_stopping", "engine_options")
 def patience(settings: Settings) -> Mistakes:
     """Report settings of early stopping without it."""
     if settings.early_stopping is None:
@@ -79,23 +79,11 @@ def max_time(settings: Settings) -> Mistakes:
         )
 
 
-@rule("mtbf", "checkpoint_frequency")
-def mtbf(settings: Settings) -> Mistakes:
-    """Check the text, and that something uses it."""
-    try:
-        _ = settings.mtbf_seconds
-    except ValueError:
-        yield settings.mistake("mtbf", ": expected a duration above 0, such as '12h', '3d', or seconds (90).")
-        return
-    if settings.mtbf is not None and settings.checkpoint_frequency != "auto":
-        yield settings.mistake("mtbf", " without checkpoint_frequency = 'auto', which alone uses it.")
-
-
 @rule(
     "check_replicas_every",
     "on_corruption",
     "straggler_factor",
-    "straggler_steps",
+    "engine_options",
     "on_straggler",
     "min_workers",
     *STRATEGY,
@@ -191,7 +179,6 @@ RUN_RULES = (
     metrics,
     console,
     debug,
-    mtbf,
     rank_checks,
     spares,
     ema_decay,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
+from phalanx.config.engine_options import OPTIONS, CommonOptions, read_options
 from phalanx.config.fields import (
     LR_SCALINGS,
     ZERO_SHARDING,
@@ -35,6 +36,7 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+_AUTO = re.compile(r"^\s*auto(?:[\s:]+(\S.*))?$")
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Two on x86, the last on ARM: instructions that multiply in bf16. Other CPUs emulate it."""
@@ -85,17 +87,25 @@ class Settings(
 ):
     """The values of all settings, as flat, frozen, plain data."""
 
+    @property
+    def options(self) -> CommonOptions:
+        """The options that all engines have; ValueError where `engine_options` cannot be read."""
+        return read_options(CommonOptions, self.engine_options)
+
     def changed(self, *names: str) -> list[str]:
-        """Return which of these settings differ from their defaults."""
-        return [name for name in names if getattr(self, name) != FIELDS[name].default]
+        """Return which of these settings and options differ from their defaults."""
+        return [name for name in names if self._value(name) != (FIELDS.get(name) or OPTIONS[name]).default]
+
+    def _value(self, name: str) -> Any:
+        return getattr(self if name in FIELDS else self.options, name)
 
     def given(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, with their values."""
         return {name: getattr(self, name) for name in self.changed(*FIELDS)}
 
     def mistake(self, name: str, text: str) -> tuple[str, str]:
-        """Return what a rule yields about a setting: its name, and its value with what is wrong."""
-        return name, f"{name} = {getattr(self, name)!r}{text}"
+        """Return what a rule yields about a setting or an option: its field, and its value with what is wrong."""
+        return name if name in FIELDS else "engine_options", f"{name} = {self._value(name)!r}{text}"
 
     @property
     def total_ranks(self) -> int | None:
@@ -178,7 +188,8 @@ class Settings(
         """Return (n, "epochs" | "steps" | "auto"), or None without periodic saves; ValueError for another text."""
         if self.checkpoint_frequency is None:
             return None
-        if self.checkpoint_frequency == "auto":
+        if (auto := _AUTO.match(str(self.checkpoint_frequency))) is not None:
+            _ = auto[1] and parse_duration(auto[1])
             return 1, "auto"
         match = _FREQUENCY.match(str(self.checkpoint_frequency))
         if match is None or int(match[1]) == 0:
@@ -192,8 +203,9 @@ class Settings(
 
     @property
     def mtbf_seconds(self) -> float | None:
-        """`mtbf` in seconds; ValueError for a text that is not a duration."""
-        return None if self.mtbf is None else parse_duration(self.mtbf)
+        """The mean time between failures in `checkpoint_frequency = "auto 12h"`; None where it is not given."""
+        auto = _AUTO.match(str(self.checkpoint_frequency))
+        return parse_duration(auto[1]) if auto is not None and auto[1] else None
 
     @property
     def best_metric(self) -> Watched | None:

@@ -50,7 +50,7 @@ class RankChecks:
         self._emit = emit
         self._every = config.check_replicas_every
         self._on_corruption, self._on_straggler = config.on_corruption, config.on_straggler
-        self._factor, self._window = config.straggler_factor, config.straggler_steps
+        self._factor, self._window = config.straggler_factor, config.options.straggler_steps
         self._shares: tuple[int, ...] | None = None
         """How many samples of a micro-step each rank should take from now on."""
         self._checked = -1

@@ -47,7 +47,7 @@ class RunControl:
         self._time_limit = TimeLimit(config.max_seconds)
         self._time_before = 0.0
         watched = config.stopping_metric
-        self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.min_delta)
+        self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.options.min_delta)
 
     def begin(self, say: Callable[[str, str], None]) -> None:
         """Start the clock of `max_time`, and receive signals and notices; `say`: shows the user a message."""

@@ -28,7 +28,7 @@ _PUBLISHED = PRESETS["rsc-1"]
 class AutoInterval:
     """The interval that wastes the least time by Young and Daly; equal on all ranks.
 
-    Rank 0 measures what a save stalls and what a step takes. Failures are those of the setting `mtbf`, else those that
+    Rank 0 measures what a save stalls and what a step takes. Failures are those of "auto 12h", else those that
     this launch has seen, else those of a published cluster with as many GPUs as there are ranks.
     """
 
@@ -84,11 +84,11 @@ class AutoInterval:
 
     def _mtbf(self) -> tuple[float, str]:
         if self._given is not None:
-            return self._given, f"{span(self._given)} (mtbf)"
+            return self._given, f"{span(self._given)} (as given)"
         if self.failures:
             ran = max(1.0, time.time() - float(os.environ.get(LAUNCHED_AT) or time.time()))
             times = f"{self.failures} failure{'s' * (self.failures > 1)}"
             return ran / self.failures, f"{span(ran / self.failures)} ({times} in {span(ran)})"
         ranks = self._formation.world_size
         mtbf = _PUBLISHED.mtbf(ranks)
-        return mtbf, f"{span(mtbf)} (as on a published cluster; set mtbf to what yours has)"
+        return mtbf, f"{span(mtbf)} (as on a published cluster; what yours has: checkpoint_frequency = 'auto 12h')"

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig
-from phalanx.config.engine_options import TorchOptions, read_options
 from phalanx.config.settings import cpu_has_bf16, precision_name
 from phalanx.errors import UsageError
 
@@ -198,7 +197,7 @@ class Precision:
         self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype is torch.float16:
-            options = read_options(TorchOptions, config.engine_options)
+            options = config.options
             self.scaler = torch.amp.GradScaler(
                 device.type, init_scale=options.scaler_init_scale, growth_interval=options.scaler_growth_interval
             )

@@ -210,7 +210,7 @@ def adapt(model: nn.Module, config: DistributedConfig) -> None:
             model,
             config.lora_rank,
             alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
+            dropout=config.options.lora_dropout,
             targets=config.lora_targets,
             seed=config.seed,
         )

@@ -322,7 +322,7 @@ class Reporter:
             history.goodput, history.whole_throughput, history.whole_mfu = found.seconds, found.throughput, found.mfu
 
     def _speedup(self, rate: float) -> float | None:
-        reference = self._config.reference_throughput
+        reference = self._config.options.reference_throughput
         return None if reference is None else rate / reference
 
 
@@ -348,4 +348,4 @@ def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     """Return where TensorBoard files go, or None when none are wanted."""
     if isinstance(config.tensorboard, str):
         return config.tensorboard
-    return str(run_dir) if config.tensorboard or config.tensorboard_histograms else None
+    return str(run_dir) if config.tensorboard or config.options.tensorboard_histograms else None

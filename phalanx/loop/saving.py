@@ -242,7 +242,7 @@ class Saves(CheckpointPolicy):
         if best and loop.formation.is_main:  # what had the mark when this one was published is not kept by it now
             published = checkpoint.Checkpoint(saved.path, checkpoint.read_manifest(saved.path))
             config = loop.config
-            for note in checkpoint.keep_newest(published, config.keep_last, saved.path, config.keep_every):
+            for note in checkpoint.keep_newest(published, config.keep_last, saved.path, config.options.keep_every):
                 loop.report.say(note, "warning")
         loop.hooks.fire("on_checkpoint", loop, str(saved.path))
 

@@ -45,7 +45,7 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
             run_id=prepared.run_id,
             kind=prepared.config.checkpoint_kind,
             keep_last=prepared.config.keep_last,
-            keep_every=prepared.config.keep_every,
+            keep_every=prepared.config.options.keep_every,
             best=prepared.best_path,
             lineage=prepared.lineage,
             mesh=prepared.world.mesh.sizes,

@@ -70,7 +70,7 @@ class TensorDivides(Protocol):
 
 
 class SplitLogits(Protocol):
-    """A model that can compute its loss on logits that stay split by vocabulary (loss_parallel)."""
+    """A model that can compute its loss on logits that stay split by vocabulary."""
 
     takes_split_logits: bool
 
@@ -83,7 +83,7 @@ class PipelineUnits(Protocol):
 
 
 class ExampleInputs(Protocol):
-    """A model whose units can be timed (pipeline_balance = 'measured')."""
+    """A model whose units can be timed (pipeline_cuts = 'measured')."""
 
     def example_inputs(self) -> Sequence[torch.Tensor]:
         """Return arguments for forward."""

@@ -204,7 +204,7 @@ class Composed(FSDP):
         mesh = self.world.mesh
         share_weights(model)
         if mesh.tp > 1:
-            split_tensors(model, self.device_mesh["tp"], loss_parallel=self.config.loss_parallel)
+            split_tensors(model, self.device_mesh["tp"])
             self._equal_activations = not splits_sequence(model)
         if self._slices is not None:
             (split_context if mesh.pp == 1 else install_ring)(model, self._slices)  # a pipeline cuts its batches itself

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx import torch_compat
 from phalanx.comm.exchange import is_emulated, open_exchange
 from phalanx.config import DistributedConfig
-from phalanx.config.engine_options import TorchOptions, read_options
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import CommStats
 from phalanx.strategies.compressing import CompressesGradients, Lane
@@ -51,7 +50,7 @@ class DDP(CompressesGradients):
         device = self.world.device
         options: dict[str, Any] = {
             "device_ids": [device.index] if device.type == "cuda" else None,
-            "bucket_cap_mb": read_options(TorchOptions, self.config.engine_options).bucket_cap_mb,
+            "bucket_cap_mb": self.config.options.bucket_cap_mb,
             "find_unused_parameters": self.config.find_unused_parameters,
             "gradient_as_bucket_view": True,  # gradients are in the buckets: nothing is copied
             "init_sync": self.world.env.generation == 0,  # after that rank 0 may be a new rank, without the state

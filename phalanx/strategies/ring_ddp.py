@@ -19,7 +19,6 @@ from phalanx.comm.reducer import GradientReducer, bytes_for
 from phalanx.comm.shm import share_gradients
 from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.config import DistributedConfig
-from phalanx.config.engine_options import TorchOptions, read_options
 from phalanx.strategies.base import newly_trained, share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.tensors import is_meta, materialise
@@ -60,7 +59,7 @@ class RingDDP(CompressesGradients):
         exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
         settings: dict[str, Any] = {
             "compressor": self.compressor_for(model),
-            "cap_bytes": read_options(TorchOptions, self.config.engine_options).bucket_cap_mb * 2**20,
+            "cap_bytes": self.config.options.bucket_cap_mb * 2**20,
             "memory": memory,
             "allow_unused": self.config.find_unused_parameters,
         }

@@ -162,12 +162,12 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
     """Yield the callbacks that settings ask for."""
-    if config.tensorboard_histograms:
+    if config.options.tensorboard_histograms:
         from phalanx.observe.tensorboard import TensorBoardSink
         from phalanx.trainers.histograms import HistogramCallback
 
         if (board := events.find(TensorBoardSink)) is not None:
-            yield HistogramCallback(board, config.tensorboard_histograms)
+            yield HistogramCallback(board, config.options.tensorboard_histograms)
     if config.debug == "nan":
         from phalanx.loop.numbers import NumberWatch
 

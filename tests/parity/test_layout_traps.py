@@ -144,7 +144,7 @@ def test_the_users_weight_keeps_its_value(ranks):
 
 
 def test_measured_balance_together_with_split_layers(ranks, tmp_path):
-    settings = {"pipeline_parallel": 2, "tensor_parallel": 2, "pipeline_balance": "measured", "batch_size": 4}
+    settings = {"pipeline_parallel": 2, "tensor_parallel": 2, "pipeline_cuts": "measured", "batch_size": 4}
     assert len(ranks(lambda: train(str(tmp_path), max_steps=1, **settings)[2], world_size=4)) == 4
 
 

@@ -85,7 +85,7 @@ def fit_sequence(folder: str, **settings):
     "settings",
     [
         {"pipeline_cuts": "1, 3", "pipeline_schedule": "gpipe", "microbatches": 2},
-        {"pipeline_balance": "parameters"},
+        {"pipeline_cuts": None},
         {"strategy": "fsdp"},
     ],
 )
@@ -179,7 +179,7 @@ def test_a_slow_unit_gets_a_separate_stage(ranks, tmp_path):
     def run():
         quick = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
         model = Row(*quick[:3], Slow(), quick[3])
-        with Formation(device="cpu", pipeline_parallel=2, pipeline_balance="measured") as formation:
+        with Formation(device="cpu", pipeline_parallel=2, pipeline_cuts="measured") as formation:
             formation.prepare(model)
         return [name for name, _ in model.named_children()]
 

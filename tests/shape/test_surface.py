@@ -11,7 +11,7 @@ import pytest
 import phalanx
 from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, add_config_flags
-from phalanx.config import BACKENDS, FIELDS
+from phalanx.config import BACKENDS
 from phalanx.config.fields import STRATEGIES as STRATEGY_NAMES
 from phalanx.config.renamed import NAMES
 from phalanx.recipes import load_recipe, recipe_names
@@ -78,7 +78,7 @@ def test_strategy_names_match_the_registry():
     for name in STRATEGIES:
         assert load_strategy(name).name == name
     for flag in (word for entry in TABLE for word in entry.flag.replace("[", " ").split() if word.startswith("--")):
-        assert flag.removeprefix("--").replace("-", "_") in FIELDS
+        assert flag.removeprefix("--").replace("-", "_") in NAMES
     of_engines = {name for backend in BACKENDS.values() for name in backend.strategies}
     assert set(STRATEGY_NAMES) - {"auto"} == set(STRATEGIES) | of_engines
     assert {backend.strategy for backend in BACKENDS.values()} <= {*STRATEGIES, *of_engines}

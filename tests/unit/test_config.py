@@ -186,6 +186,11 @@ def test_nothing_to_train_is_a_mistake(capsys):
     assert "nothing to train was named" in capsys.readouterr().err
 
 
+def test_a_recipe_that_a_flag_took_is_explained(capsys):
+    assert main(["train", "--tensorboard", "digits"]) == 2
+    assert "digits is the value of --tensorboard here. Write: phalanx train digits" in capsys.readouterr().err
+
+
 def test_help_shows_numbers_to_choose_from(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help", "parallelism"])
@@ -302,14 +307,17 @@ def test_a_later_source_wins_over_an_alias_of_an_earlier_one():
     assert resolved.config.mlflow is False
 
 
-def test_settings_of_a_run_of_an_earlier_version_are_read(tmp_path, monkeypatch):
-    monkeypatch.setitem(REMOVED, "old_one", "is a constant: leave it out.")
-    lines = ["epochs = 3", "old_one = 4.5", "mlflow_tracking = false", 'mlflow_experiment = "mine"']
+def test_settings_of_a_run_of_an_earlier_version_are_read(tmp_path):
+    at_default = ["stall_notice = 60.0", 'placement = "pack"', "mlflow_tracking = false", "stop_grace = 4.5"]
+    changed = ["epochs = 3", "num_nodes = 2", "gpus_per_node = 4", "keep_every = 7", 'mlflow_experiment = "mine"']
     file = tmp_path / "config.toml"
-    file.write_text("\n".join([RECORD_HEADER, *lines]))
-    assert read_settings(file) == {"epochs": 3, "mlflow": "mine"}
-    file.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"old_one is a constant: leave it out. \(file"):
+    file.write_text("\n".join([RECORD_HEADER, *at_default, *changed]))
+    config = resolve(read_settings(file), environ={}).config
+    assert config == resolve({}, file=file, environ={}).config
+    same = {"epochs": 3, "num_nodes": 2, "num_workers": 8, "device": "cuda", "keep_every": 7, "mlflow": "mine"}
+    assert config == DistributedConfig(**same)
+    file.write_text("\n".join(at_default))
+    with pytest.raises(ConfigError, match=r"stall_notice is 60 seconds: leave it out. \(file"):
         resolve({}, file=file, environ={})
 
 

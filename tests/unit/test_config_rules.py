@@ -14,7 +14,7 @@ PIPELINE = [
     ("microbatches", 4),
     ("pipeline_schedule", "zero-bubble"),
     ("pipeline_cuts", "layers.1"),
-    ("pipeline_balance", "measured"),
+    ("pipeline_cuts", "measured"),
 ]
 SHARDING = [
     {"sharding": "full"},
@@ -40,7 +40,7 @@ def test_spare_ranks_need_losses_that_are_survived_in_place():
 
 
 def test_default_values_of_a_pipeline_need_none():
-    DistributedConfig(pipeline_schedule="1f1b", pipeline_balance="parameters", microbatches=None)
+    DistributedConfig(pipeline_schedule="1f1b", pipeline_cuts=None, microbatches=None)
 
 
 def test_a_wrong_number_of_stages_is_the_only_reported_mistake():
@@ -133,7 +133,7 @@ def test_settings_of_compression(settings, told):
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "ring"])
 def test_compression_is_allowed_with_strategies_that_average_gradients(strategy):
     config = DistributedConfig(strategy=strategy, compression="topk", compression_ratio=1.0, compression_warmup=10)
-    assert config.compression_warmup == 10
+    assert config.options.compression_warmup == 10
     assert DistributedConfig(strategy=strategy, compression="powersgd", powersgd_rank=8).powersgd_rank == 8
 
 

@@ -29,7 +29,7 @@ class Clock:
 
 def interval(clock: Clock, *, failures: int = 0, ranks: int = 8, **settings: Any) -> AutoInterval:
     formation: Any = SimpleNamespace(
-        config=DistributedConfig(checkpoint_frequency="auto", **settings),
+        config=DistributedConfig(**{"checkpoint_frequency": "auto", **settings}),
         world=SimpleNamespace(env=SimpleNamespace(failures=failures)),
         world_size=ranks,
         is_main=True,
@@ -48,20 +48,20 @@ def steps_until_due(auto: AutoInterval, clock: Clock, step: int, seconds: float)
 
 def test_the_first_save_is_early_and_the_next_by_young_and_daly():
     clock = Clock()
-    auto = interval(clock, mtbf="3h")
+    auto = interval(clock, checkpoint_frequency="auto 3h")
     step = steps_until_due(auto, clock, 0, 0.5)
     assert step == 10
     clock.now += 0.4
     note = auto.saved(step, 0.4)
     wanted = round(best_interval(0.4, 3 * 3600) / 0.5)
     assert note.startswith(f"a checkpoint every {wanted} steps (about 1:32): a save stalls 0.4 s")
-    assert "every 3.0 h (mtbf)" in note
+    assert "every 3.0 h (as given)" in note
     assert steps_until_due(auto, clock, step, 0.5) == step + wanted
 
 
 def test_it_adapts_when_the_cost_changes_by_much_and_only_then():
     clock = Clock()
-    auto = interval(clock, mtbf="3h")
+    auto = interval(clock, checkpoint_frequency="auto 3h")
     stalled, step = 0.0, 0
     notes = []
     for cost in (0.4, 0.45, 0.35, 4.0, 4.0, 4.0, 4.0):
@@ -93,10 +93,10 @@ def test_without_failures_those_of_a_published_cluster_are_expected():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mtbf": "3h"}, "without checkpoint_frequency = 'auto'"),
-        ({"checkpoint_frequency": "auto", "mtbf": "often"}, "expected a duration"),
-        ({"checkpoint_frequency": "auto", "mtbf": -3.0}, "must be greater than 0"),
-        ({"checkpoint_frequency": "automatic"}, "or 'auto'"),
+        ({"mtbf": "3h"}, "mtbf is part of checkpoint_frequency: write checkpoint_frequency = 'auto 12h'"),
+        ({"checkpoint_frequency": "auto often"}, "'auto 12h' with a duration"),
+        ({"checkpoint_frequency": "auto -3"}, "'auto 12h' with a duration"),
+        ({"checkpoint_frequency": "automatic"}, "'auto', or 'auto 12h'"),
     ],
 )
 def test_bad_settings(settings, message):

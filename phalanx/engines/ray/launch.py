@@ -151,7 +151,12 @@ def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     resources = {"CPU": options.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
     resources |= read_resources(options.resources)
     return RayStarter(
-        config.address, layout.world_size, config.min_workers, resources, options.placement, config.start_timeout
+        config.address,
+        layout.world_size,
+        config.min_workers,
+        resources,
+        options.placement,
+        config.options.start_timeout,
     )
 
 

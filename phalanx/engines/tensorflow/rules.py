@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.config.engine_options import OPTIONS
 from phalanx.config.rules import Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 
@@ -19,8 +20,8 @@ _IN_KERAS = {
     "warmup": "learning_rate=keras.optimizers.schedules.CosineDecay(0.0, decay_steps=1000, warmup_target=0.001, "
     "warmup_steps={steps})",
     "lr_scaling": "the scaled rate itself: keras.optimizers.Adam(0.001 * workers)",
-    "engine_options": "keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=65536.0, "
-    "dynamic_growth_steps=2000), for the loss scale",
+    "scaler_init_scale": "keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale={value})",
+    "scaler_growth_interval": "keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic_growth_steps={value})",
     "compile": "model.compile(..., jit_compile=True)",
     "on_nonfinite": "keras.mixed_precision.LossScaleOptimizer(optimizer), which skips steps that are not finite",
     "deterministic": "tf.config.experimental.enable_op_determinism()",
@@ -29,14 +30,15 @@ _IN_KERAS = {
     "lora_rank": "layer.enable_lora({value}) for layers of Keras 3",
 }
 """What to write in `model_fn`, where Keras has the same thing; rates and numbers of steps are examples."""
+_ALL = {**FIELDS, **OPTIONS}
 _UNUSED = "with backend = 'tensorflow', which does not follow it: "
 
 
-@rule("backend", "strategy")
+@rule("backend", "strategy", "engine_options")
 def keras(settings: Settings) -> Mistakes:
     """Report settings that no Keras model can use."""
-    for name in settings.changed(*FIELDS):
-        if not FIELDS[name].metadata["keras"]:
+    for name in settings.changed(*_ALL):
+        if not _ALL[name].metadata["keras"]:
             yield settings.mistake(name, f" {_UNUSED}leave {name} out.")
 
 
@@ -45,9 +47,10 @@ RULES = (keras,)
 
 def unused(settings: Settings) -> Mistakes:
     """Yield (setting, what to write instead) for settings that Keras has its own way for."""
-    for name in settings.changed(*FIELDS):
-        if FIELDS[name].metadata["keras"] == "ignored":
-            yield settings.mistake(name, f" {_UNUSED}{_instead(name, getattr(settings, name))}")
+    for name in settings.changed(*_ALL):
+        if _ALL[name].metadata["keras"] == "ignored":
+            value = getattr(settings if name in FIELDS else settings.options, name)
+            yield settings.mistake(name, f" {_UNUSED}{_instead(name, value)}")
 
 
 def _instead(name: str, value: Any) -> str:

@@ -61,11 +61,11 @@ def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -
     units = units_of(model)
     check_count(model, units, row.num_stages)
     has_batch_norm = any(torch_compat.is_batch_norm(module) for module in model.modules())
-    if config.pipeline_cuts is not None:
-        parts = cut_at(units, config.pipeline_cuts, row.num_stages)
-    else:
-        measure = measured_costs if config.pipeline_balance == "measured" else parameter_costs
+    if config.pipeline_cuts in (None, "measured"):
+        measure = parameter_costs if config.pipeline_cuts is None else measured_costs
         parts = cut_evenly(units, measure(model, units), row.num_stages)
+    else:
+        parts = cut_at(units, config.pipeline_cuts, row.num_stages)
     return StagePlan(row, units, parts, has_batch_norm)
 
 

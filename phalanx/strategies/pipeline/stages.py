@@ -137,13 +137,13 @@ def measured_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
     """Return the seconds of each unit's forward pass, as rank 0 measures them on the model's `example_inputs()`."""
     if not implements(model, ExampleInputs):
         raise UsageError(
-            f"pipeline_balance = 'measured' needs inputs to run, and {type(model).__name__} has no example_inputs()",
-            hint="Give it a method example_inputs() that returns what forward takes, or balance by 'parameters'.",
+            f"pipeline_cuts = 'measured' needs inputs to run, and {type(model).__name__} has no example_inputs()",
+            hint="Give it a method example_inputs() that returns what forward takes, or leave pipeline_cuts out.",
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
-            "pipeline_balance = 'measured' needs a model with weights, and this one is on the meta device",
-            hint="Balance by 'parameters', or name the cuts: pipeline_cuts = 'layers.4,layers.8'.",
+            "pipeline_cuts = 'measured' needs a model with weights, and this one is on the meta device",
+            hint="Leave it out, or name the cuts: pipeline_cuts = 'layers.4,layers.8'.",
         )
     costs: list[Any] = [_time_units(model, units, model.example_inputs()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(costs, src=0)

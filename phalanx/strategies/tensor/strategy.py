@@ -54,12 +54,12 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
+def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta".
 
-    With `loss_parallel` a model with `takes_split_logits` computes its loss on logits that stay split.
+    A model with `takes_split_logits` computes its loss on logits that stay split.
     """
-    split_logits = loss_parallel and implements(model, SplitLogits) and model.takes_split_logits
+    split_logits = implements(model, SplitLogits) and model.takes_split_logits
     styles = _styles_by_module(model)
     _check_degree(model, styles, mesh.size())
     before = dict(model.named_parameters(remove_duplicate=False))
