@@ -9,14 +9,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.loss_log import LossWeights
-from phalanx.loop.optim import Precision
+from phalanx.loop.precision import LossScale, Precision
 from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import complete, raise_if_aborted
@@ -54,7 +52,9 @@ class Gradients:
         self._world = world
         self._strategy = strategy
         self._take_scale = strategy.takes_loss_scale
-        self._scaler = precision.scaler
+        agree = strategy.shards and world.world_size > 1
+        self.scale = precision.scaler and LossScale(precision.scaler, world.device, agree=agree)
+        """fp16's loss scale."""
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
@@ -66,9 +66,6 @@ class Gradients:
         self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size)
         self._ready = False
         self._direct = False
-        self._unscaled: set[int] = set()
-        self._unscaled_at = 0
-        self._stepped: set[int] = set()
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []
         self._accumulating: set[int] = set()
@@ -81,7 +78,6 @@ class Gradients:
         self.boundary = self._accumulation == 1
         self._tried: dict[int, int] = {}
         self._skipped: dict[int, int] = {}
-        self._overflows: dict[int, torch.Tensor] = {}
         self.gate: StepGate | None = None
         """Where lost ranks are replaced and gradients are reduced on a GPU: a step waits there for complete ones."""
 
@@ -158,11 +154,11 @@ class Gradients:
         self._calls += 1
         self._passes += 1
         scale: torch.Tensor | None = None
-        if self._scaler is not None:
+        if self.scale is not None:
             # While an optimizer waits for its step with micro-batches of this scale, another's must not change it.
-            if not (self._accumulating and self.boundary) or self._unscaled.issuperset(self._adopted):
-                self.update_scale()
-            scale = self._scaler.scale(torch.ones((), device=self._world.device))
+            if not (self._accumulating and self.boundary) or self.scale.is_removed_from(self._adopted):
+                self.scale.update()
+            scale = self.scale.current()
             factor = scale * factor
         if self._take_scale is not None and self.boundary:  # gradients are averaged, and compressed, in this pass
             self._take_scale(self._weight.mean(), scale)
@@ -203,40 +199,10 @@ class Gradients:
             self._strategy.divide_gradients(self.held.trained, weight)
         self._weight.clear()
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Remove fp16's loss scale from an optimizer's gradients, once per step."""
-        if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
-            if not self._unscaled:
-                self._unscaled_at = self.steps
-            self._unscaled.add(id(optimizer))
-            self._scaler.unscale_(optimizer)
-            found = torch_compat.found_inf(self._scaler, id(optimizer))
-            if not found:  # no gradient here: nothing overflowed, but torch raises without an entry
-                found[self._world.device] = torch.zeros((), device=self._world.device)
-            if self._strategy.shards and self._world.world_size > 1:
-                # Ranks that hold parts of the model see an overflow in their own parts only, but all must skip the
-                # step. One reduction on every rank: a pipeline stage may hold none of an optimizer's parameters.
-                anywhere = self._any_overflow(optimizer)
-                dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-                for flag in found.values():
-                    flag.copy_(anywhere)
-
-    def _any_overflow(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        assert self._scaler is not None
-        flags = torch_compat.found_inf(self._scaler, id(optimizer)).values()
-        return torch.stack([flag.to(self._world.device) for flag in flags]).amax()
-
-    def update_scale(self) -> None:
-        """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""
-        if self._scaler is not None and self._unscaled:
-            self._unscaled.clear()
-            self._stepped.clear()
-            self._scaler.update()
-
-    def settle_scale(self) -> None:
-        """Update fp16's scale for the last complete step, before its state is saved; not for an interrupted one."""
-        if self._unscaled_at < self.steps:
-            self.update_scale()
+        if self.scale is not None and self.boundary:
+            self.scale.unscale(optimizer, self.steps)
 
     def clip(
         self,
@@ -250,14 +216,14 @@ class Gradients:
         self.finish()
         chosen = self.held.trained if part is None else self.held.part(part)
         for optimizer in [part] if isinstance(part, torch.optim.Optimizer) else optimizers:
-            self.unscale(optimizer)
+            self._unscale(optimizer)
         return self._strategy.clip_grad_norm(chosen, max_norm)
 
     def norm(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> torch.Tensor:
         """Return the global gradient norm of the finished gradient."""
         self.finish()
         for optimizer in optimizers:
-            self.unscale(optimizer)
+            self._unscale(optimizer)
         return self._strategy.grad_norm(self.held.trained)
 
     @property
@@ -286,7 +252,7 @@ class Gradients:
             if len(self._adopted) > 1 and not self._strategy.owns_step:
                 self._kept[id(optimizer)] = KeptGradients(optimizer, self._passes)
             return
-        if id(optimizer) in self._stepped and self._accumulating:
+        if self._accumulating and self.scale is not None and self.scale.has_stepped(optimizer):
             raise UsageError(
                 "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
                 hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
@@ -295,7 +261,7 @@ class Gradients:
         self._kept.pop(id(optimizer), None)
         self.held.check(optimizer)
         self.finish()
-        self.unscale(optimizer)
+        self._unscale(optimizer)
         self._apply(optimizer, inner)
         self._calls = 0
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
@@ -310,17 +276,13 @@ class Gradients:
             return
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
         try:
-            if self._scaler is None and self.gate is not None:
-                self.gate.take(partial(self._strategy.step, inner), optimizer)
-            elif self._scaler is None:
-                self._strategy.step(inner)
-            else:
+            if self.scale is not None:
                 complete()  # the scaler waits for the GPU anyway
-                # On the device: reading here whether the scaler skips this step would wait for it.
-                skips = self._any_overflow(optimizer).sign()
-                self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)
-                self._scaler.step(optimizer)
-                self._stepped.add(id(optimizer))
+                self.scale.step(optimizer)
+            elif self.gate is not None:
+                self.gate.take(partial(self._strategy.step, inner), optimizer)
+            else:
+                self._strategy.step(inner)
         finally:
             self._direct = False
 
@@ -332,7 +294,7 @@ class Gradients:
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because the gradient was not finite; waits for the device with fp16."""
-        return sum(self._skipped.values()) + sum(int(count) for count in self._overflows.values())
+        return sum(self._skipped.values()) + (self.scale.skipped() if self.scale is not None else 0)
 
     def taken(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return how many steps an optimizer has taken; None before the first call of its step."""
@@ -341,7 +303,8 @@ class Gradients:
             key = id(self._primary)
         if key not in self._tried:
             return None
-        return self._tried[key] - self._skipped.get(key, 0) - int(self._overflows.get(key, 0))
+        overflows = self.scale.skipped(key) if self.scale is not None else 0
+        return self._tried[key] - self._skipped.get(key, 0) - overflows
 
     def abandon(self) -> None:
         """Drop the gradients of micro-batches whose step will not come: their epoch was interrupted."""

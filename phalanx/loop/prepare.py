@@ -18,7 +18,7 @@ from phalanx.data.loader import ShardedLoader
 from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
-from phalanx.loop.optim import Precision
+from phalanx.loop.precision import Precision
 from phalanx.models.contract import Adapter, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock

@@ -59,7 +59,8 @@ def snapshot_of(prepared: Prepared, shared: dict[str, Any], *, alone: bool = Fal
 
     `alone`: without communication, because other ranks may be lost; this rank then has what it needs.
     """
-    prepared.gradients.settle_scale()
+    if prepared.gradients.scale is not None:
+        prepared.gradients.scale.settle(prepared.gradients.steps)
     for wrapped in () if alone else prepared.models:
         prepared.strategy.consolidate(wrapped)
     strategy = prepared.strategy

@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.loop.forward import Forward, count_labels
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.loss_log import LossLog
-from phalanx.loop.optim import Precision
+from phalanx.loop.precision import Precision
 from phalanx.loop.prepare import Prepared
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.tensors import count_rows

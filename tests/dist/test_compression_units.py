@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.loop.precision import LossScale
 from phalanx.loop.formation import Formation
 
 FIRST, NOTHING = [2.0, 1.0], [0.0, 0.0]
@@ -27,7 +28,8 @@ def steps(batches, scale=None, **settings):
         model = nn.Linear(2, 1, bias=False)
         nn.init.zeros_(model.weight)
         if scale is not None:  # the config refuses fp16 on a CPU; torch's scaler itself works there
-            formation.gradients._scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
+            formation.gradients.scale = LossScale(scaler, formation.device, agree=False)
         wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         units = []
         dist.all_reduce = counted

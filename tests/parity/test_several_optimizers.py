@@ -105,7 +105,7 @@ def step_in_fp16():
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
-            formation.gradients.update_scale()
+            formation.gradients.scale.update()
             states.append({name: value.clone() for name, value in whole_weights(model).items()})
         return states, formation.precision.scaler.get_scale(), formation.step
 

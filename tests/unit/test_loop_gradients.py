@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from phalanx.loop.precision import LossScale
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 
@@ -88,17 +89,17 @@ def test_the_loss_scale_that_is_saved_is_that_of_the_last_complete_step():
     """A step that lost ranks interrupt has unscaled its gradients, and is done again: it must not count twice."""
     with Formation(device="cpu", batch_size=2) as formation:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)  # fp16's, which needs a GPU
-        formation.gradients._scaler = scaler
+        scale = formation.gradients.scale = LossScale(scaler, formation.device, agree=False)
         model = nn.Linear(2, 1)
         model, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         formation.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
-        formation.gradients.settle_scale()
+        scale.settle(formation.gradients.steps)
         assert scaler.get_scale() == 8
         optimizer.zero_grad()
         formation.backward(model(torch.ones(1, 2)).sum())
         formation.clip_grad_norm(1.0)
-        formation.gradients.settle_scale()
+        scale.settle(formation.gradients.steps)
         assert scaler.get_scale() == 8, "the second step was not taken"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from phalanx.loop.precision import LossScale
 from phalanx import Formation
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 
@@ -100,7 +101,8 @@ def test_a_scheduler_called_per_epoch_counts_epochs_whose_batches_do_not_fill_a_
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_leaves_out_is_counted_and_moves_no_scheduler(fused):
     with Formation(device="cpu") as formation:
-        formation.gradients._scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # fp16's, which needs a GPU
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # fp16's, which needs a GPU
+        formation.gradients.scale = LossScale(scaler, formation.device, agree=False)
         scheduler, step = prepared(formation, fused=fused)
         for value in (1.0, float("inf"), 1.0):
             step(value)
