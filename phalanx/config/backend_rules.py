@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from phalanx.config.backends import BACKENDS, Backend
-from phalanx.config.engine_options import CommonOptions, split_options
-from phalanx.config.option import parse_text, problem
+from phalanx.config.option import parse_text, problem, split_options
 from phalanx.config.rules import RANKS, Mistakes, rule
+from phalanx.config.run_fields import CommonOptions
 from phalanx.config.settings import FIELDS, Host, Settings, parse_hosts
 from phalanx.config.strategies import ROWS, strategies_that
 from phalanx.errors import nearest

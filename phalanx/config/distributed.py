@@ -26,7 +26,6 @@ _RULES = (
     rules.zero_stage,
     *rules.COMMON_RULES,
     *BACKEND_RULES,
-    rules.adapters,
     rules.split_adapters,
     rules.parameter_servers,
     rules.staleness,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config.engine_options import OPTIONS, as_text, join_options
-from phalanx.config.option import option, plain, problem
+from phalanx.config.option import as_text, join_options, option, plain, problem
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import CONSOLE_WORDS, FIELDS
 
 

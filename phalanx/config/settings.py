@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
-from phalanx.config.engine_options import OPTIONS, CommonOptions, read_options
 from phalanx.config.fields import (
     LR_SCALINGS,
     ZERO_SHARDING,
@@ -25,9 +24,9 @@ from phalanx.config.fields import (
     Synchronisation,
     Training,
 )
-from phalanx.config.option import load_entry_point
+from phalanx.config.option import load_entry_point, read_options
 from phalanx.config.profile import Profiling, parse_profile
-from phalanx.config.run_fields import Checkpointing, Elasticity, Engines, Monitoring
+from phalanx.config.run_fields import OPTIONS, Checkpointing, CommonOptions, Elasticity, Engines, Monitoring
 from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
 

@@ -14,7 +14,7 @@ from phalanx.cli.faults import parser as fault_parser
 from phalanx.cli.parsers import PARSERS
 from phalanx.cli.plan import parser as plan_parser
 from phalanx.cli.strategies import parser as strategies_parser
-from phalanx.config import FIELDS
+from phalanx.config.renamed import NAMES
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
 
@@ -71,7 +71,7 @@ def rendered(site: Path, page: str) -> str:
 
 def test_every_setting_is_on_the_configuration_page(site):
     page = rendered(site, "configuration")
-    missing = [name for name in FIELDS if f"<td><code>{name}</code></td>" not in page]
+    missing = [name for name in NAMES if f"<td><code>{name}</code></td>" not in page]
     assert not missing
 
 
@@ -128,7 +128,7 @@ def test_the_console_session_is_what_the_program_says(command, expected, folder)
 def test_every_flag_that_the_docs_use_exists():
     parsers = [make() for make in (*PARSERS.values(), plan_parser, fault_parser, strategies_parser)]
     of_verbs = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
-    known = _OWN_FLAGS | of_verbs | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
+    known = _OWN_FLAGS | of_verbs | {f"--{no}{name.replace('_', '-')}" for name in NAMES for no in ("", "no-")}
     for page in PAGES:
         for _, text in blocks(page, "bash"):
             for command in re.findall(

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from phalanx.config.engine_options import read_options
-from phalanx.config.option import option, problem
+from phalanx.config.option import option, problem, read_options
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import UsageError, nearest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.engine_options import read_options, split_options
-from phalanx.config.option import option
+from phalanx.config.option import option, read_options, split_options
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config import DistributedConfig
-from phalanx.config.engine_options import read_options, without_options
+from phalanx.config.option import read_options, without_options
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
