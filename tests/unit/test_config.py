@@ -302,6 +302,21 @@ def test_an_alias_is_checked_as_a_setting_is():
         resolve({}, environ={"PHALANX_MLFLOW_TRACKING": "maybe"})
 
 
+def test_a_copy_with_an_alias_keeps_the_rest():
+    config = DistributedConfig(num_workers=2, num_nodes=2, device="cpu")
+    copy = config.replace(gpus_per_node=4)
+    assert (copy.num_workers, copy.device) == (8, "cpu")
+    assert DistributedConfig(num_workers=2).replace(num_gpus=4).device == "cuda"
+    with pytest.raises(ConfigError, match="bucket_cap_mb = 0: must be greater than 0"):
+        config.replace(bucket_cap_mb=0)
+
+
+def test_a_tracker_that_is_turned_on_keeps_its_name():
+    environ = {"PHALANX_MLFLOW_EXPERIMENT": "mine", "PHALANX_TENSORBOARD_DIR": "board"}
+    config = resolve({"mlflow_tracking": True, "tensorboard": True}, environ=environ).config
+    assert (config.mlflow, config.tensorboard) == ("mine", "board")
+
+
 def test_a_later_source_wins_over_an_alias_of_an_earlier_one():
     resolved = resolve({"mlflow": False}, recipe={"mlflow_tracking": True}, environ={"PHALANX_MLFLOW_EXPERIMENT": "x"})
     assert resolved.config.mlflow is False
