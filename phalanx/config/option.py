@@ -4,7 +4,7 @@ The text of an annotation (`int | None`, `bool | str`) is the field's type for P
 environment variables and flags alike.
 
 `engine_options` holds options as text, `name=value,name=value`: an engine declares its own in `rules.py`, as the fields
-of a class `Options`; `read_options` reads them.
+of a class, `OPTIONS`; `read_options` reads them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def merge(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]
 
     For example `console = "quiet all-ranks"` in a file and `-v` is `verbose all-ranks`.
     """
-    joined = {}
+    joined: dict[str, Any] = {}
     for name, value in later.items():
         before = values.get(name)
         if name in _PARTS and before and isinstance(value, str):

@@ -113,8 +113,8 @@ def pipeline_cuts(settings: Settings) -> Mistakes:
 @rule("pipeline_parallel", "pipeline_schedule", "activation_checkpointing")
 def pipeline(settings: Settings) -> Mistakes:
     """Report what the schedule of a pipeline cannot run."""
-    is_split = settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble"
-    if is_split and settings.activation_checkpointing is not False:
+    splits_backward = settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble"
+    if splits_backward and settings.activation_checkpointing is not False:
         yield settings.mistake(
             "activation_checkpointing",
             " with pipeline_schedule = 'zero-bubble', which computes the gradient of every weight apart and would "
