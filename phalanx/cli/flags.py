@@ -21,7 +21,7 @@ from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
 from phalanx.config.renamed import NAMES, Aliases, removed
-from phalanx.config.run_fields import CommonOptions
+from phalanx.config.run_fields import AdvancedOptions
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.recipes.recipe import read_changes
@@ -39,7 +39,7 @@ COMMON = (
 
 ALSO_ACCEPTED = "also accepted"
 """The title of the aliases, which are shown with all settings only."""
-SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS}, "advanced": CommonOptions}
+SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS}, "advanced": AdvancedOptions}
 """The groups of settings, and the options of every engine."""
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""

@@ -183,7 +183,7 @@ class Engines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonOptions:
+class AdvancedOptions:
     """Options of every engine: rarely changed, and accepted under their own names too."""
 
     start_timeout: float | None = option(
@@ -242,4 +242,4 @@ class CommonOptions:
     )
 
 
-OPTIONS: dict[str, Any] = CommonOptions.__dataclass_fields__
+OPTIONS: dict[str, Any] = AdvancedOptions.__dataclass_fields__

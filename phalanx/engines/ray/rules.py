@@ -9,7 +9,7 @@ from phalanx.config.rules import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayOptions:
+class RayClusterOptions:
     """What a Ray cluster reserves for each rank, and where."""
 
     cpus_per_worker: float = option(1.0, "CPU cores that each rank reserves", above=0)
@@ -25,4 +25,4 @@ class RayOptions:
 
 
 RULES: tuple[Rule, ...] = ()
-OPTIONS = RayOptions.__dataclass_fields__
+OPTIONS = RayClusterOptions.__dataclass_fields__
