@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import GROUPS
-from phalanx.config.engine_options import CommonOptions
 from phalanx.config.option import kinds
 from phalanx.config.renamed import Aliases
+from phalanx.config.run_fields import AdvancedOptions
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
@@ -56,7 +56,7 @@ def web_address(remote: str) -> str | None:
 def settings_table() -> str:
     """Return every setting, group by group: name, what it takes, default, and its one help text."""
     parts = []
-    titles = {CommonOptions: "Advanced", Aliases: "Also accepted"}
+    titles = {AdvancedOptions: "Advanced", Aliases: "Also accepted"}
     for group in (*GROUPS, *titles):
         title = titles.get(group, group.__name__)
         parts.append(f"## {title}\n\n{group.__doc__}\n\n| setting | takes | default | |\n|---|---|---|---|")

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "phalanx"
 TRAINING_VERBS = ("train", "resume", "runs", "evaluate", "predict", "export", "ckpt", "config", "init", "top", "stacks")
 """Verbs of the core, with what all verbs share; the others belong to tools."""
-_SHARED = ("__init__", "__main__", "flags", "help", "parsers", "json_output", "ckpt_target", "completion")
+_SHARED = ("__init__", "__main__", "flags", "parsers", "json_output", "ckpt_target", "completion")
 
 
 def tier(path: Path) -> str:

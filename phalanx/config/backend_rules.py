@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from phalanx.config.backends import BACKENDS, Backend
-from phalanx.config.engine_options import CommonOptions, split_options
-from phalanx.config.option import parse_text, problem
+from phalanx.config.option import parse_text, problem, split_options
 from phalanx.config.rules import RANKS, Mistakes, rule
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Host, Settings, parse_hosts
 from phalanx.config.strategies import ROWS, strategies_that
 from phalanx.errors import nearest
@@ -78,8 +78,8 @@ def engine_options(settings: Settings) -> Mistakes:
 def _options_of(backend: str, strategy: str = "") -> dict[str, Any]:
     """Return the fields of the options that the engines of a backend and a strategy have."""
     engines = engine_rules({"backend": backend, "strategy": strategy})
-    kinds = [CommonOptions, *(engine.Options for engine in engines if hasattr(engine, "Options"))]
-    return {name: field for kind in kinds for name, field in kind.__dataclass_fields__.items()}
+    own = [engine.OPTIONS for engine in engines if hasattr(engine, "OPTIONS")]
+    return {name: field for options in (OPTIONS, *own) for name, field in options.items()}
 
 
 def _unknown_option(name: str, backend: str, known: Collection[str]) -> str:

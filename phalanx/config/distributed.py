@@ -26,7 +26,6 @@ _RULES = (
     rules.zero_stage,
     *rules.COMMON_RULES,
     *BACKEND_RULES,
-    rules.adapters,
     rules.split_adapters,
     rules.parameter_servers,
     rules.staleness,
@@ -79,7 +78,11 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        return DistributedConfig(**merge(self.to_dict(), translate(changes)[0]))
+        renamed, mistakes = rename(changes)
+        if mistakes:
+            raise ConfigError([message for _, message in mistakes])
+        counted = {"num_workers": None} if {"num_gpus", "gpus_per_node"} & changes.keys() else {}
+        return DistributedConfig(**merge({**self.to_dict(), **counted}, renamed))
 
     def with_trusted(self, **changes: Any) -> DistributedConfig:
         """Return a copy with values that the program itself computed (the device, a folder), without a new check."""

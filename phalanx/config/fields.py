@@ -49,8 +49,8 @@ class Resources:
 
     num_workers: int | None = option(
         None,
-        "ranks in the whole job (default: every GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8; --num-gpus 8 is 8 "
-        "with device=cuda, --gpus-per-node 8 is 8 for each of num_nodes",
+        "ranks in the whole job (default: every GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8; num_gpus=8 is 8 "
+        "with device=cuda, gpus_per_node=8 is 8 for each of num_nodes",
         minimum=1,
         scope="machine",
         keras="used",
@@ -109,18 +109,21 @@ class Parallelism:
         "pipeline: the order of forward and backward passes (interleaved and zero-bubble: several stages per rank)",
         choices=PIPELINE_SCHEDULES,
         scope="split",
+        needs="pipeline_parallel",
     )
     microbatches: int | None = option(
         None,
         "pipeline: parts of a batch that are processed at once (default: as many as keep the bubble small)",
         minimum=1,
         scope="split",
+        needs="pipeline_parallel",
     )
     pipeline_cuts: str | None = option(
         None,
         "pipeline: names of the modules that begin a stage, separated by commas; measured: stages that take equal time "
         "(default: stages with equal numbers of parameters)",
         scope="split",
+        needs="pipeline_parallel",
     )
     context_parallel: int = option(
         1,
@@ -231,7 +234,11 @@ class Training:
         keras="ignored",
     )
     patience: int = option(
-        3, "early_stopping: evaluations in a row without improvement before the end", minimum=1, keras="ignored"
+        3,
+        "early_stopping: evaluations in a row without improvement before the end",
+        minimum=1,
+        keras="ignored",
+        needs="early_stopping",
     )
 
 
@@ -264,6 +271,7 @@ class Optimization:
         "average the weights over the steps with this decay (0.999); evaluation and results use the average",
         above=0,
         keras="ignored",
+        below=1,
     )
     on_nonfinite: str = option(
         "stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"), keras="ignored"
@@ -284,12 +292,13 @@ class Adapters:
         None, "freeze the model and train low-rank adapters of this rank", minimum=1, scope="layout"
     )
     lora_alpha: float | None = option(
-        None, "lora_alpha / lora_rank scales what adapters add (default: 2 x lora_rank)", above=0
+        None, "lora_alpha / lora_rank scales what adapters add (default: 2 x lora_rank)", above=0, needs="lora_rank"
     )
     lora_targets: str | None = option(
         None,
         "layers that get adapters, by last parts of names (query,value) or patterns ('layers.*.feed.*'), separated "
         "by commas (default: the linear layers of attention)",
+        needs="lora_rank",
     )
 
 

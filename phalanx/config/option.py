@@ -2,6 +2,9 @@
 
 The text of an annotation (`int | None`, `bool | str`) is the field's type for Python arguments, TOML keys,
 environment variables and flags alike.
+
+`engine_options` holds options as text, `name=value,name=value`: an engine declares its own in `rules.py`, as the fields
+of a class, `OPTIONS`; `read_options` reads them.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ import math
 import numbers
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.config.meanings import like_value
 from phalanx.errors import UsageError
+
+Options = TypeVar("Options")
 
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
 _NO_URLS = (
@@ -34,11 +40,13 @@ def option(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     entry_points: str | None = None,
     scope: str = "",
     backends: tuple[str, ...] = (),
     strategies: tuple[str, ...] = (),
     implies: str = "",
+    needs: str = "",
     keras: str = "",
     engine: str = "",
 ) -> Any:
@@ -47,12 +55,13 @@ def option(
     `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
     (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
     machines of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
-    `implies`: the strategy that it chooses where none is named. `keras`: "used" by Keras models, "ignored" (allowed
-    in a file for several backends), or refused. `engine`: the engine whose rules are asked where it is given.
+    `implies`: the strategy that it chooses where none is named. `needs`: the setting without which it has no effect.
+    `keras`: "used" by Keras models, "ignored" (allowed in a file for several backends), or refused. `engine`: its rules
+    are asked where the setting is given.
     """
-    allowed = {"choices": choices, "minimum": minimum, "above": above, "entry_points": entry_points}
+    allowed = {"choices": choices, "minimum": minimum, "above": above, "below": below, "entry_points": entry_points}
     users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "implies": implies, "keras": keras}
-    users["engine"] = engine
+    users |= {"needs": needs, "engine": engine}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
 
 
@@ -104,6 +113,8 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
             return f"{field.name} = {value!r}: must be {minimum} or more."
         if above is not None and value <= above:
             return f"{field.name} = {value!r}: must be greater than {above}."
+        if (below := field.metadata["below"]) is not None and value >= below:
+            return f"{field.name} = {value!r}: must be below {below}."
     return None
 
 
@@ -166,3 +177,50 @@ def _listed(choices: tuple[Any, ...]) -> str:
         "none" if choice is None else str(choice).lower() if isinstance(choice, bool) else repr(choice)
         for choice in choices
     )
+
+
+def as_text(given: Mapping[str, Any], prefix: str = "") -> str:
+    """Return a table as text; a table in it becomes names with a dot, {"resources": {"GPU": 1}} resources.GPU=1."""
+    parts = []
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            parts.append(as_text(value, f"{prefix}{name}."))
+        elif value is not None:
+            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+            parts.append(f"{prefix}{name}={str(plain).lower() if isinstance(plain, bool) else plain}")
+    return ",".join(filter(None, parts))
+
+
+def split_options(text: str | None) -> dict[str, str]:
+    """Return the values by name, those of names with a dot together: {"resources": "GPU=0.5,big=1"}.
+
+    ValueError for a part that is not name=value.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise ValueError(part)
+        group, dot, inner = name.strip().partition(".")
+        own = f"{inner}={value.strip()}" if dot else value.strip()
+        found[group] = f"{found[group]},{own}" if dot and group in found else own
+    return found
+
+
+def join_options(text: str, later: str) -> str:
+    """Return the options of both, of those with the same name the later."""
+    pairs = {part.partition("=")[0].strip(): part.strip() for part in f"{text},{later}".split(",") if part.strip()}
+    return ",".join(pairs.values())
+
+
+def without_options(kind: type[Any], text: str) -> str:
+    """Return the options that are not those of one engine."""
+    own = kind.__dataclass_fields__
+    return ",".join(part for part in text.split(",") if part.partition("=")[0].partition(".")[0].strip() not in own)
+
+
+def read_options(kind: type[Options], text: str | None) -> Options:
+    """Return the options of one engine, checked before; those of others are left out."""
+    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    given = split_options(text)
+    return kind(**{name: parse_text(field, given[name]) for name, field in fields.items() if name in given})

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config.engine_options import OPTIONS, as_text, join_options
-from phalanx.config.option import option, plain, problem
+from phalanx.config.option import as_text, join_options, option, plain, problem
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import CONSOLE_WORDS, FIELDS
 
 
@@ -98,8 +98,13 @@ def merge(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]
 
     For example `console = "quiet all-ranks"` in a file and `-v` is `verbose all-ranks`.
     """
-    both = {name: value for name, value in later.items() if isinstance(value, str) and values.get(name)}
-    joined = {name: _PARTS[name](values[name], value) for name, value in both.items() if name in _PARTS}
+    joined: dict[str, Any] = {}
+    for name, value in later.items():
+        before = values.get(name)
+        if name in _PARTS and before and isinstance(value, str):
+            joined[name] = _PARTS[name](before, value)
+        elif name in _TRACKERS and value is True and isinstance(before, str):  # on, with the name given before
+            joined[name] = before
     return {**values, **later, **joined}
 
 
@@ -146,6 +151,7 @@ def count_ranks(given: Mapping[str, Any], is_range: bool) -> tuple[dict[str, Any
     return {**values, "num_workers": total, **device}, mistakes
 
 
+_TRACKERS = ("tensorboard", "mlflow", "wandb")
 _PARTS: dict[str, Callable[[str, str], str]] = {
     "console": _add_words,
     "engine_options": join_options,

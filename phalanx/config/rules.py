@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from phalanx.config.engine_options import OPTIONS
-from phalanx.config.fields import HYBRID, LR_SCALINGS, TORCH_SHARDING, ZERO_SHARDING
+from phalanx.config.fields import HYBRID, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import AXES, ROWS
-from phalanx.errors import nearest
 
 Mistakes = Iterator[tuple[str, str]]
 
@@ -31,6 +30,9 @@ _OF_STRATEGIES = {
     name: field.metadata["strategies"] for name, field in {**FIELDS, **OPTIONS}.items() if field.metadata["strategies"]
 }
 """The strategies that use a setting."""
+
+_NEEDS = {name: field.metadata["needs"] for name, field in {**FIELDS, **OPTIONS}.items() if field.metadata["needs"]}
+"""The setting without which another one has no effect."""
 
 
 class Rule(NamedTuple):
@@ -110,19 +112,22 @@ def pipeline_cuts(settings: Settings) -> Mistakes:
 
 @rule("pipeline_parallel", "pipeline_schedule", "activation_checkpointing")
 def pipeline(settings: Settings) -> Mistakes:
-    """Report settings of a pipeline without one, and what its schedule cannot run."""
-    if settings.pipeline_parallel > 1:
-        if settings.pipeline_schedule == "zero-bubble" and settings.activation_checkpointing is not False:
-            yield settings.mistake(
-                "activation_checkpointing",
-                " with pipeline_schedule = 'zero-bubble', which computes the gradient of every weight apart and would "
-                "recompute the block for each: write pipeline_schedule = 'interleaved', or leave one of them out.",
-            )
-        return
-    for name in settings.changed("pipeline_schedule", "microbatches", "pipeline_cuts"):
+    """Report what the schedule of a pipeline cannot run."""
+    splits_backward = settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble"
+    if splits_backward and settings.activation_checkpointing is not False:
         yield settings.mistake(
-            name, f" without pipeline_parallel: write pipeline_parallel = 2 or more, or leave {name} out."
+            "activation_checkpointing",
+            " with pipeline_schedule = 'zero-bubble', which computes the gradient of every weight apart and would "
+            "recompute the block for each: write pipeline_schedule = 'interleaved', or leave one of them out.",
         )
+
+
+@rule("engine_options")
+def companions(settings: Settings) -> Mistakes:
+    """Report settings that have no effect without another one."""
+    for name in settings.changed(*_NEEDS):
+        if not settings.changed(_NEEDS[name]):
+            yield settings.mistake(name, f" without {_NEEDS[name]}: set {_NEEDS[name]}, or leave {name} out.")
 
 
 @rule("compression_ratio")
@@ -186,14 +191,6 @@ def strategy_settings(settings: Settings) -> Mistakes:
         yield settings.mistake(
             name, f" does not go with strategy = {strategy!r}, whose ranks hold the whole model: {way}."
         )
-
-
-@rule("engine_options")
-def shares(settings: Settings) -> Mistakes:
-    """Check the upper limit of options that are shares."""
-    for name in ("outer_momentum", "lora_dropout"):
-        if getattr(settings.options, name) >= 1:
-            yield settings.mistake(name, ": must be below 1.")
 
 
 @rule("strategy", "backend", "fixed_order", *RANKS)
@@ -268,39 +265,6 @@ def staleness(settings: Settings) -> Mistakes:
         yield "server_mode", "server_mode = 'bounded' needs a bound: write staleness = 2, for example."
 
 
-@rule("checkpoint_frequency")
-def checkpoint_frequency(settings: Settings) -> Mistakes:
-    """Check the text."""
-    try:
-        _ = settings.checkpoint_every
-    except ValueError:
-        yield settings.mistake(
-            "checkpoint_frequency",
-            ": expected a number of epochs (10), '500 steps', 'auto', or 'auto 12h' with a duration.",
-        )
-
-
-@rule("activation_checkpointing")
-def activation_checkpointing(settings: Settings) -> Mistakes:
-    """Check the value."""
-    try:
-        _ = settings.recompute
-    except ValueError as error:
-        close = nearest(str(error), ("full", "selective", "every 2"))
-        guess = f" Did you mean {close!r}?" if close else ""
-        yield settings.mistake(
-            "activation_checkpointing", f": not one of false, true, 'full', 'selective', 'every <n>'.{guess}"
-        )
-
-
-@rule("lora_rank", "engine_options")
-def adapters(settings: Settings) -> Mistakes:
-    """Report settings of LoRA without it."""
-    if settings.lora_rank is None:
-        for name in settings.changed("lora_alpha", "lora_dropout", "lora_targets"):
-            yield settings.mistake(name, " without lora_rank: set lora_rank, such as 8.")
-
-
 @rule("lora_rank", "tensor_parallel")
 def split_adapters(settings: Settings) -> Mistakes:
     """Report LoRA together with tensor parallelism."""
@@ -339,20 +303,6 @@ def rank_counts(settings: Settings) -> Mistakes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")
 
 
-@rule("lr_scaling")
-def lr_scaling(settings: Settings) -> Mistakes:
-    """Check the text."""
-    try:
-        _ = settings.rate_scaling
-    except ValueError:
-        close = nearest(settings.lr_scaling.partition(":")[0], LR_SCALINGS)
-        guess = f" Did you mean {close!r}?" if close else ""
-        text = (
-            f": expected {', '.join(LR_SCALINGS)}, or with the batch that the rate was chosen for: linear:256.{guess}"
-        )
-        yield settings.mistake("lr_scaling", text)
-
-
 @rule("device", "communication_backend", *STRATEGY)
 def shared_gpus(settings: Settings) -> Mistakes:
     """Report share_gpus where ranks do not use nccl on GPUs."""
@@ -382,17 +332,14 @@ def shared_gpus(settings: Settings) -> Mistakes:
 COMMON_RULES = (
     pipeline_cuts,
     pipeline,
+    companions,
     compression_ratio,
     compressor_settings,
     compression,
     strategy_settings,
-    shares,
     fixed_order,
     momentum,
-    checkpoint_frequency,
-    activation_checkpointing,
     folders,
     warmup,
-    lr_scaling,
     shared_gpus,
 )

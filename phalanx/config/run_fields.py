@@ -1,8 +1,9 @@
-"""The settings of a run's life: checkpoints, what is logged and shown, and what happens after failures."""
+"""The settings of a run's life: checkpoints, what is logged and shown, failures, engines; and the common options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.config.option import option
 
@@ -131,6 +132,7 @@ class Elasticity:
         "stop",
         "check_replicas_every: stop the run before the weights are saved, replace the odd rank (max_restarts), or warn",
         choices=("stop", "replace", "warn"),
+        needs="check_replicas_every",
     )
     straggler_factor: float | None = option(
         None,
@@ -143,6 +145,7 @@ class Elasticity:
         "straggler_factor: warn, give the slow rank fewer samples (rebalance), go on without it after the next loss of "
         "a rank (exclude), or replace it (max_restarts)",
         choices=("warn", "rebalance", "exclude", "replace"),
+        needs="straggler_factor",
     )
 
 
@@ -177,3 +180,66 @@ class Engines:
         scope="machine",
         keras="used",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvancedOptions:
+    """Options of every engine: rarely changed, and accepted under their own names too."""
+
+    start_timeout: float | None = option(
+        None,
+        "seconds until every rank must have started (default: timeout, and no limit for scripts)",
+        above=0,
+        scope="machine",
+        keras="used",
+    )
+    stall_timeout: float | None = option(
+        None, "with max_restarts: replace a rank that keeps the others waiting for this many seconds", above=0
+    )
+    stop_grace: float = option(
+        4.5, "seconds between asking ranks to stop and killing them", above=0, scope="machine", keras="used"
+    )
+    preemption_margin: float = option(
+        60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
+    )
+    lora_dropout: float = option(0.0, "dropout before the adapters of LoRA", minimum=0, needs="lora_rank", below=1)
+    min_delta: float = option(
+        0.0,
+        "early_stopping: a smaller change than this is not an improvement",
+        minimum=0,
+        keras="ignored",
+        needs="early_stopping",
+    )
+    compression_warmup: int = option(0, "steps before compression begins", minimum=0)
+    outer_learning_rate: float = option(0.7, "diloco: rate of the outer Nesterov step", above=0, strategies=("diloco",))
+    outer_momentum: float = option(
+        0.9, "diloco: momentum of the outer Nesterov step", minimum=0, strategies=("diloco",), below=1
+    )
+    keep_every: int | None = option(None, "keep every checkpoint whose step is a multiple of this, for ever", minimum=1)
+    memory_frequency: int = option(
+        10,
+        "fsdp with max_restarts: every n steps each rank keeps a copy of its shards in another rank's memory",
+        minimum=1,
+    )
+    straggler_steps: int = option(
+        50, "straggler_factor: compare the ranks' own times over this many steps", minimum=1, needs="straggler_factor"
+    )
+    reference_throughput: float | None = option(
+        None,
+        "samples per second of one rank, as measured: the speedup of the run against it is reported",
+        above=0,
+        keras="ignored",
+    )
+    tensorboard_histograms: int = option(
+        0,
+        "write histograms of weights, gradients, norms, update ratios to TensorBoard every n epochs (0: never)",
+        minimum=0,
+    )
+    bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0, keras="ignored")
+    scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0, keras="ignored")
+    scaler_growth_interval: int = option(
+        2000, "steps without overflow before the loss scale doubles", minimum=1, keras="ignored"
+    )
+
+
+OPTIONS: dict[str, Any] = AdvancedOptions.__dataclass_fields__

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.config.rules import RANKS, STRATEGY, Mistakes, rule
+from collections.abc import Collection
+
+from phalanx.config.fields import LR_SCALINGS
+from phalanx.config.rules import RANKS, STRATEGY, Mistakes, Rule, rule
 from phalanx.config.settings import CONSOLE_WORDS, Settings
 from phalanx.config.strategies import AXES, ROWS, strategies_that
 from phalanx.errors import nearest
@@ -24,14 +27,6 @@ def watched_metrics(settings: Settings) -> Mistakes:
             )
 
 
-@rule("early_stopping", "engine_options")
-def patience(settings: Settings) -> Mistakes:
-    """Report settings of early stopping without it."""
-    if settings.early_stopping is None:
-        for name in settings.changed("patience", "min_delta"):
-            yield settings.mistake(name, " without early_stopping: write early_stopping = 'val/loss', for example.")
-
-
 @rule("limit_val_batches")
 def limit_val_batches(settings: Settings) -> Mistakes:
     """Check that it is a share or a number of batches."""
@@ -40,43 +35,11 @@ def limit_val_batches(settings: Settings) -> Mistakes:
         yield settings.mistake("limit_val_batches", ": a share is up to 1.0 (0.1), a number of batches is whole (50).")
 
 
-@rule("metrics_port")
-def metrics(settings: Settings) -> Mistakes:
-    """Check the text."""
-    try:
-        _ = settings.metrics_address
-    except ValueError:
-        text = ": a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'."
-        yield settings.mistake("metrics_port", text)
-
-
-@rule("console")
-def console(settings: Settings) -> Mistakes:
-    """Check the words."""
-    try:
-        _ = settings.shown
-    except ValueError as error:
-        close = nearest(str(error), CONSOLE_WORDS)
-        guess = f" Did you mean {close!r}?" if close else ""
-        yield settings.mistake("console", f": {str(error)!r} is not one of {', '.join(CONSOLE_WORDS)}.{guess}")
-
-
 @rule("debug", "compile")
 def debug(settings: Settings) -> Mistakes:
     """Report a check of modules that a compiled model does not call one by one."""
     if settings.debug is not None and settings.compile:
         yield settings.mistake("debug", " with compile: a compiled model runs as a whole. Leave compile out.")
-
-
-@rule("max_time")
-def max_time(settings: Settings) -> Mistakes:
-    """Check the text."""
-    try:
-        _ = settings.max_seconds
-    except ValueError:
-        yield settings.mistake(
-            "max_time", ": expected a duration above 0, such as '30m', '2h', '1h30m', '1:30:00', or seconds (90)."
-        )
 
 
 @rule(
@@ -101,11 +64,6 @@ def rank_checks(settings: Settings) -> Mistakes:
             yield settings.mistake(
                 name, f" compares ranks that take each step with equal weights ({equal}), not {strategy!r}."
             )
-    if settings.changed("on_corruption") and settings.check_replicas_every is None:
-        yield settings.mistake("on_corruption", " without check_replicas_every: set it, such as 100.")
-    for name in settings.changed("on_straggler", "straggler_steps"):
-        if settings.straggler_factor is None:
-            yield settings.mistake(name, " without straggler_factor: set it, such as 2.")
     if settings.on_straggler == "exclude" and settings.min_workers is None:
         yield settings.mistake("on_straggler", " without min_workers: the run must be able to go on with fewer ranks.")
     for name in ("on_corruption", "on_straggler"):
@@ -129,13 +87,11 @@ def spares(settings: Settings) -> Mistakes:
 
 @rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")
 def ema_decay(settings: Settings) -> Mistakes:
-    """Check the upper limit, and that this rank's weights are those of the run after every step."""
+    """Check that this rank's weights are those of the run after every step."""
     strategy, name = settings.resolved_strategy, "ema_decay"
     if settings.ema_decay is None or settings.framework != "torch":
         return
-    if settings.ema_decay >= 1:
-        yield settings.mistake(name, ": must be below 1, such as 0.999.")
-    elif settings.pipeline_parallel > 1:
+    if settings.pipeline_parallel > 1:
         yield settings.mistake(
             name, f" with pipeline_parallel = {settings.pipeline_parallel}: stages are not averaged. Leave one out."
         )
@@ -171,13 +127,51 @@ def profile(settings: Settings) -> Mistakes:
         )
 
 
+_TEXTS: dict[str, tuple[str, str, Collection[str]]] = {
+    "checkpoint_frequency": (
+        "checkpoint_every",
+        "expected a number of epochs (10), '500 steps', 'auto', or 'auto 12h' with a duration.",
+        (),
+    ),
+    "max_time": (
+        "max_seconds",
+        "expected a duration above 0, such as '30m', '2h', '1h30m', '1:30:00', or seconds (90).",
+        (),
+    ),
+    "metrics_port": ("metrics_address", "a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'.", ()),
+    "lr_scaling": (
+        "rate_scaling",
+        "expected none, linear or sqrt, also with the batch that the rate was chosen for: linear:256.",
+        LR_SCALINGS,
+    ),
+    "activation_checkpointing": (
+        "recompute",
+        "not one of false, true, 'full', 'selective', 'every <n>'.",
+        ("full", "selective", "every 2"),
+    ),
+    "console": ("shown", f"expected words of {', '.join(CONSOLE_WORDS)}.", CONSOLE_WORDS),
+}
+"""Settings that are read from text: the property that reads one, what a message says, and words that may be meant."""
+
+
+def _text_rule(name: str) -> Rule:
+    """Return the rule that a setting's text can be read."""
+    attribute, expected, words = _TEXTS[name]
+
+    def check(settings: Settings) -> Mistakes:
+        try:
+            getattr(settings, attribute)
+        except ValueError as error:
+            close = nearest(str(error), words)
+            yield settings.mistake(name, f": {expected}" + (f" Did you mean {close!r}?" if close else ""))
+
+    return Rule(check, frozenset({name}))
+
+
 RUN_RULES = (
+    *map(_text_rule, _TEXTS),
     watched_metrics,
-    patience,
     limit_val_batches,
-    max_time,
-    metrics,
-    console,
     debug,
     rank_checks,
     spares,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
-from phalanx.config.engine_options import OPTIONS, CommonOptions, read_options
 from phalanx.config.fields import (
     LR_SCALINGS,
     ZERO_SHARDING,
@@ -25,9 +24,9 @@ from phalanx.config.fields import (
     Synchronisation,
     Training,
 )
-from phalanx.config.option import load_entry_point
+from phalanx.config.option import load_entry_point, read_options
 from phalanx.config.profile import Profiling, parse_profile
-from phalanx.config.run_fields import Checkpointing, Elasticity, Engines, Monitoring
+from phalanx.config.run_fields import OPTIONS, Checkpointing, AdvancedOptions, Elasticity, Engines, Monitoring
 from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
 
@@ -88,9 +87,9 @@ class Settings(
     """The values of all settings, as flat, frozen, plain data."""
 
     @property
-    def options(self) -> CommonOptions:
+    def options(self) -> AdvancedOptions:
         """The options that all engines have; ValueError where `engine_options` cannot be read."""
-        return read_options(CommonOptions, self.engine_options)
+        return read_options(AdvancedOptions, self.engine_options)
 
     def changed(self, *names: str) -> list[str]:
         """Return which of these settings and options differ from their defaults."""

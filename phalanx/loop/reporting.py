@@ -347,5 +347,5 @@ def _command(name: str) -> str | None:
 def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     """Return where TensorBoard files go, or None when none are wanted."""
     if isinstance(config.tensorboard, str):
-        return config.tensorboard
+        return str(config.tensorboard)
     return str(run_dir) if config.tensorboard or config.options.tensorboard_histograms else None

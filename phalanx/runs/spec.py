@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved
-from phalanx.config.engine_options import OPTIONS
-from phalanx.config.run_fields import Monitoring
+from phalanx.config.run_fields import OPTIONS, Monitoring
 from phalanx.config.settings import settings_with
 from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import VARIABLE, engine_name, engine_of

@@ -11,7 +11,7 @@ import pytest
 from command import ROOT, finish, phalanx, start
 from long_proofs import long_proof
 
-from phalanx.config import FIELDS
+from phalanx.config.renamed import NAMES
 from phalanx.trainers.torch import TorchTrainer
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
@@ -85,4 +85,4 @@ def test_the_words_on_our_side_exist():
     ours = [name for row in rows if row.startswith("|") for name in re.findall(r"`(\w+)=", row.rpartition(" | ")[2])]
     assert len(ours) > 30
     arguments = inspect.signature(TorchTrainer.__init__).parameters
-    assert not [name for name in ours if name not in FIELDS and name not in arguments]
+    assert not [name for name in ours if name not in NAMES and name not in arguments]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import ROOT
 
-from phalanx.config import FIELDS
+from phalanx.config.renamed import NAMES
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
 
@@ -43,7 +43,7 @@ def rendered(site: Path, page: str) -> str:
 
 def test_every_setting_is_on_the_configuration_page(site):
     page = rendered(site, "configuration")
-    missing = [name for name in FIELDS if f"<td><code>{name}</code></td>" not in page]
+    missing = [name for name in NAMES if f"<td><code>{name}</code></td>" not in page]
     assert not missing
 
 

@@ -14,7 +14,9 @@ from package_tree import modules, parsed
 import phalanx
 from phalanx.cli import VERBS, faults
 from phalanx.cli.completion import _actions, _parser_of
-from phalanx.config import FIELDS
+from phalanx.config import BACKENDS
+from phalanx.config.backend_rules import _options_of
+from phalanx.config.renamed import NAMES
 
 OF_OTHERS = {
     *("--cap-add", "--target"),  # docker
@@ -82,8 +84,8 @@ def part_arguments(name: str) -> set[str]:
 
 
 def arguments() -> set[str]:
-    """The settings, and the arguments of all that the package exports."""
-    found = {*FIELDS, *NAMES_OF_OTHERS}
+    """The settings, the options of engines, and the arguments of all that the package exports."""
+    found = {*NAMES, *NAMES_OF_OTHERS, *(name for backend in BACKENDS for name in _options_of(backend))}
     for name in phalanx.__all__:
         kind = getattr(phalanx, name)
         for function in [kind, *(vars(kind).values() if isinstance(kind, type) else ())]:

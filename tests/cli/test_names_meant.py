@@ -10,9 +10,10 @@ from command import phalanx
 
 import phalanx as package
 from phalanx import DistributedConfig, PhalanxError
-from phalanx.config import FIELDS, resolve
+from phalanx.config import resolve
 from phalanx.config.meanings import _SETTINGS, _VALUES, like, like_flag
 from phalanx.config.option import problem
+from phalanx.config.renamed import NAMES
 from phalanx.config.sources import NOT_SETTINGS
 
 OF_A_VERB = {"resume"}
@@ -63,15 +64,15 @@ def test_a_name_that_is_not_allowed_is_not_suggested():
 def test_the_table_names_settings_and_allowed_values_only():
     for target in _SETTINGS:
         name, _, value = target.partition("=")
-        assert name in FIELDS.keys() | OF_A_VERB
-        assert not value or problem(FIELDS[name], value) is None
+        assert name in NAMES.keys() | OF_A_VERB
+        assert not value or problem(NAMES[name], value) is None
     for name, words in _VALUES.items():
         for value in words:
-            assert value in {"true", "false"} or problem(FIELDS[name], value) is None
+            assert value in {"true", "false"} or problem(NAMES[name], value) is None
 
 
 def test_no_name_in_the_table_is_a_setting_itself():
-    assert not {word for words in _SETTINGS.values() for word in words.split()} & FIELDS.keys()
+    assert not {word for words in _SETTINGS.values() for word in words.split()} & NAMES.keys()
 
 
 @pytest.mark.parametrize(("given", "meant"), [("NUM_WORKER", "NUM_WORKERS"), ("LR", "LEARNING_RATE")])
@@ -90,4 +91,4 @@ def test_variables_of_launchers_and_of_other_programs_are_left_alone():
 def test_every_variable_in_the_package_is_a_setting_or_known():
     sources = [path.read_text() for path in Path(package.__file__).parent.rglob("*.py")]
     named = {name for source in sources for name in re.findall(r"\bPHALANX_([A-Z][A-Z_]*[A-Z])\b", source)}
-    assert named - {name.upper() for name in FIELDS} <= NOT_SETTINGS
+    assert named - {name.upper() for name in NAMES} <= NOT_SETTINGS

@@ -67,7 +67,7 @@ TYPE_CIRCLES: list[set[str]] = []
 
 MAX_LINES = 400
 MIN_LINES = 60
-LOADED_APART = {"phalanx.engines.horovod.driver"}
+LOADED_APART = {"phalanx.engines.horovod.driver", "phalanx.engines.ray.rules"}
 """Small modules that are run by name, or that import an engine when they load."""
 
 PRIVATE_TORCH = re.compile(r"\btorch(?:\.[a-z_]+)*\._[a-zA-Z]\w*|\bdist\._[a-z]\w*|\bdistributed_c10d\._\w+")

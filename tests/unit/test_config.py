@@ -273,7 +273,7 @@ def test_words_of_the_console_are_joined_over_sources_and_checked():
     assert resolved.config.console == "verbose plain all-ranks"
     assert resolved.config.shown == ("verbose", False, True)
     assert resolve({"console": "normal rank-0 progress"}, **given).config.shown == DistributedConfig().shown
-    with pytest.raises(ConfigError, match=r"console = 'quite': 'quite' is not one of .* Did you mean 'quiet'\?"):
+    with pytest.raises(ConfigError, match=r"console = 'quite': expected words of .* Did you mean 'quiet'\?"):
         DistributedConfig(console="quite")
 
 
@@ -300,6 +300,21 @@ def test_an_alias_is_checked_as_a_setting_is():
         DistributedConfig(mlflow_tracking=3)
     with pytest.raises(ConfigError, match=r"mlflow_tracking = 'maybe': expected true or false. \(environment\)"):
         resolve({}, environ={"PHALANX_MLFLOW_TRACKING": "maybe"})
+
+
+def test_a_copy_with_an_alias_keeps_the_rest():
+    config = DistributedConfig(num_workers=2, num_nodes=2, device="cpu")
+    copy = config.replace(gpus_per_node=4)
+    assert (copy.num_workers, copy.device) == (8, "cpu")
+    assert DistributedConfig(num_workers=2).replace(num_gpus=4).device == "cuda"
+    with pytest.raises(ConfigError, match="bucket_cap_mb = 0: must be greater than 0"):
+        config.replace(bucket_cap_mb=0)
+
+
+def test_a_tracker_that_is_turned_on_keeps_its_name():
+    environ = {"PHALANX_MLFLOW_EXPERIMENT": "mine", "PHALANX_TENSORBOARD_DIR": "board"}
+    config = resolve({"mlflow_tracking": True, "tensorboard": True}, environ=environ).config
+    assert (config.mlflow, config.tensorboard) == ("mine", "board")
 
 
 def test_a_later_source_wins_over_an_alias_of_an_earlier_one():

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from phalanx.config.engine_options import read_options
-from phalanx.config.option import option, problem
+from phalanx.config.option import option, problem, read_options
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import UsageError, nearest
@@ -61,7 +60,7 @@ _EXCLUDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DeepSpeedOptions:
     """What DeepSpeed has besides the settings of all engines and its JSON."""
 
     nvme_path: str | None = option(None, "folder on a fast disk (with offload=nvme)")
@@ -72,8 +71,8 @@ _NVME_PATH = "zero_optimization.offload_optimizer.nvme_path"
 
 def nvme_path(settings: Settings) -> str | None:
     """Return the folder of offload='nvme': the option, or what the JSON says."""
-    given = read_options(Options, settings.engine_options).nvme_path
-    return given or look_up(engine_settings(settings), _NVME_PATH)
+    found: str | None = read_options(DeepSpeedOptions, settings.engine_options).nvme_path
+    return found or look_up(engine_settings(settings), _NVME_PATH)
 
 
 MISSING = "strategy = 'deepspeed' needs DeepSpeed, which is not installed"
@@ -327,4 +326,5 @@ def batch_size_for(settings: Settings, dp_size: int) -> int | None:
     return int(total) // parts
 
 
+OPTIONS = DeepSpeedOptions.__dataclass_fields__
 RULES = (engine_conflicts, other_strategy)

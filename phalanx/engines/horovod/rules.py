@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.engine_options import read_options, split_options
-from phalanx.config.option import option
+from phalanx.config.option import option, read_options, split_options
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class HorovodOptions:
     """What horovodrun and Horovod's optimizer have besides the settings of all engines."""
 
     host_discovery_script: str | None = option(
@@ -23,9 +22,9 @@ class Options:
     )
 
 
-def options_of(settings: Settings) -> Options:
+def options_of(settings: Settings) -> HorovodOptions:
     """Return Horovod's options of a run."""
-    return read_options(Options, settings.engine_options)
+    return read_options(HorovodOptions, settings.engine_options)
 
 
 def names_machines(settings: Settings) -> bool:
@@ -95,6 +94,7 @@ def compression(settings: Settings) -> Mistakes:
         yield settings.mistake("compression", " with backend = 'horovod', which has 'fp16' only.")
 
 
+OPTIONS = HorovodOptions.__dataclass_fields__
 RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression)
 
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config import DistributedConfig
-from phalanx.config.engine_options import read_options, without_options
+from phalanx.config.option import read_options, without_options
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
-from phalanx.engines.ray.rules import Options
+from phalanx.engines.ray.rules import RayClusterOptions
 from phalanx.engines.ray.sources import pack
 from phalanx.errors import UsageError
 from phalanx.host.signals import SignalInbox
@@ -140,14 +140,14 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
     every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
     every.pop("PHALANX_ADDRESS", None)  # ranks need nothing of what started them
-    if options := without_options(Options, every.pop("PHALANX_ENGINE_OPTIONS", "")):
+    if options := without_options(RayClusterOptions, every.pop("PHALANX_ENGINE_OPTIONS", "")):
         every["PHALANX_ENGINE_OPTIONS"] = options
     return every
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     """Return the starter for a config."""
-    options = read_options(Options, config.engine_options)
+    options = read_options(RayClusterOptions, config.engine_options)
     resources = {"CPU": options.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
     resources |= read_resources(options.resources)
     return RayStarter(

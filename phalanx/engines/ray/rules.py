@@ -9,7 +9,7 @@ from phalanx.config.rules import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RayClusterOptions:
     """What a Ray cluster reserves for each rank, and where."""
 
     cpus_per_worker: float = option(1.0, "CPU cores that each rank reserves", above=0)
@@ -25,3 +25,4 @@ class Options:
 
 
 RULES: tuple[Rule, ...] = ()
+OPTIONS = RayClusterOptions.__dataclass_fields__

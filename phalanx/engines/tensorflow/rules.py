@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.config.engine_options import OPTIONS
 from phalanx.config.rules import Mistakes, rule
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
 
 _KERAS_SCHEDULES = {

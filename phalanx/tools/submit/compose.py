@@ -108,7 +108,7 @@ class Compose(Target[ComposeOptions]):
         options, work = self.options, pods.folder_of(job, self.options)
         variables = {name: _plain(value) for name, value in job.environment.items()}
         if options.monitoring:
-            variables |= {"PHALANX_METRICS_PORT": str(_METRICS_PORT), "PHALANX_METRICS_HOST": "0.0.0.0"}
+            variables |= {"PHALANX_METRICS_PORT": f"0.0.0.0:{_METRICS_PORT}"}
         found: dict[str, Any] = {
             "image": options.image,
             "entrypoint": ["/bin/sh", "-c"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.config import FIELDS
+from phalanx.config.renamed import NAMES
 from phalanx.config.sources import toml_value
 from phalanx.errors import SearchFailedError
 from phalanx.observe import format
@@ -256,7 +256,7 @@ def write_best(results: Results, subject: Trainable) -> Path:
         if values:
             lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
     if not tables:
-        own = {name: value for name, value in best.params.items() if name not in FIELDS}
+        own = {name: value for name, value in best.params.items() if name not in NAMES}
         lines += [
             f"# {name} = {json.dumps(value, default=repr)}  (an argument of the program)" for name, value in own.items()
         ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS
+from phalanx.config.renamed import NAMES
 from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
@@ -243,7 +244,7 @@ def _short(path: Path) -> str:
 def next_command(subject: Trainable, results: Results, best: str) -> str:
     """Return the command that trains with the best values."""
     config, origins = subject.resolved.config, subject.resolved.origins
-    words = subject.command(best, {n: v for n, v in results.best_params.items() if n not in FIELDS})
+    words = subject.command(best, {n: v for n, v in results.best_params.items() if n not in NAMES})
     if words is None:
         return f"use the values of {best} in your program"
     given = [n for n in FIELDS if origins[n] in ("flag", "argument") and n not in results.best_params]

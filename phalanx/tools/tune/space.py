@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import FIELDS
+from phalanx.config.renamed import NAMES
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, UsageError, nearest, unknown_name
 from phalanx.tools.tune.domains import KINDS, Domain, from_ray, import_optuna, is_rays, random_trial
@@ -73,7 +73,7 @@ class SearchSpace:
             wrong = domain.mistakes()
             found += [f"{name}: {text}." for text in wrong] or self._unfit_values(name, domain)
             found += self._condition_mistakes(name, domain, known)
-        fixed = [(FIELDS[name], value) for name, value in self.fixed.items() if name in FIELDS]
+        fixed = [(NAMES[name], value) for name, value in self.fixed.items() if name in NAMES]
         found += [text for field, value in fixed if (text := problem(field, value))]
         if not found:
             try:
@@ -84,10 +84,10 @@ class SearchSpace:
 
     def _unfit_values(self, name: str, domain: Domain) -> list[str]:
         """Return the errors for values that the setting of this name does not allow."""
-        if name not in FIELDS:
+        if name not in NAMES:
             return []
         values: Iterable[Any] = domain.arguments if domain.kind == "choice" else (domain.low, domain.high)
-        return list(dict.fromkeys(text for value in values if (text := problem(FIELDS[name], value))))
+        return list(dict.fromkeys(text for value in values if (text := problem(NAMES[name], value))))
 
     def _condition_mistakes(self, name: str, domain: Domain, known: set[str]) -> list[str]:
         found = []

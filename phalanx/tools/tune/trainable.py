@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
 from phalanx.config.distributed import unknown_field
+from phalanx.config.renamed import NAMES
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
@@ -66,7 +67,7 @@ class Trainable(ABC):
 
     def document(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the file that holds a point of the space: its settings."""
-        return {name: value for name, value in params.items() if name in FIELDS}
+        return {name: value for name, value in params.items() if name in NAMES}
 
     def check_metric(self, metric: str | None) -> None:  # noqa: B027 - scripts and functions report what they like
         """Raise for a metric that no trial will report, where that is known."""
@@ -83,7 +84,7 @@ def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) ->
     }
     if resolved.origins["keep_last"] == "default" and resolved.config.framework == "torch":  # Keras keeps one
         own["keep_last"] = 1
-    settings = {name: value for name, value in params.items() if name in FIELDS}
+    settings = {name: value for name, value in params.items() if name in NAMES}
     return resolved.config.replace(**settings, **own)
 
 
@@ -106,7 +107,7 @@ class RecipeTrainable(Trainable):
 
     def check(self, names: Iterable[str]) -> None:
         """A recipe takes settings, and options of its model and data."""
-        unknown = [name for name in names if name not in FIELDS and not name.startswith(("model.", "data."))]
+        unknown = [name for name in names if name not in NAMES and not name.startswith(("model.", "data."))]
         if unknown:
             hint = "A recipe takes settings (`phalanx config show`), and model.<option> or data.<option>."
             raise UsageError("\n  ".join(map(unknown_field, unknown)), hint=hint)
@@ -120,7 +121,7 @@ class RecipeTrainable(Trainable):
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
         config = trial_config(self.resolved, trial, trial.params)
-        recipe = self.recipe.with_values({n: v for n, v in trial.params.items() if n not in FIELDS})
+        recipe = self.recipe.with_values({n: v for n, v in trial.params.items() if n not in NAMES})
         settings = {n: v for n, v in _changed(self.resolved, config).items() if n not in OF_THE_TRIAL}
         trial.folder.mkdir(parents=True, exist_ok=True)
         RunRecord.of_this_process(settings, recipe=dataclasses.asdict(recipe)).write(trial.folder)
@@ -132,10 +133,10 @@ class RecipeTrainable(Trainable):
 
     def document(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return a recipe with these values: the name of the one that was tuned, and what differs from it."""
-        changed = self.recipe.with_values({n: v for n, v in params.items() if n not in FIELDS})
+        changed = self.recipe.with_values({n: v for n, v in params.items() if n not in NAMES})
         base = load_recipe(self.recipe.source) if self.recipe.source else None
         found: dict[str, Any] = {} if base is None else {"recipe": self.recipe.source}
-        found["settings"] = {n: v for n, v in params.items() if n in FIELDS}
+        found["settings"] = {n: v for n, v in params.items() if n in NAMES}
         for table in ("model", "data"):
             known = {} if base is None else getattr(base, table)
             found[table] = {n: v for n, v in getattr(changed, table).items() if n not in known or known[n] != v}
@@ -160,7 +161,7 @@ class ScriptTrainable(Trainable):
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
         config = trial_config(self.resolved, trial, trial.params)
-        own = [f"--{name}={value}" for name, value in trial.params.items() if name not in FIELDS]
+        own = [f"--{name}={value}" for name, value in trial.params.items() if name not in NAMES]
         arguments = (*self.target.args, *own)
         target = dataclasses.replace(self.target, args=arguments)
         return TrainableParts(config, target, settings_environment(_changed(self.resolved, config)))
