@@ -68,6 +68,12 @@ def test_a_flag_given_twice_with_different_values_is_refused():
     assert phalanx("config", "show", "--epochs", 3, "--epochs", 3).code == 0
 
 
+def test_the_help_of_runs_under_faults_lists_their_kinds():
+    for words in (("--faults", 1), ("--fault", "kill:rank=1,step=5")):
+        assert "kinds of faults:" in phalanx("verify", *words, "--help").out
+    assert "kinds of faults:" not in phalanx("verify", "--faults", "--help").out
+
+
 @pytest.mark.parametrize("words", [("train", "--help"), ("config", "show", "--help")])
 def test_help_and_completion_are_quick_and_import_no_torch(words):
     command = [sys.executable, "-c", NO_TORCH, *words]
