@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
 from phalanx.cli.json_output import add_json_flag
@@ -154,6 +155,13 @@ def ckpt_parser(action: str = "ls") -> FlagParser:
         add("--all", action="store_true", help="copy all checkpoints, the oldest first")
     add_json_flag(parser, "it")
     return parser
+
+
+def is_about_faults(words: Sequence[str]) -> bool:
+    """Whether a command names faults, or a number of them; `--faults` alone is a proof of `phalanx verify`."""
+    named = any(word.split("=")[0] in ("--fault", "--fault-plan", "--kinds") for word in words)
+    numbers = (word == "--faults" and after.lstrip("-").isdecimal() for word, after in itertools.pairwise(words))
+    return named or any(numbers) or any(word.startswith("--faults=") for word in words)
 
 
 PARSERS: dict[str, Callable[[], FlagParser]] = {"train": train_parser, "tune": tune_parser, "verify": verify_parser}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import add_json_flag, check_json_path, print_json, write_json
-from phalanx.cli.parsers import verify_parser
+from phalanx.cli.parsers import is_about_faults, verify_parser
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
@@ -80,13 +79,6 @@ def _add_own(parser: FlagParser) -> None:
     add("--no-checkpoints", action="store_true", help="add no checkpoints to a run that has none: only memory is left")
     add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/faults-<name>-<time>]")
     add_json_flag(parser, "the report")
-
-
-def is_about_faults(words: Sequence[str]) -> bool:
-    """Whether a command names faults, or a number of them; `--faults` alone is a proof of `phalanx verify`."""
-    named = any(word.split("=")[0] in ("--fault", "--fault-plan", "--kinds") for word in words)
-    numbers = (word == "--faults" and after.lstrip("-").isdecimal() for word, after in itertools.pairwise(words))
-    return named or any(numbers) or any(word.startswith("--faults=") for word in words)
 
 
 def run_under_faults(arguments: Sequence[str]) -> int:

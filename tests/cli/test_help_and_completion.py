@@ -67,6 +67,12 @@ def test_a_flag_given_twice_with_different_values_is_refused():
     assert phalanx("config", "show", "--epochs", 3, "--epochs", 3).code == 0
 
 
+def test_the_help_of_runs_under_faults_lists_their_kinds():
+    for words in (("--faults", 1), ("--fault", "kill:rank=1,step=5")):
+        assert "kinds of faults:" in phalanx("verify", *words, "--help").out
+    assert "kinds of faults:" not in phalanx("verify", "--faults", "--help").out
+
+
 def cpu_seconds(*words: str) -> float:
     """Return the CPU time of a Python program, the least of three runs: how long it waits for others does not count."""
     seconds = []
