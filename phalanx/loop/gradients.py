@@ -52,9 +52,10 @@ class Gradients:
         self._world = world
         self._strategy = strategy
         self._take_scale = strategy.takes_loss_scale
-        agree = strategy.shards and world.world_size > 1
-        self.scale = precision.scaler and LossScale(precision.scaler, world.device, agree=agree)
-        """fp16's loss scale."""
+        self.scale: LossScale | None = None
+        if precision.scaler is not None:
+            agree = strategy.shards and world.world_size > 1
+            self.scale = LossScale(precision.scaler, world.device, agree=agree)
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0

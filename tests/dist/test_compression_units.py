@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.loop.precision import LossScale
 from phalanx.loop.formation import Formation
+from phalanx.loop.precision import LossScale
 
 FIRST, NOTHING = [2.0, 1.0], [0.0, 0.0]
 """topk sends the larger number of the first step's gradient; the smaller one has to come in the second step."""

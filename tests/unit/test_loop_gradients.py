@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx.loop.precision import LossScale
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
+from phalanx.loop.precision import LossScale
 
 DATA = TensorDataset(torch.linspace(-1, 1, 16).view(8, 2), torch.ones(8, 1))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from phalanx.loop.precision import LossScale
 from phalanx import Formation
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
+from phalanx.loop.precision import LossScale
 
 MAKERS = {
     "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
