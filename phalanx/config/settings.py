@@ -26,7 +26,7 @@ from phalanx.config.fields import (
 )
 from phalanx.config.option import load_entry_point, read_options
 from phalanx.config.profile import Profiling, parse_profile
-from phalanx.config.run_fields import OPTIONS, Checkpointing, AdvancedOptions, Elasticity, Engines, Monitoring
+from phalanx.config.run_fields import OPTIONS, AdvancedOptions, Checkpointing, Elasticity, Engines, Monitoring
 from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
 

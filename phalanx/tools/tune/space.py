@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.renamed import NAMES
 from phalanx.config.option import problem
+from phalanx.config.renamed import NAMES
 from phalanx.errors import ConfigError, UsageError, nearest
 from phalanx.tools.tune.domains import KINDS, Domain, from_ray, is_rays, random_trial
 
