@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import hypothesis
 import psutil
 import pytest
 from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
@@ -70,9 +71,12 @@ _FOR_RANKS = ",".join(
 
 
 def pytest_configure() -> None:
-    """Give SIGINT its handler back where the shell ignores it (`make test &`): tests of Ctrl-C inherit it."""
+    """Let hypothesis take its time; give SIGINT its handler back where the shell ignores it: Ctrl-C tests inherit it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # How long hypothesis takes to draw its examples says how busy the machine is, not whether the code is right.
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,7 +43,7 @@ class CommonSettings(TypedDict, total=False):
     weight_decay: float
     lr_schedule: Literal["constant", "linear", "cosine", "inverse-sqrt"]
     warmup: int | float
-    lr_scaling: str
+    lr_scaling: Literal["none", "linear", "sqrt"]
     seed: int
     deterministic: bool
     drop_last: bool | None
@@ -109,7 +109,6 @@ class CommonSettings(TypedDict, total=False):
     # Other spellings.
     num_gpus: int | tuple[int, int] | None
     gpus_per_node: int | None
-    base_batch_size: int | None
     progress: bool
     verbosity: Literal["quiet", "normal", "verbose"]
     console_ranks: Literal["0", "all"]
@@ -127,6 +126,7 @@ class CommonSettings(TypedDict, total=False):
     stall_timeout: float | None
     stop_grace: float
     preemption_margin: float
+    base_batch_size: int | None
     lora_dropout: float
     min_delta: float
     compression_warmup: int

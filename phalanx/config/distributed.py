@@ -133,8 +133,6 @@ def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
             values |= {"min_workers": least, name: most}
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
-    if str(values.get("lr_scaling")).startswith((":", "none:")):  # base_batch_size without a way of scaling
-        values["lr_scaling"] = "none"
     given = values.get("sharding")
     name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
     strategy = values.get("strategy", "auto")

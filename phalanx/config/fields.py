@@ -36,7 +36,6 @@ STRATEGIES = tuple(
 )
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
-LR_SCALINGS = ("none", "linear", "sqrt")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
 IGNORED_LABEL = -100
@@ -202,10 +201,7 @@ class Training:
         0, "warm-up: a number of steps (500), or a share of the run (0.1)", minimum=0, keras="ignored"
     )
     lr_scaling: str = option(
-        "none",
-        "scale learning_rate with the global batch: linear or sqrt, with the batch that the rate was chosen for as "
-        "linear:256 (default: one rank's batch)",
-        keras="ignored",
+        "none", "scale learning_rate with the global batch", choices=("none", "linear", "sqrt"), keras="ignored"
     )
     seed: int = option(0, "seed of weights, sample order and dropout", minimum=0, keras="used")
     deterministic: bool = option(False, "use deterministic kernels only (slower)", keras="ignored")

@@ -21,7 +21,6 @@ class Aliases:
 
     num_gpus: int | None = option(None, "num_workers=N with device=cuda, unless another device is given", minimum=1)
     gpus_per_node: int | None = option(None, "num_workers=N x num_nodes with device=cuda", minimum=1)
-    base_batch_size: int | None = option(None, "lr_scaling=linear:N or sqrt:N", minimum=1)
     progress: bool = option(True, "console=plain: without the progress bar or lines")
     verbosity: str = option("normal", "console=quiet|verbose, also -q and -v", choices=("quiet", "normal", "verbose"))
     console_ranks: str = option("0", "console=all-ranks: the output of every rank", choices=("0", "all"))
@@ -56,7 +55,6 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "progress": lambda on: {"console": "progress" if on else "plain"},
     "verbosity": lambda word: {"console": word},
     "console_ranks": lambda ranks: {"console": "all-ranks" if ranks == "all" else "rank-0"},
-    "base_batch_size": lambda size: {"lr_scaling": f":{size}"},
     "resources_per_worker": lambda text: {
         "engine_options": ",".join(f"resources.{part.strip()}" for part in text.split(","))
     },
@@ -115,13 +113,6 @@ def _add_words(text: str, more: str) -> str:
     return " ".join(word for word in words.values() if word not in ("normal", "progress", "rank-0")) or "normal"
 
 
-def _join_scaling(text: str, more: str) -> str:
-    """Return a text of `lr_scaling`, "linear", ":256" or both, with what a later one says."""
-    (kind, _, base), (later_kind, _, later_base) = text.partition(":"), more.partition(":")
-    both = f"{later_kind or kind}:{later_base or base}"
-    return both.strip(":") if both.endswith(":") else both
-
-
 def count_ranks(given: Mapping[str, Any], is_range: bool) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return settings with num_gpus and gpus_per_node as num_workers and device, and (name, message) for mistakes.
 
@@ -152,11 +143,7 @@ def count_ranks(given: Mapping[str, Any], is_range: bool) -> tuple[dict[str, Any
 
 
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
-_PARTS: dict[str, Callable[[str, str], str]] = {
-    "console": _add_words,
-    "engine_options": join_options,
-    "lr_scaling": _join_scaling,
-}
+_PARTS: dict[str, Callable[[str, str], str]] = {"console": _add_words, "engine_options": join_options}
 """Settings with parts, and how a later source's value changes an earlier one's."""
 
 

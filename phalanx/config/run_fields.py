@@ -202,6 +202,12 @@ class AdvancedOptions:
     preemption_margin: float = option(
         60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
     )
+    base_batch_size: int | None = option(
+        None,
+        "lr_scaling: the batch that learning_rate was chosen for (default: one rank's batch)",
+        minimum=1,
+        keras="ignored",
+    )
     lora_dropout: float = option(0.0, "dropout before the adapters of LoRA", minimum=0, needs="lora_rank", below=1)
     min_delta: float = option(
         0.0,

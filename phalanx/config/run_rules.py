@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from phalanx.config.fields import LR_SCALINGS
 from phalanx.config.rules import RANKS, STRATEGY, Mistakes, Rule, rule
-from phalanx.config.settings import CONSOLE_WORDS, Settings
+from phalanx.config.settings import Settings
 from phalanx.config.strategies import AXES, ROWS, strategies_that
-from phalanx.errors import nearest
 
 
 @rule("keep_best", "early_stopping", "eval_every")
@@ -127,43 +123,24 @@ def profile(settings: Settings) -> Mistakes:
         )
 
 
-_TEXTS: dict[str, tuple[str, str, Collection[str]]] = {
-    "checkpoint_frequency": (
-        "checkpoint_every",
-        "expected a number of epochs (10), '500 steps', 'auto', or 'auto 12h' with a duration.",
-        (),
-    ),
-    "max_time": (
-        "max_seconds",
-        "expected a duration above 0, such as '30m', '2h', '1h30m', '1:30:00', or seconds (90).",
-        (),
-    ),
-    "metrics_port": ("metrics_address", "a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'.", ()),
-    "lr_scaling": (
-        "rate_scaling",
-        "expected none, linear or sqrt, also with the batch that the rate was chosen for: linear:256.",
-        LR_SCALINGS,
-    ),
-    "activation_checkpointing": (
-        "recompute",
-        "not one of false, true, 'full', 'selective', 'every <n>'.",
-        ("full", "selective", "every 2"),
-    ),
-    "console": ("shown", f"expected words of {', '.join(CONSOLE_WORDS)}.", CONSOLE_WORDS),
+_TEXTS = {
+    "checkpoint_frequency": "checkpoint_every",
+    "max_time": "max_seconds",
+    "metrics_port": "metrics_address",
+    "activation_checkpointing": "recompute",
+    "console": "shown",
 }
-"""Settings that are read from text: the property that reads one, what a message says, and words that may be meant."""
+"""Settings that are read from text, and the property that reads one: its ValueError says what to write."""
 
 
 def _text_rule(name: str) -> Rule:
     """Return the rule that a setting's text can be read."""
-    attribute, expected, words = _TEXTS[name]
 
     def check(settings: Settings) -> Mistakes:
         try:
-            getattr(settings, attribute)
+            getattr(settings, _TEXTS[name])
         except ValueError as error:
-            close = nearest(str(error), words)
-            yield settings.mistake(name, f": {expected}" + (f" Did you mean {close!r}?" if close else ""))
+            yield settings.mistake(name, f": {error}")
 
     return Rule(check, frozenset({name}))
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
-    LR_SCALINGS,
     ZERO_SHARDING,
     Adapters,
     Communication,
@@ -175,29 +174,21 @@ class Settings(
         return "full" if self.zero_stage is None else ZERO_SHARDING[self.zero_stage]
 
     @property
-    def rate_scaling(self) -> tuple[str, int | None]:
-        """How lr_scaling scales the rate, and the batch that it was chosen for; ValueError for another text."""
-        kind, colon, base = self.lr_scaling.partition(":")
-        if kind not in LR_SCALINGS or (colon and not (base.isdecimal() and int(base) > 0)):
-            raise ValueError(self.lr_scaling)
-        return kind, int(base) if colon else None
-
-    @property
     def checkpoint_every(self) -> tuple[int, str] | None:
-        """Return (n, "epochs" | "steps" | "auto"), or None without periodic saves; ValueError for another text."""
+        """Return (n, "epochs" | "steps" | "auto"), or None without periodic saves; ValueError says what to write."""
         if self.checkpoint_frequency is None:
             return None
-        if (auto := _AUTO.match(str(self.checkpoint_frequency))) is not None:
-            _ = auto[1] and parse_duration(auto[1])
+        if _AUTO.match(str(self.checkpoint_frequency)):
+            _ = self.mtbf_seconds  # raises for a text that is not a duration
             return 1, "auto"
         match = _FREQUENCY.match(str(self.checkpoint_frequency))
         if match is None or int(match[1]) == 0:
-            raise ValueError(self.checkpoint_frequency)
+            raise ValueError("expected a number of epochs (10), '500 steps', 'auto', or 'auto 12h'.")
         return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
     @property
     def max_seconds(self) -> float | None:
-        """`max_time` in seconds; ValueError for a text that is not a duration."""
+        """`max_time` in seconds; ValueError says what to write."""
         return None if self.max_time is None else parse_duration(self.max_time)
 
     @property
@@ -218,7 +209,7 @@ class Settings(
 
     @property
     def recompute(self) -> Recompute | None:
-        """What is recomputed in backward, or None when all activations are kept; ValueError for an unknown word."""
+        """What is recomputed in backward, or None when all activations are kept; ValueError says what to write."""
         wanted = self.activation_checkpointing
         if wanted is False:
             return None
@@ -228,22 +219,24 @@ class Settings(
             return Recompute(selective=True)
         match = _EVERY.match(wanted)
         if match is None or int(match[1]) == 0:
-            raise ValueError(wanted)
+            close = nearest(wanted, ("full", "selective", "every 2"))
+            guess = f" Did you mean {close!r}?" if close else ""
+            raise ValueError(f"not one of false, true, 'full', 'selective', 'every <n>'.{guess}")
         return Recompute(every=int(match[1]))
 
     @property
     def shown(self) -> Shown:
-        """What the console shows; ValueError for an unknown word."""
+        """What the console shows; ValueError says what to write."""
         return parse_console(self.console)
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
-        """Host and port of `metrics_port`, or None where it is off; ValueError for another text."""
+        """Host and port of `metrics_port`, or None where it is off; ValueError says what to write."""
         if self.metrics_port is None:
             return None
         host, _, port = str(self.metrics_port).rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
-            raise ValueError(self.metrics_port)
+            raise ValueError("a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'.")
         return host.strip("[]") or "127.0.0.1", int(port)
 
     @property
@@ -277,11 +270,13 @@ CONSOLE_WORDS = {
 
 
 def parse_console(text: str) -> Shown:
-    """Read the words of `console`; ValueError for an unknown one."""
+    """Read the words of `console`; ValueError says what to write."""
     found = dict.fromkeys(CONSOLE_WORDS.values(), "")
     for word in text.split():
         if word not in CONSOLE_WORDS:
-            raise ValueError(word)
+            close = nearest(word, CONSOLE_WORDS)
+            guess = f" Did you mean {close!r}?" if close else ""
+            raise ValueError(f"expected words of {', '.join(CONSOLE_WORDS)}.{guess}")
         found[CONSOLE_WORDS[word]] = word
     return Shown(found["verbosity"] or "normal", found["progress"] != "plain", found["ranks"] == "all-ranks")
 
@@ -320,7 +315,7 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2})")
 
 
 def parse_duration(given: float | str) -> float:
-    """Return seconds of a number, `90`, `30m`, `1h30m` or `1:30:00`; ValueError for another text or zero."""
+    """Return seconds of a number, `90`, `30m`, `1h30m` or `1:30:00`; ValueError says what to write."""
     if isinstance(given, (int, float)):
         return float(given)
     text = given.strip().lower().replace(" ", "")
@@ -329,9 +324,12 @@ def parse_duration(given: float | str) -> float:
     elif text and not _PARTS.sub("", text):
         seconds = sum(float(number) * _UNITS[unit] for number, unit in _PARTS.findall(text))
     else:
-        seconds = float(text)
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(given)
+        raise ValueError("expected a duration above 0, such as '30m', '2h', '1h30m', '1:30:00', or seconds (90).")
     return seconds
 
 

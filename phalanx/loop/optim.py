@@ -47,13 +47,12 @@ def build_optimizer(
 def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) -> float:
     """Return the factor on the learning rate for this global batch (lr_scaling).
 
-    Without a base the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
+    Without base_batch_size the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
     """
-    kind, base = config.rate_scaling
-    if kind == "none":
+    if config.lr_scaling == "none":
         return 1.0
-    ratio = global_batch / (base or batch_size)
-    return ratio if kind == "linear" else math.sqrt(ratio)
+    ratio = global_batch / (config.options.base_batch_size or batch_size)
+    return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
 
 
 class OptimizerSettings:

@@ -94,7 +94,7 @@ def test_pytorch_ddp(outcome):
 def test_configuration(outcome):
     for backend, unused in (("pytorch-ddp", []), ("ray", []), ("horovod", ["num_nodes"])):
         assert outcome[backend]["unused"] == unused
-        assert (outcome[backend]["num_gpus"], outcome[backend]["checkpoint_frequency"]) == (8, 10)
+        assert (outcome[backend]["num_workers"], outcome[backend]["checkpoint_frequency"]) == (8, 10)
     assert outcome["tensorflow"]["unused"] == [
         "gradient_accumulation_steps", "gradient_clipping", "communication_backend",
     ]  # fmt: skip

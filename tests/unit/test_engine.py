@@ -21,7 +21,7 @@ def test_ranks_find_the_engine_that_the_config_selects(settings, name, monkeypat
     assert engine_environment(config, "cpu").get(VARIABLE, "") == name
     monkeypatch.setenv(VARIABLE, name)
     for home in ENGINES.values():  # another test of this process may have imported an engine's package
-        monkeypatch.delitem(sys.modules, home.package, raising=False)
+        monkeypatch.delitem(sys.modules, home.script_imports, raising=False)
     assert engines_here() == ([engine_of(config)] if name else [])
 
 
