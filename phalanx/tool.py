@@ -10,8 +10,7 @@ from typing import Any
 
 TOOLS = {
     "choose-strategy": "phalanx.tools.plan.auto:choose_strategy",
-    "memory-owners": "phalanx.tools.profile.read:top_owners",
-    "profile-verdict": "phalanx.tools.profile.findings:conclude",
+    "step-profile": "phalanx.tools.profile.record:StepProfile",
     "verify-rank": "phalanx.tools.verify.rank:run_request",
 }
 

@@ -71,7 +71,7 @@ _FOR_RANKS = ",".join(
 
 
 def pytest_configure() -> None:
-    """Let hypothesis take its time; give SIGINT its handler back where the shell ignores it: Ctrl-C tests inherit it."""
+    """Give hypothesis time, and SIGINT its handler where the shell ignores it: tests of Ctrl-C inherit it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # How long hypothesis takes to draw its examples says how busy the machine is, not whether the code is right.

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.host import namespaces
-from phalanx.host.namespaces import HostNamespace
+from phalanx.tools.namespaces import HostNamespace
 
 __all__ = ["HostNamespace", "named", "network"]
 

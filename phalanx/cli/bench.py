@@ -19,7 +19,6 @@ from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import PlainConsole, prestart
-from phalanx.observe.svg import check_picture
 from phalanx.tools.bench.comm.plan import (
     ALGORITHMS_OF,
     DTYPE_BYTES,
@@ -41,6 +40,7 @@ from phalanx.tools.bench.comm.report import (
 )
 from phalanx.tools.bench.compression.run import LINKS, RECIPES, bench_table, plot, probe, read_link, read_names
 from phalanx.tools.bench.compression.run import run_bench as run_recipes
+from phalanx.tools.svg import check_picture
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 

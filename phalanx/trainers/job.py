@@ -33,6 +33,7 @@ from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
+from phalanx.tool import tool
 from phalanx.trainers.auto import settle_here
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
@@ -40,7 +41,6 @@ from phalanx.world.membership import Member
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
-    from phalanx.loop.profiling import StepProfile
     from phalanx.loop.recover import Survivor
 
 
@@ -186,13 +186,11 @@ def _fault_plan(job: Job, formation: Formation) -> FaultPlan | None:
     return FaultPlan.from_environment()
 
 
-def _step_profile(formation: Formation, run_dir: Path) -> StepProfile | None:
+def _step_profile(formation: Formation, run_dir: Path) -> Any:
     """Return the profile of a run that asks for one, or runs on a GPU, perhaps under nsys."""
     if formation.config.profiling is None and formation.device.type != "cuda":
         return None
-    from phalanx.loop.profiling import StepProfile
-
-    return StepProfile.wanted(formation, run_dir)
+    return tool("step-profile").wanted(formation, run_dir)
 
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:

@@ -14,12 +14,12 @@ from command import phalanx
 from phalanx.config.profile import Profiling, is_profile_word, parse_profile
 from phalanx.errors import UsageError
 from phalanx.tools.profile import read
+from phalanx.tools.profile.clocks import ClockReading, answer_clocks, compare_clock
 from phalanx.tools.profile.findings import document, lines, verdict, what_if
 from phalanx.tools.profile.pictures import merge
 from phalanx.tools.profile.read import owners_at_peak, top_owners
 from phalanx.tools.profile.split import Analysis, analyse
 from phalanx.tools.profile.timeline import both, clip, total, union, without
-from phalanx.world.clock import ClockReading, answer_clocks, compare_clock
 
 BASE = 1_790_000_000_000_000_000
 MAIN, LOADER, STREAM, NCCL = 100, 101, 7, 20
@@ -377,8 +377,8 @@ def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, mo
 def test_ranges_of_phases_end_where_the_next_begins():
     from contextlib import contextmanager
 
-    from phalanx.loop.profiling import PhaseRanges, under_nsys
     from phalanx.observe.step_clock import StepClock
+    from phalanx.tools.profile.record import PhaseRanges, under_nsys
 
     seen = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.observe.svg import Axis, brief
+from phalanx.tools.svg import Axis, brief
 from phalanx.tools.tune import choice, loguniform, uniform
 from phalanx.tools.tune.page import axes_and_lines, importances, page
 from phalanx.tools.tune.results import PlainTable, Results, SearchProgress, columns

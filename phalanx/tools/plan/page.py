@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from phalanx.observe.svg import COLORS, drawing, html_page
 from phalanx.tools.plan.plans import Plan
 from phalanx.tools.plan.text import PartsBar, Section, gpu_name, seconds, sections, words
 from phalanx.tools.plan.what_if import HEAD, Answer, rows
+from phalanx.tools.svg import COLORS, drawing, html_page
 
 _WIDTH = 860
 _STYLE = """

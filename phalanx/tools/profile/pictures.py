@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.files import replacing
-from phalanx.observe.svg import drawing, legend
 from phalanx.tools.profile.read import RankFile, find_files
 from phalanx.tools.profile.split import Analysis, LinkedCall, find_links
 from phalanx.tools.profile.timeline import clip
+from phalanx.tools.svg import drawing, legend
 
 MERGED = "trace.json.gz"
 _FLOWS = ("s", "t", "f")

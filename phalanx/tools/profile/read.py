@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from phalanx.errors import UsageError
 
 FORMAT = 1
-"""The version of what `loop.profiling` adds to a trace of torch."""
+"""The version of what `record.py` adds to a trace of torch."""
 _SCHEMA = 1
 _CHUNK = 1 << 20
 _LIST = '"traceEvents":'

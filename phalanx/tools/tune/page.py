@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.svg import UNUSED, Axis, Plot, bars, brief, drawing, html_page
+from phalanx.tools.svg import UNUSED, Axis, Plot, bars, brief, drawing, html_page
 from phalanx.tools.tune.domains import Domain, import_optuna
 from phalanx.tools.tune.results import Results, columns, point_words, ranked
 from phalanx.tools.tune.space import SearchSpace

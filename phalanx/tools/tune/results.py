@@ -16,7 +16,7 @@ from phalanx.config.sources import toml_value
 from phalanx.errors import SearchFailedError
 from phalanx.observe import format
 from phalanx.observe.guard import guarded_streams
-from phalanx.observe.svg import brief
+from phalanx.tools.svg import brief
 from phalanx.tools.tune.trainable import Trainable
 from phalanx.tools.tune.trial import Objective, State, Trial
 

@@ -13,14 +13,9 @@ from typing import Any
 
 from phalanx.config.option import problem
 from phalanx.config.renamed import NAMES
-<<<<<<< HEAD
 from phalanx.errors import ConfigError, UsageError, nearest, unknown_name
 from phalanx.tools.tune.domains import KINDS, Domain, from_ray, import_optuna, is_rays, random_trial
 from phalanx.tools.tune.trial import Objective, State, Trial
-=======
-from phalanx.errors import ConfigError, UsageError, nearest
-from phalanx.tools.tune.domains import KINDS, Domain, from_ray, is_rays, random_trial
->>>>>>> h-settings
 
 _RESAMPLE_CHANCE = 0.25
 """How often population-based training draws a new value instead of one nearby."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.host.namespaces import HostNamespace, network
 from phalanx.host.processes import own_python
 from phalanx.loop.faults import LINK, OBJECTS, VARIABLE, weights_file
 from phalanx.observe.format import table
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.reliability import Fault, Mark, Marks, to_json
+from phalanx.tools.namespaces import HostNamespace, network
 
 _TOKEN = "PHALANX_CHAOS"
 """A variable by which processes of a chaos run are recognised."""

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.svg import COLORS, Axis, Plot, drawing, write_picture
 from phalanx.tools.bench.comm.plan import REDUCING, bus_factor
+from phalanx.tools.svg import COLORS, Axis, Plot, drawing, write_picture
 
 HEADER = (
     f"{'algo':<17}{'size':>12}{'count':>12}{'type':>10}{'redop':>7}{'time':>12}{'algbw':>9}{'busbw':>9}{'#wrong':>8}\n"

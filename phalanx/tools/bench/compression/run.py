@@ -12,12 +12,12 @@ from typing import Any
 
 from phalanx.errors import RankFailedError, UsageError, unknown_name
 from phalanx.host.files import scratch_folder
-from phalanx.host.namespaces import HostNamespace, network
 from phalanx.host.processes import own_python
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.observe.format import size, table
-from phalanx.observe.svg import COLORS, Axis, Plot, write_picture
 from phalanx.runs.start import run_on_ranks
+from phalanx.tools.namespaces import HostNamespace, network
+from phalanx.tools.svg import COLORS, Axis, Plot, write_picture
 
 RECIPES = ("text", "digits")
 LINKS = ("100Mb", "1Gb", "10Gb")

@@ -29,8 +29,9 @@ from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import replace_file, replacing
 from phalanx.loop.hooks import Callback, StepInfo
-from phalanx.tool import tool
-from phalanx.world.clock import ClockReading, answer_clocks, compare_clock
+from phalanx.tools.profile.clocks import ClockReading, answer_clocks, compare_clock
+from phalanx.tools.profile.findings import conclude
+from phalanx.tools.profile.read import top_owners
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -256,7 +257,7 @@ class StepProfile(Callback):
         stem = self._folder / f"rank-{self._world.rank}.memory"
         replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(found))  # for pytorch.org/memory_viz
         history = found["device_traces"][self._formation.device.index or 0]
-        replace_file(stem.with_suffix(".memory.json"), json.dumps(tool("memory-owners")(history)))
+        replace_file(stem.with_suffix(".memory.json"), json.dumps(top_owners(history)))
 
     def _metadata(self) -> dict[str, Any]:
         loop, config, world = self._loop, self._formation.config, self._world
@@ -310,7 +311,7 @@ class StepProfile(Callback):
         run_dir = self._folder.parent
         name = run_dir.name if run_dir.parent.resolve() == Path("runs").resolve() else str(run_dir)
         try:
-            self._loop.report.say(f"profile: {tool('profile-verdict')(self._folder)}")
+            self._loop.report.say(f"profile: {conclude(self._folder)}")
         except (PhalanxError, OSError) as error:  # the training itself has succeeded
             self._loop.report.say(f"the profile was not analysed: {error}", "warning")
         else:
