@@ -14,10 +14,10 @@ from command import phalanx
 from phalanx.config.profile import Profiling, is_profile_word, parse_profile
 from phalanx.errors import UsageError
 from phalanx.tools.profile import read
-from phalanx.tools.profile.clocks import ClockReading, answer_clocks, compare_clock
 from phalanx.tools.profile.findings import document, lines, verdict, what_if
 from phalanx.tools.profile.pictures import merge
 from phalanx.tools.profile.read import owners_at_peak, top_owners
+from phalanx.tools.profile.record import ClockReading, answer_clocks, compare_clock
 from phalanx.tools.profile.split import Analysis, analyse
 from phalanx.tools.profile.timeline import both, clip, total, union, without
 

@@ -15,12 +15,14 @@ import shlex
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx import torch_compat
@@ -29,7 +31,6 @@ from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import replace_file, replacing
 from phalanx.loop.hooks import Callback, StepInfo
-from phalanx.tools.profile.clocks import ClockReading, answer_clocks, compare_clock
 from phalanx.tools.profile.findings import conclude
 from phalanx.tools.profile.read import top_owners
 
@@ -351,3 +352,39 @@ class StepProfile(Callback):
         mark_jobs(None)
         if self._nvtx is not None:
             self._nvtx.leave()
+
+
+_ROUNDS = 8
+"""Round trips per rank: the fastest one counts, for it waited the least on its way."""
+
+
+class ClockReading(NamedTuple):
+    """At `time` on this machine's clock, rank 0's clock was `offset` ahead; both in nanoseconds since the epoch."""
+
+    time: int
+    offset: int
+    round_trip: int
+
+
+def answer_clocks(
+    store: dist.Store, key: str, ranks: Iterable[int], clock: Callable[[], int] = time.time_ns
+) -> ClockReading:
+    """Answer what the other `ranks` ask with `compare_clock`; rank 0 calls this."""
+    for rank in ranks:
+        for number in range(_ROUNDS):
+            store.get(f"{key}/{rank}/{number}/ask")  # waits for it
+            store.set(f"{key}/{rank}/{number}/answer", str(clock()))
+    return ClockReading(clock(), 0, 0)
+
+
+def compare_clock(store: dist.Store, key: str, rank: int, clock: Callable[[], int] = time.time_ns) -> ClockReading:
+    """Ask rank 0 for its time, several times, and return the reading of the fastest round trip."""
+    found = []
+    for number in range(_ROUNDS):
+        sent = clock()
+        store.set(f"{key}/{rank}/{number}/ask", "")
+        answer = int(store.get(f"{key}/{rank}/{number}/answer"))
+        now = clock()
+        middle = (sent + now) // 2
+        found.append(ClockReading(middle, answer - middle, now - sent))
+    return min(found, key=lambda reading: reading.round_trip)
