@@ -70,9 +70,9 @@ def compare(path: Path) -> None:
 
 def predict(row: dict[str, str]) -> float:
     """Return the planner's GiB for a measured row."""
-    from phalanx.tools.plan.rank_memory import rank_memory
     from phalanx.tools.plan.plans import Goal, Layout
     from phalanx.tools.plan.presets import gpu
+    from phalanx.tools.plan.rank_memory import rank_memory
     from phalanx.tools.plan.trace import trace_import
 
     family, preset = row["model"].split(":")
