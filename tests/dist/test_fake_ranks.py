@@ -13,6 +13,7 @@ from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
 from phalanx.models.resnet import resnet
+from phalanx.tools.plan import fake_ranks
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator
 from phalanx.tools.plan.fake_layouts import dry_run_layout
@@ -23,7 +24,6 @@ from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rank_memory import WORKSPACE
 from phalanx.tools.plan.rules import refusal
 from phalanx.tools.plan.trace import trace_module
-from phalanx.trainers import fake_ranks
 from phalanx.world.splits import SCHEDULES
 from tests.long_proofs import ALL, long_proof
 
