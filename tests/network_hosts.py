@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.host import namespaces
+from phalanx.tools import namespaces
 from phalanx.tools.namespaces import HostNamespace
 
 __all__ = ["HostNamespace", "named", "network"]

@@ -350,7 +350,7 @@ def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, mo
 
     import torch
 
-    from phalanx.loop import profiling
+    from phalanx.tools.profile import record as profiling
 
     monkeypatch.setattr(profiling, "_CHUNK", 100)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
