@@ -26,7 +26,7 @@ _HERE = Path(__file__).resolve().parent
 _BYTES = 16
 _RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc keeps freed memory for later, which the resident set counts; with these it gives large pieces back at once."""
-_SHAPE = {"preset": "debug", "layers": 12, "heads": 12, "width": 768, "block_size": 64}
+_SHAPE = {"preset": "debug", "layers": 12, "heads": 12, "hidden": 768, "seq_len": 64}
 
 STRATEGIES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "ddp": (2, 1, {"strategy": "ddp"}),

@@ -197,7 +197,7 @@ def _batch(family: str, net: Any, batch: int, seq: int) -> tuple[Any, Any]:
 
     if family in ("vit", "resnet"):
         return torch.randn(batch, 3, 224, 224, device="cuda"), torch.zeros(batch, dtype=torch.long, device="cuda")
-    seq = min(seq, net.config.block_size)
+    seq = min(seq, net.config.seq_len)
     tokens = torch.randint(net.config.vocab_size, (batch, seq), device="cuda")
     return tokens, tokens.roll(-1, 1)
 

@@ -35,10 +35,10 @@ WORKLOADS = {
     # 64 -> 128 -> 128 -> 10: almost nothing to compute, so what a framework adds to a step shows.
     "mlp": Workload(batch_size=32, warmup=50, steps=300),
     # A step of some 250 ms on one CPU core: what is left of the overhead in honest work.
-    "gpt": Workload(batch_size=8, warmup=3, steps=15, time=128, model_options={"layers": 4, "width": 256, "heads": 4}),
+    "gpt": Workload(batch_size=8, warmup=3, steps=15, time=128, model_options={"layers": 4, "hidden": 256, "heads": 4}),
     # The same with a smaller batch: gradients travel as often for half the work.
     "gpt-small": Workload(
-        batch_size=4, warmup=3, steps=15, time=128, model_options={"layers": 4, "width": 256, "heads": 4}
+        batch_size=4, warmup=3, steps=15, time=128, model_options={"layers": 4, "hidden": 256, "heads": 4}
     ),
     # GPT-2's 124 million parameters as they are trained: compiled, bf16. For GPUs.
     "gpt2": Workload(batch_size=32, warmup=15, steps=60, time=1024, bf16=True, compile=True),
@@ -117,7 +117,7 @@ def build_task(name: str, *, device: str, world_size: int, steps: int | None = N
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     clock = StepClock(workload.warmup, steps or workload.steps)
-    options = {"block_size": workload.time, **(workload.model_options or {})}
+    options = {"seq_len": workload.time, **(workload.model_options or {})}
     model = (
         MlpWithLoss() if name == "mlp" else GptWithLoss("debug" if name in ("gpt", "gpt-small") else name, **options)
     )

@@ -15,7 +15,7 @@ from phalanx.models.moe import moe
 from phalanx.observe.history import History
 from phalanx.trainers.weights import whole_weights
 
-SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}  # 61 tokens cannot be cut evenly
+SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16}  # 61 tokens cannot be cut evenly
 MODELS = {"gpt": gpt, "llama": llama, "moe": moe}
 
 

@@ -112,7 +112,7 @@ def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> P
 def prepare(args: argparse.Namespace, length: int) -> tuple[torch.nn.Module, Any, Any]:
     """Return the model, data to train on and, for classifiers that train whole epochs, data to evaluate on."""
     if args.model == "gpt":
-        model = build("gpt", preset="debug", block_size=args.time, width=args.width, layers=args.layers)
+        model = build("gpt", preset="debug", seq_len=args.time, hidden=args.width, layers=args.layers)
         return model, load("synthetic", length=length, shape=(args.time,), task="tokens", classes=256), None
     shape, options = _IMAGES[args.model]
     made_up: dict[str, Any] = {"shape": shape, "classes": _CLASSES}

@@ -34,7 +34,7 @@ def main() -> None:
     if args.weights:
         model.load_state_dict(load_file(args.weights))  # whole weights go in before the model is sharded
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader, val = (load("text", split=split, block_size=32, max_bytes=60_000) for split in ("train", "val"))
+    loader, val = (load("text", split=split, seq_len=32, max_bytes=60_000) for split in ("train", "val"))
     model, optimizer, loader = formation.prepare(model, optimizer, loader)
     run = Run(formation, model, optimizer, loader, formation.prepare_loader(val, training=False))
 

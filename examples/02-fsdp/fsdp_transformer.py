@@ -76,9 +76,9 @@ def main() -> None:
         gradient_clipping=1.0,
         callbacks=[MemoryReport()],
     )
-    window = min(args.window, model.config.block_size)
-    train = load("text", block_size=window, max_bytes=args.bytes)
-    val = load("text", split="val", block_size=window, max_bytes=args.bytes // 20)
+    window = min(args.window, model.config.seq_len)
+    train = load("text", seq_len=window, max_bytes=args.bytes)
+    val = load("text", split="val", seq_len=window, max_bytes=args.bytes // 20)
     history = trainer.fit(train, val)
     if args.save:
         trainer.save(args.save)  # gathers the shards; one rank writes

@@ -44,7 +44,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 
 
 def build_data(args: argparse.Namespace) -> Any:
-    return load("text", block_size=args.window, max_bytes=50_000)
+    return load("text", seq_len=args.window, max_bytes=50_000)
 
 
 def train(args: argparse.Namespace) -> None:

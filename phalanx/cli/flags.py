@@ -209,7 +209,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a value of the recipe: --set model.dropout=0.1 --set data.block_size=256",
+        help="change a value of the recipe: --set model.dropout=0.1 --set data.seq_len=256",
     )
     parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
     parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")

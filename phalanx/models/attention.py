@@ -45,17 +45,17 @@ class FusedAttention(nn.Module):
     which is what tensor parallelism cuts.
     """
 
-    def __init__(self, width: int, heads: int, *, causal: bool, bias: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, hidden: int, heads: int, *, causal: bool, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.head_width = width // heads
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.head_dim = hidden // heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
         self.inner = InnerAttention(causal=causal, dropout=dropout)
-        self.project = nn.Linear(width, width, bias=bias)
+        self.project = nn.Linear(hidden, hidden, bias=bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Mix the positions: [batch, time, width] in and out."""
+        """Mix the positions: [batch, time, hidden] in and out."""
         batch, time, _ = inputs.shape
-        qkv = self.qkv(inputs).view(batch, time, -1, 3, self.head_width)  # -1: this rank's heads, perhaps not all
+        qkv = self.qkv(inputs).view(batch, time, -1, 3, self.head_dim)  # -1: this rank's heads, perhaps not all
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         mixed = self.inner(query, key, value).transpose(1, 2)
         return cast("Tensor", self.project(mixed.flatten(2)))
@@ -64,10 +64,10 @@ class FusedAttention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with GELU between them."""
 
-    def __init__(self, width: int, feed_width: int, *, bias: bool, gelu: str) -> None:
+    def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, gelu: str) -> None:
         super().__init__()
-        self.expand = nn.Linear(width, feed_width, bias=bias)
-        self.project = nn.Linear(feed_width, width, bias=bias)
+        self.expand = nn.Linear(hidden, ffn_hidden, bias=bias)
+        self.project = nn.Linear(ffn_hidden, hidden, bias=bias)
         self.gelu = gelu
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        hidden: int,
         heads: int,
-        feed_width: int,
+        ffn_hidden: int,
         *,
         causal: bool,
         eps: float,
@@ -94,14 +94,14 @@ class Block(nn.Module):
         gelu: str = "none",
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width, eps=eps, bias=bias)
-        self.attention = FusedAttention(width, heads, causal=causal, bias=bias, dropout=dropout)
-        self.feed_norm = nn.LayerNorm(width, eps=eps, bias=bias)
-        self.feed = FeedForward(width, feed_width, bias=bias, gelu=gelu)
+        self.attention_norm = nn.LayerNorm(hidden, eps=eps, bias=bias)
+        self.attention = FusedAttention(hidden, heads, causal=causal, bias=bias, dropout=dropout)
+        self.feed_norm = nn.LayerNorm(hidden, eps=eps, bias=bias)
+        self.feed = FeedForward(hidden, ffn_hidden, bias=bias, gelu=gelu)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Refine [batch, time, width]."""
+        """Refine [batch, time, hidden]."""
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
 
@@ -120,9 +120,9 @@ class RopeScaling:
     original_block_size: int = 8192
 
 
-def rotary_table(positions: Tensor, head_width: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Return cosines and sines, float32 [2, time, head width], of the angles position / theta^(2i / head width)."""
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device) / head_width
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
         turns = scaling.original_block_size * frequencies / (2 * math.pi)

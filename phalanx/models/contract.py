@@ -4,7 +4,7 @@ A model implements the Protocols of the strategies it should support. No base cl
 the names.
 
 `tensor_plan()` maps module-name patterns ("*" stands for one part of a dotted name) to the words below, which a
-strategy turns into shards. Between layers every rank holds its slice of the sequence (dim 1 of [batch, time, width]);
+strategy turns into shards. Between layers every rank holds its slice of the sequence (dim 1 of [batch, time, hidden]);
 inside attention and feed-forward it holds the whole sequence and its slice of heads or features. `tensor_divides()`
 returns what the number of tensor-parallel ranks must divide. Vocabulary and positions are not in it, because they may
 be cut unevenly (GPT-2's 50257 tokens over 2 ranks). The sequence length must be a multiple too, but only a batch has
@@ -172,7 +172,7 @@ EMBEDDING_ROWWISE = "embedding-rowwise"
 scattered along the sequence (dim 1)."""
 
 EMBEDDING_POSITIONS = "embedding-positions"
-"""A position embedding, split by position (dim 0). Whole positions [time] in, this rank's slice [time, width] (dim 0)
+"""A position embedding, split by position (dim 0). Whole positions [time] in, this rank's slice [time, hidden] (dim 0)
 out."""
 
 HEAD_COLWISE = "head-colwise"

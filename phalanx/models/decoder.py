@@ -20,10 +20,10 @@ class DecoderConfig:
     """The shape of a decoder."""
 
     vocab_size: int = 256
-    block_size: int = 64
+    seq_len: int = 64
     layers: int = 2
     heads: int = 4
-    width: int = 64
+    hidden: int = 64
     norm_eps: float = 1e-5
     tie_weights: bool = True
 
@@ -33,23 +33,23 @@ class DecoderConfig:
 
     def dimensions(self) -> dict[str, Any]:
         """Return the sizes by which `phalanx plan` knows a transformer (see `models/contract.py`)."""
-        sizes = {"layers": self.layers, "hidden": self.width, "heads": self.heads}
+        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
         return {**sizes, "vocab": self.vocab_size, "tied_embeddings": self.tie_weights}
 
     def flops_per_token(self, time: int | None = None) -> int:
-        """Return 6 for each weight that multiplies a token, plus 12 x width x time per layer for attention.
+        """Return 6 for each weight that multiplies a token, plus 12 x hidden x time per layer for attention.
 
         Forward and backward; the causal half of attention that need not be computed is counted, as is usual.
         """
-        matrices = self.layers * self.layer_weights() + self.vocab_size * self.width
-        return 6 * matrices + 12 * self.layers * self.width * (time or self.block_size)
+        matrices = self.layers * self.layer_weights() + self.vocab_size * self.hidden
+        return 6 * matrices + 12 * self.layers * self.hidden * (time or self.seq_len)
 
 
 class Decoder(nn.Module):
     """A decoder-only language model: `embed`, `layers`, `norm`, `head`.
 
     A pipeline stage sets what it lacks to None, entries of `layers` too, so that names of parameters stay as they are
-    in the whole model. Without `embed` the model takes hidden states [batch, time, width]; without `head` it returns
+    in the whole model. Without `embed` the model takes hidden states [batch, time, hidden]; without `head` it returns
     them.
     """
 
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.embed = embed
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         self.tie()
         if not is_meta(self):
             self.init_weights()
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
     def check_length(self, time: int) -> None:
         """Raise for sequences that are too long; a caller that gives `positions` of slices checks the whole length."""
-        if (wrong := too_long(time, self.config.block_size)) is not None:
+        if (wrong := too_long(time, self.config.seq_len)) is not None:
             raise wrong
 
     def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
 
     def example_inputs(self) -> tuple[Tensor]:
         """Return a sequence of the maximum length, to measure the cost of each unit."""
-        return (torch.zeros(1, self.config.block_size, dtype=torch.long),)
+        return (torch.zeros(1, self.config.seq_len, dtype=torch.long),)
 
     def token_embedding(self) -> nn.Embedding | None:
         """Return the embedding whose matrix the head shares when weights are tied."""
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         return total
 
     def flops_per_token(self, time: int | None = None) -> int:
-        """Return the operations of training on one token of a sequence of `time` (default: block_size) tokens."""
+        """Return the operations of training on one token of a sequence of `time` (default: seq_len) tokens."""
         return self.config.flops_per_token(time)
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         """
         was_training = self.training
         call = through or self
-        longest = self.config.block_size - self.config.block_size % multiple
+        longest = self.config.seq_len - self.config.seq_len % multiple
         self.eval()
         try:
             for _ in range(count):

@@ -23,32 +23,32 @@ class GPTConfig(DecoderConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ModelError(f"width={self.width} cannot be split into heads={self.heads}: it must be a multiple.")
+        if self.hidden % self.heads:
+            raise ModelError(f"hidden={self.hidden} cannot be split into heads={self.heads}: it must be a multiple.")
 
     def num_parameters(self) -> int:
-        """Return layers x (12 width^2 + 13 width) + (vocab_size + block_size + 2) x width; less without biases."""
-        layer = 12 * self.width**2 + (13 if self.bias else 2) * self.width
-        ends = (self.vocab_size * (1 if self.tie_weights else 2) + self.block_size) * self.width
-        return self.layers * layer + ends + (2 if self.bias else 1) * self.width
+        """Return layers x (12 hidden^2 + 13 hidden) + (vocab_size + seq_len + 2) x hidden; less without biases."""
+        layer = 12 * self.hidden**2 + (13 if self.bias else 2) * self.hidden
+        ends = (self.vocab_size * (1 if self.tie_weights else 2) + self.seq_len) * self.hidden
+        return self.layers * layer + ends + (2 if self.bias else 1) * self.hidden
 
     def dimensions(self) -> dict[str, Any]:
         """Return the sizes by which `phalanx plan` knows it."""
-        more = {"positions": self.block_size, "biases": self.bias, "rms_norm": not self.bias}
+        more = {"positions": self.seq_len, "biases": self.bias, "rms_norm": not self.bias}
         return {**DecoderConfig.dimensions(self), **more}
 
     def layer_weights(self) -> int:
-        """Return 12 width^2."""
-        return 12 * self.width**2
+        """Return 12 hidden^2."""
+        return 12 * self.hidden**2
 
 
 PRESETS = {
     "debug": GPTConfig(),
-    "small": GPTConfig(block_size=256, layers=6, heads=6, width=384),
-    "gpt2": GPTConfig(vocab_size=50257, block_size=1024, layers=12, heads=12, width=768),
-    "gpt2-medium": GPTConfig(vocab_size=50257, block_size=1024, layers=24, heads=16, width=1024),
-    "gpt2-large": GPTConfig(vocab_size=50257, block_size=1024, layers=36, heads=20, width=1280),
-    "gpt2-xl": GPTConfig(vocab_size=50257, block_size=1024, layers=48, heads=25, width=1600),
+    "small": GPTConfig(seq_len=256, layers=6, heads=6, hidden=384),
+    "gpt2": GPTConfig(vocab_size=50257, seq_len=1024, layers=12, heads=12, hidden=768),
+    "gpt2-medium": GPTConfig(vocab_size=50257, seq_len=1024, layers=24, heads=16, hidden=1024),
+    "gpt2-large": GPTConfig(vocab_size=50257, seq_len=1024, layers=36, heads=20, hidden=1280),
+    "gpt2-xl": GPTConfig(vocab_size=50257, seq_len=1024, layers=48, heads=25, hidden=1600),
 }
 """About 0.1, 11, 124, 355, 774 and 1558 million parameters."""
 PRESETS["1.5b"] = PRESETS["gpt2-xl"]
@@ -59,12 +59,12 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.block_size, config.width)
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden)
+        self.positions = nn.Embedding(config.seq_len, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return [batch, time, width] for tokens [batch, time] at positions [time]."""
+        """Return [batch, time, hidden] for tokens [batch, time] at positions [time]."""
         return cast("Tensor", self.dropout(self.tokens(tokens) + self.positions(positions)))
 
 
@@ -74,10 +74,10 @@ class GPT(Decoder):
     config: GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
-        width, bias, eps = config.width, config.bias, config.norm_eps
+        hidden, bias, eps = config.hidden, config.bias, config.norm_eps
         options: dict[str, Any] = {"causal": True, "bias": bias, "eps": eps, "dropout": config.dropout, "gelu": "tanh"}
-        layers = [Block(width, config.heads, 4 * width, **options) for _ in range(config.layers)]
-        super().__init__(config, Embedding(config), layers, nn.LayerNorm(width, eps=eps, bias=bias))
+        layers = [Block(hidden, config.heads, 4 * hidden, **options) for _ in range(config.layers)]
+        super().__init__(config, Embedding(config), layers, nn.LayerNorm(hidden, eps=eps, bias=bias))
 
     def token_embedding(self) -> nn.Embedding | None:
         """Return the token half of the embedding."""
@@ -123,7 +123,7 @@ class GPT(Decoder):
 
     def tensor_divides(self) -> dict[str, int]:
         """Return what the number of tensor-parallel ranks must divide."""
-        return {"heads": self.config.heads, "feed_width": 4 * self.config.width}
+        return {"heads": self.config.heads, "ffn_hidden": 4 * self.config.hidden}
 
 
 def gpt(preset: str = "debug", **changes: Any) -> GPT:

@@ -22,59 +22,57 @@ class LlamaConfig(DecoderConfig):
 
     layers: int = 4
     kv_heads: int = 2
-    width: int = 48
-    feed_width: int = 96
+    hidden: int = 48
+    ffn_hidden: int = 96
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     tie_weights: bool = False
 
     def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
+        if self.hidden % (2 * self.heads):
             raise ModelError(
-                f"width={self.width} cannot be split into heads={self.heads} of even width, as rotary positions need: "
+                f"hidden={self.hidden} cannot be split into heads={self.heads} of even size, as rotary positions need: "
                 f"it must be a multiple of {2 * self.heads}."
             )
         if self.heads % self.kv_heads:
             raise ModelError(f"heads={self.heads} cannot share kv_heads={self.kv_heads}: it must be a multiple.")
 
     @property
-    def head_width(self) -> int:
+    def head_dim(self) -> int:
         """The features of one head."""
-        return self.width // self.heads
+        return self.hidden // self.heads
 
     def dimensions(self) -> dict[str, Any]:
         """Return the sizes by which `phalanx plan` knows it."""
-        more = {"kv_heads": self.kv_heads, "ffn_hidden": self.feed_width}
+        more = {"kv_heads": self.kv_heads, "ffn_hidden": self.ffn_hidden}
         return {**DecoderConfig.dimensions(self), **more, "gated_mlp": True, "biases": False, "rms_norm": True}
 
     def attention_weights(self) -> int:
         """Return the weights of one attention: query and output, and narrower key and value."""
-        return 2 * self.width**2 + 2 * self.width * self.kv_heads * self.head_width
+        return 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * self.head_dim
 
     def layer_weights(self) -> int:
-        """Return attention + 3 width x feed_width."""
-        return self.attention_weights() + 3 * self.width * self.feed_width
+        """Return attention + 3 hidden x ffn_hidden."""
+        return self.attention_weights() + 3 * self.hidden * self.ffn_hidden
 
     def num_parameters(self) -> int:
-        """Return layers x (matrices + 2 width) + width + embedding and (untied) head."""
-        layers = self.layers * (self.layer_weights() + 2 * self.width)
-        return layers + self.width + self.vocab_size * self.width * (1 if self.tie_weights else 2)
+        """Return layers x (matrices + 2 hidden) + hidden + embedding and (untied) head."""
+        layers = self.layers * (self.layer_weights() + 2 * self.hidden)
+        return layers + self.hidden + self.vocab_size * self.hidden * (1 if self.tie_weights else 2)
 
 
-_LLAMA3 = LlamaConfig(vocab_size=128_256, block_size=8192, rope_theta=500_000.0, heads=32, kv_heads=8, width=4096)
-_LLAMA32 = replace(
-    _LLAMA3, block_size=131_072, rope_scaling=RopeScaling(factor=32.0), feed_width=8192, tie_weights=True
-)
+_LLAMA3 = LlamaConfig(vocab_size=128_256, seq_len=8192, rope_theta=500_000.0, heads=32, kv_heads=8, hidden=4096)
+_LLAMA32 = replace(_LLAMA3, seq_len=131_072, rope_scaling=RopeScaling(factor=32.0), ffn_hidden=8192, tie_weights=True)
 PRESETS = {
     "debug": LlamaConfig(),
-    "small": LlamaConfig(block_size=256, layers=6, heads=6, kv_heads=2, width=384, feed_width=1024),
-    "1b": replace(_LLAMA32, layers=16, width=2048),
-    "3b": replace(_LLAMA32, layers=28, width=3072, heads=24),
+    "small": LlamaConfig(seq_len=256, layers=6, heads=6, kv_heads=2, hidden=384, ffn_hidden=1024),
+    "1b": replace(_LLAMA32, layers=16, hidden=2048),
+    "3b": replace(_LLAMA32, layers=28, hidden=3072, heads=24),
     "7b": LlamaConfig(
-        vocab_size=32_000, block_size=4096, layers=32, heads=32, kv_heads=32, width=4096, feed_width=11_008
+        vocab_size=32_000, seq_len=4096, layers=32, heads=32, kv_heads=32, hidden=4096, ffn_hidden=11_008
     ),
-    "8b": replace(_LLAMA3, layers=32, feed_width=14_336),
-    "70b": replace(_LLAMA3, layers=80, heads=64, width=8192, feed_width=28_672),
+    "8b": replace(_LLAMA3, layers=32, ffn_hidden=14_336),
+    "70b": replace(_LLAMA3, layers=80, heads=64, hidden=8192, ffn_hidden=28_672),
 }
 """About 0.1 and 10 million parameters, then the shapes of Llama 3.2 1B and 3B, Llama 2 7B, Llama 3 8B and 70B."""
 
@@ -84,13 +82,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_width = config.head_width
-        shared = config.kv_heads * config.head_width
-        self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(config.width, shared, bias=False)
-        self.value = nn.Linear(config.width, shared, bias=False)
+        self.head_dim = config.head_dim
+        shared = config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.key = nn.Linear(config.hidden, shared, bias=False)
+        self.value = nn.Linear(config.hidden, shared, bias=False)
         self.inner = InnerAttention(causal=True)
-        self.project = nn.Linear(config.width, config.width, bias=False)
+        self.project = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, inputs: Tensor, table: Tensor) -> Tensor:
         """Mix each position with those before it; `table` holds the positions' cosines and sines."""
@@ -100,7 +98,7 @@ class Attention(nn.Module):
 
     def _heads(self, features: Tensor) -> Tensor:
         # -1: under tensor parallelism this rank has some of the heads only.
-        return features.view(*features.shape[:2], -1, self.head_width).transpose(1, 2)
+        return features.view(*features.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -108,9 +106,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.feed_width, bias=False)
-        self.up = nn.Linear(config.width, config.feed_width, bias=False)
-        self.down = nn.Linear(config.feed_width, config.width, bias=False)
+        self.gate = nn.Linear(config.hidden, config.ffn_hidden, bias=False)
+        self.up = nn.Linear(config.hidden, config.ffn_hidden, bias=False)
+        self.down = nn.Linear(config.ffn_hidden, config.hidden, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Refine each position by itself."""
@@ -122,13 +120,13 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.feed_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.feed = FeedForward(config)
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
-        """Refine [batch, time, width]."""
+        """Refine [batch, time, hidden]."""
         hidden = hidden + self.attention(self.attention_norm(hidden), table)
         return cast("Tensor", hidden + self.feed(self.feed_norm(hidden)))
 
@@ -141,9 +139,9 @@ class Llama(Decoder):
     residual = ("project", "down")
 
     def __init__(self, config: LlamaConfig) -> None:
-        embed = nn.Embedding(config.vocab_size, config.width)
+        embed = nn.Embedding(config.vocab_size, config.hidden)
         layers = [Block(config) for _ in range(config.layers)]
-        super().__init__(config, embed, layers, nn.RMSNorm(config.width, eps=config.norm_eps))
+        super().__init__(config, embed, layers, nn.RMSNorm(config.hidden, eps=config.norm_eps))
 
     @overload
     def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
@@ -171,7 +169,7 @@ class Llama(Decoder):
         They are not a buffer: `to(bfloat16)` would round a buffer, `to_empty` would leave it unset.
         """
         config = self.config
-        return rotary_table(positions, config.head_width, config.rope_theta, config.rope_scaling)
+        return rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def tensor_plan(self) -> dict[str, str]:
         """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
@@ -195,7 +193,7 @@ class Llama(Decoder):
     def tensor_divides(self) -> dict[str, int]:
         """Return what the number of tensor-parallel ranks must divide."""
         config = self.config
-        return {"heads": config.heads, "kv_heads": config.kv_heads, "feed_width": config.feed_width}
+        return {"heads": config.heads, "kv_heads": config.kv_heads, "ffn_hidden": config.ffn_hidden}
 
 
 def llama(preset: str = "debug", **changes: Any) -> Llama:

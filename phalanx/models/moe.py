@@ -21,7 +21,7 @@ class Dispatched(NamedTuple):
     """Copies of tokens, sorted by expert."""
 
     rows: Tensor
-    """[tokens x top_k, width]: the rows of expert 0 first."""
+    """[tokens x top_k, hidden]: the rows of expert 0 first."""
 
     counts: Tensor
     """[experts]: how many rows each expert has; int64."""
@@ -31,7 +31,7 @@ class Dispatched(NamedTuple):
 
 
 def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
-    """Sort a copy of each token [tokens, width] for each of its experts [tokens, top_k].
+    """Sort a copy of each token [tokens, hidden] for each of its experts [tokens, top_k].
 
     Rows for one expert, and so for one rank's experts, lie together: `rows` and `counts` are what an all-to-all sends.
     """
@@ -69,7 +69,7 @@ def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(LlamaConfig):
-    """A Llama with `experts` feed-forward nets of `feed_width` per layer, `top_k` of them for each token."""
+    """A Llama with `experts` feed-forward nets of `ffn_hidden` per layer, `top_k` of them for each token."""
 
     experts: int = 4
     top_k: int = 2
@@ -88,27 +88,27 @@ class MoEConfig(LlamaConfig):
         return {**LlamaConfig.dimensions(self), "experts": self.experts, "active_experts": self.top_k}
 
     def layer_weights(self) -> int:
-        """Return attention + router + top_k x 3 width x feed_width."""
-        experts = self.top_k * 3 * self.width * self.feed_width
-        return self.attention_weights() + self.experts * self.width + experts
+        """Return attention + router + top_k x 3 hidden x ffn_hidden."""
+        experts = self.top_k * 3 * self.hidden * self.ffn_hidden
+        return self.attention_weights() + self.experts * self.hidden + experts
 
     def num_parameters(self) -> int:
         """Return Llama's count with all experts, not only `top_k`."""
-        idle = (self.experts - self.top_k) * 3 * self.width * self.feed_width
+        idle = (self.experts - self.top_k) * 3 * self.hidden * self.ffn_hidden
         return LlamaConfig.num_parameters(self) + self.layers * idle
 
 
 PRESETS = {
-    "debug": MoEConfig(layers=2, feed_width=64),
-    "small": MoEConfig(block_size=256, layers=6, heads=6, kv_heads=2, width=384, feed_width=512, experts=8),
+    "debug": MoEConfig(layers=2, ffn_hidden=64),
+    "small": MoEConfig(seq_len=256, layers=6, heads=6, kv_heads=2, hidden=384, ffn_hidden=512, experts=8),
     "8x7b": MoEConfig(
         vocab_size=32_000,
-        block_size=32_768,
+        seq_len=32_768,
         layers=32,
         heads=32,
         kv_heads=8,
-        width=4096,
-        feed_width=14_336,
+        hidden=4096,
+        ffn_hidden=14_336,
         rope_theta=1_000_000.0,
         experts=8,
         balance=0.02,
@@ -136,10 +136,10 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.top_k = config.top_k
-        self.score = nn.Linear(config.width, config.experts, bias=False)
+        self.score = nn.Linear(config.hidden, config.experts, bias=False)
 
     def forward(self, inputs: Tensor) -> Routed:
-        """Route [batch, time, width]."""
+        """Route [batch, time, hidden]."""
         scores = self.score(inputs)
         # In half precision close experts would tie, and the choice would depend on the order of additions.
         probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -152,10 +152,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        shape = (config.experts, config.width, config.feed_width)
+        shape = (config.experts, config.hidden, config.ffn_hidden)
         self.gate = nn.Parameter(torch.empty(shape))
         self.up = nn.Parameter(torch.empty(shape))
-        self.down = nn.Parameter(torch.empty(config.experts, config.feed_width, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.ffn_hidden, config.hidden))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert to its rows, which lie together: `counts` [experts] says how many they are.
@@ -180,7 +180,7 @@ class MoEFeed(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [batch, time, width] refined, and the balance loss."""
+        """Return [batch, time, hidden] refined, and the balance loss."""
         routed: Routed = self.router(inputs)
         sent = dispatch(inputs.flatten(0, 1), routed.experts.flatten(0, 1), self.num_experts)
         rows = self.experts(sent.rows, sent.counts)
@@ -192,13 +192,13 @@ class Block(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.feed_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.feed = MoEFeed(config)
 
     def forward(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Refine [batch, time, width], and return it with the balance loss."""
+        """Refine [batch, time, hidden], and return it with the balance loss."""
         hidden = hidden + self.attention(self.attention_norm(hidden), table)
         refined, balance = self.feed(self.feed_norm(hidden))
         return hidden + refined, balance
@@ -210,9 +210,9 @@ class MoE(Decoder):
     config: MoEConfig
 
     def __init__(self, config: MoEConfig) -> None:
-        embed = nn.Embedding(config.vocab_size, config.width)
+        embed = nn.Embedding(config.vocab_size, config.hidden)
         layers = [Block(config) for _ in range(config.layers)]
-        super().__init__(config, embed, layers, nn.RMSNorm(config.width, eps=config.norm_eps))
+        super().__init__(config, embed, layers, nn.RMSNorm(config.hidden, eps=config.norm_eps))
 
     def init_weights(self) -> None:
         """Draw the weights again, those of the experts like the others."""
@@ -238,7 +238,7 @@ class MoE(Decoder):
         """
         config = self.config
         places = self.positions(tokens) if positions is None else positions
-        table = rotary_table(places, config.head_width, config.rope_theta, config.rope_scaling)
+        table = rotary_table(places, config.head_dim, config.rope_theta, config.rope_scaling)
         if self.embed is None:
             raise ModelError(
                 "a mixture of experts cannot be a pipeline stage: its balance loss is collected from all layers."
@@ -268,7 +268,7 @@ class MoE(Decoder):
         """Count the parameters; `active`: of the experts only the `top_k` that a token uses."""
         total = super().num_parameters(embeddings=embeddings)
         idle = self.config.experts - self.config.top_k
-        return total - active * self.config.layers * idle * 3 * self.config.width * self.config.feed_width
+        return total - active * self.config.layers * idle * 3 * self.config.hidden * self.config.ffn_hidden
 
 
 def moe(preset: str = "debug", **changes: Any) -> MoE:

@@ -24,14 +24,14 @@ class ViTConfig:
     classes: int = 10
     layers: int = 4
     heads: int = 4
-    width: int = 48
-    feed_width: int = 96
+    hidden: int = 48
+    ffn_hidden: int = 96
     dropout: float = 0.0
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ModelError(f"width={self.width} cannot be split into heads={self.heads}: it must be a multiple.")
+        if self.hidden % self.heads:
+            raise ModelError(f"hidden={self.hidden} cannot be split into heads={self.heads}: it must be a multiple.")
         if self.image_size % self.patch_size:
             raise ModelError(
                 f"image_size={self.image_size} cannot be cut into patches of patch_size={self.patch_size}: "
@@ -45,39 +45,39 @@ class ViTConfig:
 
     def dimensions(self) -> dict[str, Any]:
         """Return the sizes by which `phalanx plan` knows it."""
-        sizes = {"layers": self.layers, "hidden": self.width, "heads": self.heads, "ffn_hidden": self.feed_width}
+        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "ffn_hidden": self.ffn_hidden}
         patch = self.channels * self.patch_size**2
         ends = {"patches": self.patches, "patch_inputs": patch, "outputs": self.classes, "vocab": 0}
         return {**sizes, **ends, "causal": False}
 
     def layer_weights(self) -> int:
-        """Return the matrix weights of one layer: 4 width^2 + 2 width x feed_width."""
-        return 4 * self.width**2 + 2 * self.width * self.feed_width
+        """Return the matrix weights of one layer: 4 hidden^2 + 2 hidden x ffn_hidden."""
+        return 4 * self.hidden**2 + 2 * self.hidden * self.ffn_hidden
 
     def num_parameters(self) -> int:
-        """Return layers x (matrices + 9 width + feed_width) + patch, class and position embeddings, norm and head."""
-        layer = self.layer_weights() + 9 * self.width + self.feed_width
-        embedding = (self.channels * self.patch_size**2 + 1 + 1 + self.patches + 1) * self.width
-        return self.layers * layer + embedding + 2 * self.width + (self.width + 1) * self.classes
+        """Return layers x (matrices + 9 hidden + ffn_hidden) + patch, class and position embeddings, norm and head."""
+        layer = self.layer_weights() + 9 * self.hidden + self.ffn_hidden
+        embedding = (self.channels * self.patch_size**2 + 1 + 1 + self.patches + 1) * self.hidden
+        return self.layers * layer + embedding + 2 * self.hidden + (self.hidden + 1) * self.classes
 
     def flops_per_sample(self) -> int:
         """Return the operations of training on one image, forward and backward.
 
-        For each of (patches + 1) positions: 6 for each weight of a layer, 12 x width x positions per layer for
+        For each of (patches + 1) positions: 6 for each weight of a layer, 12 x hidden x positions per layer for
         attention; 4 for each weight of the patch embedding, since the image needs no gradient; and 6 for each
         weight of the head, once.
         """
         time = self.patches + 1
-        layers = self.layers * time * (6 * self.layer_weights() + 12 * self.width * time)
-        embedding = 4 * self.patches * self.channels * self.patch_size**2 * self.width
-        return layers + embedding + 6 * self.width * self.classes
+        layers = self.layers * time * (6 * self.layer_weights() + 12 * self.hidden * time)
+        embedding = 4 * self.patches * self.channels * self.patch_size**2 * self.hidden
+        return layers + embedding + 6 * self.hidden * self.classes
 
 
 _IMAGENET = {"image_size": 224, "patch_size": 16, "channels": 3, "classes": 1000, "layers": 12}
 PRESETS = {
     "debug": ViTConfig(),
-    "tiny": ViTConfig(**_IMAGENET, heads=3, width=192, feed_width=768),
-    "base": ViTConfig(**_IMAGENET, heads=12, width=768, feed_width=3072),
+    "tiny": ViTConfig(**_IMAGENET, heads=3, hidden=192, ffn_hidden=768),
+    "base": ViTConfig(**_IMAGENET, heads=12, hidden=768, ffn_hidden=3072),
 }
 """About 0.1, 5.7 and 87 million parameters."""
 
@@ -87,13 +87,13 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.patch = nn.Conv2d(config.channels, config.width, config.patch_size, stride=config.patch_size)
-        self.label = nn.Parameter(torch.empty(1, 1, config.width))
-        self.positions = nn.Parameter(torch.empty(1, config.patches + 1, config.width))
+        self.patch = nn.Conv2d(config.channels, config.hidden, config.patch_size, stride=config.patch_size)
+        self.label = nn.Parameter(torch.empty(1, 1, config.hidden))
+        self.positions = nn.Parameter(torch.empty(1, config.patches + 1, config.hidden))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return [batch, 1 + patches, width]."""
+        """Return [batch, 1 + patches, hidden]."""
         patches = self.patch(images).flatten(2).transpose(1, 2)
         sequence = torch.cat([self.label.expand(len(images), -1, -1), patches], dim=1)
         return cast("Tensor", self.dropout(sequence + self.positions))
@@ -106,12 +106,12 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        shape = (config.width, config.heads, config.feed_width)
+        shape = (config.hidden, config.heads, config.ffn_hidden)
         self.layers = nn.ModuleList(
             Block(*shape, causal=False, eps=config.norm_eps, dropout=config.dropout) for _ in range(config.layers)
         )
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.head = nn.Linear(config.width, config.classes)
+        self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.classes)
         if not is_meta(self):
             self.init_weights()
 
@@ -157,7 +157,7 @@ class ViT(nn.Module):
 
     def tensor_divides(self) -> dict[str, int]:
         """Return what the number of tensor-parallel ranks must divide."""
-        return {"heads": self.config.heads, "feed_width": self.config.feed_width}
+        return {"heads": self.config.heads, "ffn_hidden": self.config.ffn_hidden}
 
 
 def vit(preset: str = "debug", **changes: Any) -> ViT:

@@ -12,6 +12,8 @@ from phalanx.recipes.imports import check_import, extend_path, import_path_of, i
 
 _PARTS = ("model", "data")
 _TABLES = ("model", "data", "settings", "sample", "metrics")
+_EARLIER = {"width": "hidden", "feed_width": "ffn_hidden", "block_size": "seq_len"}
+"""Options of the transformers and of text as runs of earlier versions have them."""
 _HINT = 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.'
 
 
@@ -79,7 +81,7 @@ class Recipe:
             if table not in _TABLES or not key:
                 raise UsageError(
                     f"--set {path}: {unknown_name('table of a recipe', table, _TABLES)}",
-                    hint="Write --set model.dropout=0.1, --set data.block_size=256, or --set batch_size=32.",
+                    hint="Write --set model.dropout=0.1, --set data.seq_len=256, or --set batch_size=32.",
                 )
             change: dict[str, Any] = {table: _with_nested(getattr(found, table), key.split("."), value)}
             found = replace(found, **change)
@@ -175,3 +177,13 @@ def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple
         else:
             nested[key] = value
     return own, nested
+
+
+def of_earlier_run(document: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a run's files hold, with the present names of its options."""
+    model, data = document["model"], document["data"]
+    if model.get("name") in ("gpt", "llama", "moe", "vit"):
+        model = {_EARLIER.get(name, name): value for name, value in model.items()}
+    if not is_import_path(str(data.get("name"))):
+        data = {_EARLIER.get(name, name): value for name, value in data.items()}
+    return Recipe(**{**document, "model": model, "data": data})

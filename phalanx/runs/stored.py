@@ -23,6 +23,7 @@ from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.recipes import Recipe
+from phalanx.recipes.recipe import of_earlier_run
 from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
 
 RUNS = Path("runs")
@@ -80,7 +81,7 @@ class StoredRun:
         document = dict(self.record.recipe)
         for name in ("presets", "callbacks", "paths"):
             document[name] = tuple(document.get(name, ()))
-        return Recipe(**document)
+        return of_earlier_run(document)
 
     @cached_property
     def _ends(self) -> list[dict[str, Any]]:

@@ -150,12 +150,12 @@ def recipe_parts(recipe: Recipe, data_dir: str | None, *, without_storage: bool 
     data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
     name = model.pop("name")
-    if Path(str(data["name"])).is_absolute() and "block_size" in build_options(name):  # the user's files
-        data.setdefault("block_size", "model")
-    if data.get("block_size") == "model":
+    if Path(str(data["name"])).is_absolute() and "seq_len" in build_options(name):  # the user's files
+        data.setdefault("seq_len", "model")
+    if data.get("seq_len") == "model":
         with place:
             built: Any = build(name, **model)
-        data["block_size"] = min(built.config.block_size, _LONGEST_TEXT)
+        data["seq_len"] = min(built.config.seq_len, _LONGEST_TEXT)
         return built, *_both_splits(data)
     train, val = _both_splits(data)
     if hasattr(train, "classes") and "classes" in build_options(name):  # known only from the user's files

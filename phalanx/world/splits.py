@@ -81,8 +81,8 @@ def too_long(time: int, limit: int) -> ModelError | None:
     if time <= limit:
         return None
     return ModelError(
-        f"a sequence of {time} tokens is longer than block_size={limit}.",
-        hint=f"Shorten them, or build the model with block_size={time} (--set model.block_size={time}).",
+        f"a sequence of {time} tokens is longer than seq_len={limit}.",
+        hint=f"Shorten them, or build the model with seq_len={time} (--set model.seq_len={time}).",
     )
 
 

@@ -27,7 +27,7 @@ OF_OTHERS = {
 NAMES_OF_OTHERS = {
     *("lr", "sparse", "reduction", "create_graph"),  # torch
     *("train_batch_size", "rope_type", "architectures", "bias"),  # a JSON of DeepSpeed, transformers and peft
-    "block_size",  # models
+    "seq_len",  # models
     *("ranks", "slots", "pool", "partition", "big_memory", "uniform"),  # inside of a value or a line of a file
 }
 OWN_ARGUMENTS = ("bench", "data", "models", "plan", "tune")

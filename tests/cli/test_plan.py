@@ -69,7 +69,7 @@ def test_the_printed_command_names_a_recipe_that_train_reads(words):
     recipe = read_target(namespace, [], "train", "")
     assert isinstance(recipe, Recipe)
     resolve_flags(namespace, recipe)
-    assert recipe.data["block_size"] == found["goal"]["seq_len"]
+    assert recipe.data["seq_len"] == found["goal"]["seq_len"]
 
 
 def test_json_is_the_whole_plan():

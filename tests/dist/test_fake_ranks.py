@@ -27,7 +27,7 @@ from phalanx.tools.plan.trace import trace_module
 from phalanx.world.splits import SCHEDULES
 from tests.long_proofs import ALL, long_proof
 
-LLAMA = {"layers": 4, "width": 64, "heads": 8, "kv_heads": 8, "feed_width": 128, "vocab_size": 256}
+LLAMA = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 8, "ffn_hidden": 128, "vocab_size": 256}
 BLOCK = 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
 """Bytes of one layer's parameters."""
 ROOT = 4 * (2 * 256 * 64 + 64)

@@ -32,7 +32,7 @@ class RecordedText(SampleText):
 
 def sample(folder: str, **settings) -> str:
     torch.manual_seed(3)
-    model = build("llama", layers=2, block_size=16).double()
+    model = build("llama", layers=2, seq_len=16).double()
     tokens = torch.randint(32, 126, (8, 17), generator=torch.Generator().manual_seed(1))
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     sampler: Callback = RecordedText("def ", 20)
@@ -44,7 +44,7 @@ def sample(folder: str, **settings) -> str:
 
 @pytest.mark.parametrize("layout", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"tensor_parallel": 2}])
 def test_every_layout_draws_the_text_of_one_process(ranks, tmp_path, layout):
-    """The text outgrows block_size, and passes through lengths that two ranks cannot share."""
+    """The text outgrows seq_len, and passes through lengths that two ranks cannot share."""
     expected = ranks(lambda: sample(str(tmp_path), batch_size=4), world_size=1)[0]
     assert expected.startswith("def ")
     assert len(expected) >= len("def ") + 15

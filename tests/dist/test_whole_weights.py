@@ -20,7 +20,7 @@ from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.trainers.weights import whole_weights
 
-SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}  # 61 tokens cannot be cut evenly
+SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16}  # 61 tokens cannot be cut evenly
 PARTS = {
     "fsdp 2": (2, {"strategy": "fsdp"}),
     "tensor 2": (2, {"tensor_parallel": 2}),

@@ -96,7 +96,7 @@ def build(name: str) -> tuple[nn.Module, TensorDataset]:
     torch.manual_seed(1)
     if name == "gpt":
         tokens = torch.randint(61, (256, 17), generator=torch.Generator().manual_seed(1))
-        return gpt(layers=2, vocab_size=61, block_size=16), TensorDataset(tokens[:, :-1], tokens[:, 1:])
+        return gpt(layers=2, vocab_size=61, seq_len=16), TensorDataset(tokens[:, :-1], tokens[:, 1:])
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)]
     model = nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(WIDTH, CLASSES))
     inputs = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(2))

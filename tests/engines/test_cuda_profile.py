@@ -27,7 +27,7 @@ def _in_own_folder(tmp_path, monkeypatch):
 def make_parts() -> tuple[torch.nn.Module, TensorDataset]:
     torch.manual_seed(0)
     model = gpt("debug")
-    tokens = torch.randint(0, model.config.vocab_size, (64, model.config.block_size))
+    tokens = torch.randint(0, model.config.vocab_size, (64, model.config.seq_len))
     return model, TensorDataset(tokens, tokens)
 
 

@@ -30,7 +30,7 @@ installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'phalanx[deepspeed]'"
 )
 # Its embedding and head are one weight. A bias of attention keys has no gradient but rounding, which Adam blows up.
-SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16, "bias": False}
+SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16, "bias": False}
 
 
 @pytest.fixture(scope="module", autouse=True)

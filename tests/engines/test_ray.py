@@ -216,7 +216,7 @@ from long_proofs import long_proof
 
 torch.manual_seed(0)
 tokens = torch.randint(61, (16, 9))
-model = gpt(vocab_size=61, layers=2, width=32, heads=4, block_size=16).double()
+model = gpt(vocab_size=61, layers=2, hidden=32, heads=4, seq_len=16).double()
 trainer = PyTorchDDPTrainer(model, batch_size=4, epochs=1)
 trainer.fit(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
 weights = whole_weights(trainer.model)

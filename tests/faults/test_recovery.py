@@ -229,7 +229,7 @@ def test_model_parallel_ranks_are_replaced(tmp_path, axis, fork_server):
     def fit(name, faults):
         (tmp_path / name).mkdir()
         torch.manual_seed(5)
-        model = gpt(layers=2, vocab_size=61, block_size=16)
+        model = gpt(layers=2, vocab_size=61, seq_len=16)
         trainer = phalanx.PyTorchDDPTrainer(
             model=model,
             num_workers=4,

@@ -28,7 +28,7 @@ LAYOUTS = {
 def train(**settings) -> list[torch.Tensor]:
     """Take three clipped steps of two micro-batches each, with dropout; return the whole weights."""
     torch.manual_seed(0)
-    model = build("gpt", layers=3, block_size=16, dropout=0.1)
+    model = build("gpt", layers=3, seq_len=16, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Formation(device="cpu", gradient_accumulation_steps=2, seed=1, **settings) as formation:
         wrapped, optimizer = formation.prepare(model, optimizer)

@@ -22,7 +22,7 @@ from phalanx.strategies.base import whole
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import whole_weights
 
-SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}
+SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16}
 MODELS = {"gpt": gpt, "llama": llama}
 TIME = 16
 
@@ -210,7 +210,7 @@ REFUSED = {
     "neither one number": (ModelError, Pooling, torch.zeros(2, 8, dtype=torch.int64)),
     r"10 tokens.*= 4 equal chunks\n.*of 8 tokens.*to 12": (ModelError, Net, torch.zeros(2, 10, dtype=torch.int64)),
     r"2 tokens.*\n.*Pad them to 4": (ModelError, Net, torch.zeros(2, 2, dtype=torch.int64)),
-    "32 tokens is longer than block_size=16": (ModelError, lambda: gpt(**SHAPE), torch.zeros(2, 32, dtype=torch.int64)),
+    "32 tokens is longer than seq_len=16": (ModelError, lambda: gpt(**SHAPE), torch.zeros(2, 32, dtype=torch.int64)),
     r"dropout = 0\.2": (ModelError, lambda: gpt(**SHAPE, dropout=0.2), torch.zeros(2, 8, dtype=torch.int64)),
 }
 

@@ -245,5 +245,5 @@ def test_batch_norms_do_not_count_what_fills_a_short_batch(ranks, tmp_path):
 
 
 def test_sampling_respects_the_longest_sequence():
-    tokens = gpt("debug", block_size=15).generate(torch.zeros(1, 10, dtype=torch.long), 12, multiple=2)
+    tokens = gpt("debug", seq_len=15).generate(torch.zeros(1, 10, dtype=torch.long), 12, multiple=2)
     assert tokens.shape == (1, 22)

@@ -24,7 +24,7 @@ def make_data(samples: int) -> TensorDataset:
 
 def make_model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     torch.manual_seed(3)
-    return build("llama", layers=2, vocab_size=61, block_size=16).to(dtype)
+    return build("llama", layers=2, vocab_size=61, seq_len=16).to(dtype)
 
 
 def train(folder: str, *, dtype: str = "float64", **settings) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ def test_loss_and_gradient_equal_those_of_whole_logits(ranks, dtype, vocabulary)
 
 def calls(loss_parallel: bool) -> tuple[tuple[int, ...], ...]:
     """The shapes of the logits that this rank holds: together with a loss in training and in evaluation, and alone."""
-    model = llama(layers=1, vocab_size=VOCABULARY, block_size=8)
+    model = llama(layers=1, vocab_size=VOCABULARY, seq_len=8)
     model.takes_split_logits = loss_parallel
     tokens = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
     with Formation(device="cpu", tensor_parallel=2) as formation:

@@ -70,7 +70,7 @@ def test_columns_that_do_not_exist_are_named(tmp_path):
 
 def test_texts_become_windows_that_do_not_overlap_between_splits(tmp_path):
     (tmp_path / "a.txt").write_text("".join(chr(65 + i % 26) for i in range(1000)))
-    train, val = load_splits(str(tmp_path / "a.txt"), block_size=16, val_fraction=0.2)
+    train, val = load_splits(str(tmp_path / "a.txt"), seq_len=16, val_fraction=0.2)
     assert train.vocab_size == 256
     assert len(train.tokens) == 800
     assert len(val.tokens) == 200
@@ -83,7 +83,7 @@ def test_a_folder_is_found_by_its_name_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("x" * 1000)
-    assert len(load("corpus", block_size=16, val_fraction=0).tokens) == 1000
+    assert len(load("corpus", seq_len=16, val_fraction=0).tokens) == 1000
 
 
 def test_images_in_class_folders_and_tar_shards(tmp_path):
@@ -189,11 +189,11 @@ def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
     made.save_pretrained(tmp_path / "tokenizer")
     folder = str(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("good film bad film " * 50)
-    windows = load(str(tmp_path / "a.txt"), tokenizer=folder, block_size=4, val_fraction=0)
+    windows = load(str(tmp_path / "a.txt"), tokenizer=folder, seq_len=4, val_fraction=0)
     assert windows.vocab_size == len(words)
     assert windows[0][0].tolist() == [2, 4, 3, 4]
     (tmp_path / "rows.csv").write_text("text,label\ngood film,1\nbad,0\n")
-    rows = load(str(tmp_path / "rows.csv"), tokenizer=folder, block_size=4, val_fraction=0)
+    rows = load(str(tmp_path / "rows.csv"), tokenizer=folder, seq_len=4, val_fraction=0)
     assert rows[0]["input_ids"].tolist() == [2, 4, 1, 1]
     assert rows[0]["attention_mask"].tolist() == [1, 1, 0, 0]
     assert int(rows[1]["labels"]) == 0

@@ -33,7 +33,7 @@ def test_unknown_names_get_the_nearest():
         load("digit")
     with pytest.raises(UsageError, match="Did you mean 'val'"):
         load("digits", "vall")
-    with pytest.raises(UsageError, match="Did you mean 'block_size'"):
+    with pytest.raises(UsageError, match="Did you mean 'seq_len'"):
         load("text", blocksize=4)
 
 
@@ -80,7 +80,7 @@ def test_synthetic_mistakes():
 
 
 def test_text_windows_follow_one_another_and_splits_share_no_file():
-    train, val = (load("text", split, block_size=32, max_bytes=50_000) for split in ("train", "val"))
+    train, val = (load("text", split, seq_len=32, max_bytes=50_000) for split in ("train", "val"))
     assert len(train) == (50_000 - 1) // 32
     inputs, targets = train.gather(torch.tensor([0, 1]))
     assert torch.equal(inputs.flatten(), train.tokens[:64].long())
@@ -88,7 +88,7 @@ def test_text_windows_follow_one_another_and_splits_share_no_file():
     assert b"def " in bytes(train.tokens.tolist())
     assert bytes(val.tokens[:5000].tolist()) not in bytes(train.tokens.tolist())
     with pytest.raises(DataError, match="too few for a window"):
-        load("text", block_size=600, max_bytes=500)
+        load("text", seq_len=600, max_bytes=500)
 
 
 def write_idx(path, shape, *, magic=None, data=None):

@@ -78,7 +78,7 @@ def test_parameters_that_multiply():
     """A looked-up embedding does not multiply; a tied one does, as the head."""
     for name, positions in (("gpt", 64), ("llama", 0)):
         tied, untied = (build(name, tie_weights=tie) for tie in (True, False))
-        width = tied.config.width
+        width = tied.config.hidden
         assert untied.num_parameters() == tied.num_parameters() + 256 * width
         assert untied.num_parameters(embeddings=False) == tied.num_parameters(embeddings=False)
         assert tied.num_parameters() - tied.num_parameters(embeddings=False) == positions * width
@@ -89,7 +89,7 @@ def test_parameters_that_multiply():
 @pytest.mark.parametrize(("name", "time"), [("gpt", 16), ("llama", 16), ("moe", 16), ("gpt", None), ("llama", None)])
 def test_flops_of_tokens_equal_those_counted(name, time):
     model = build(name)
-    tokens = torch.randint(256, (2, time or model.config.block_size))
+    tokens = torch.randint(256, (2, time or model.config.seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).loss.backward()
     assert counter.get_total_flops() == tokens.numel() * model.flops_per_token(time)

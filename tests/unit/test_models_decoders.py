@@ -92,7 +92,7 @@ def test_stages_in_a_row_compute_what_the_whole_does(decoder):
     for number in range(4):
         (last if number < 1 else first).layers[number] = None
     whole, hidden = decoder(text, text), first(text)
-    assert hidden.shape == (2, 16, decoder.config.width)
+    assert hidden.shape == (2, 16, decoder.config.hidden)
     torch.testing.assert_close(last(hidden, text).loss, whole.loss, rtol=0, atol=0)
     assert "layers.3.attention.project.weight" in last.state_dict()
     assert first.state_dict().keys() | last.state_dict().keys() == decoder.state_dict().keys()
@@ -111,7 +111,7 @@ def test_positions_place_a_slice_of_a_longer_sequence(decoder):
         assert not torch.allclose(spread, here, atol=1e-4)
     else:
         assert not torch.allclose(there, here, atol=1e-4)
-    with pytest.raises(ModelError, match="65 tokens is longer than block_size=64"):
+    with pytest.raises(ModelError, match="65 tokens is longer than seq_len=64"):
         decoder(tokens(65))
 
 
@@ -156,7 +156,7 @@ def test_a_slice_of_the_heads_computes_its_part_of_attention(name):
     attention = build(name).layers[0].attention.double()
     width = attention.project.in_features
     inputs = torch.randn(2, 8, width, dtype=torch.float64)
-    extra = (rotary_table(torch.arange(8), attention.head_width, 1e4),) if name == "llama" else ()
+    extra = (rotary_table(torch.arange(8), attention.head_dim, 1e4),) if name == "llama" else ()
     whole = attention(inputs, *extra)
     parts = []
     for rank in range(2):
@@ -214,7 +214,7 @@ def test_impossible_shapes_are_refused():
     with pytest.raises(ModelError, match="heads=4 cannot share kv_heads=3"):
         build("llama", kv_heads=3)
     with pytest.raises(ModelError, match="multiple of 8"):
-        build("llama", width=44)
+        build("llama", hidden=44)
     with pytest.raises(UsageError, match="Did you mean '70b'"):
         build("llama", preset="70B")
     with pytest.raises(UsageError, match="Did you mean 'kv_heads'"):

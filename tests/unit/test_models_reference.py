@@ -42,7 +42,7 @@ def test_mistakes_get_the_nearest_name():
     with pytest.raises(UsageError, match="Did you mean 'layers'"):
         build("gpt", layer=3)
     with pytest.raises(ModelError, match="cannot be split"):
-        GPTConfig(width=10, heads=3)
+        GPTConfig(hidden=10, heads=3)
     with pytest.raises(ModelError, match="halved twice"):
         build("convnet", image_size=3)
 
@@ -103,7 +103,7 @@ def test_gpt_is_causal_and_ignores_masked_targets():
     targets = tokens.clone()
     targets[0, 5:] = -100
     torch.testing.assert_close(model(tokens, targets).loss, F.cross_entropy(before[0, :5], tokens[0, :5]))
-    with pytest.raises(ModelError, match="longer than block_size=64"):
+    with pytest.raises(ModelError, match="longer than seq_len=64"):
         model(torch.zeros(1, 65, dtype=torch.int64))
 
 

@@ -85,7 +85,7 @@ def test_an_unfinished_save_is_not_listed_and_the_next_save_removes_it(bucket):
     writing = place.begin(2)
     with writing.create("shard") as stream:
         stream.write(b"x" * 1000)
-    unfinished = writing.path.file_system.open(str(writing.path / "big"), "wb", block_size=5 << 20)
+    unfinished = writing.path.file_system.open(str(writing.path / "big"), "wb", seq_len=5 << 20)
     unfinished.write(b"y" * (6 << 20))  # one part is in the store, as after a kill
     assert [one.step for one in list_checkpoints(url)] == [1]
     assert choose(url).notes == []

@@ -43,13 +43,13 @@ def files(
     target: str | None = None,
     text: str | None = None,
     tokenizer: str | None = None,
-    block_size: int = 128,
+    seq_len: int = 128,
     size: int = 224,
     val_fraction: float = 0.1,
 ) -> Any:
     """Return one split of the data in a file or folder.
 
-    Texts become windows of `block_size` tokens (bytes, or those of the Hugging Face tokenizer in the folder
+    Texts become windows of `seq_len` tokens (bytes, or those of the Hugging Face tokenizer in the folder
     `tokenizer`). Rows of tables become (inputs, target): `inputs` and `target` name columns, and without them the
     column "label" or the like is the target and all numbers are inputs. With `tokenizer`, rows of texts become dicts
     with input_ids, attention_mask and labels. Images are resized to `size`.
@@ -65,15 +65,15 @@ def files(
     chosen, part = _of_split(path, found, split)
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
-        return _windows(tokens, block_size, part, val_fraction, tokenizer)
+        return _windows(tokens, seq_len, part, val_fraction, tokenizer)
     table = _read_table(kind, chosen)
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
     if text is not None and target is None and inputs is None:
         _check_columns(table, [text], path)
-        return _windows(_tokens("\n".join(table[text]), tokenizer), block_size, part, val_fraction, tokenizer)
+        return _windows(_tokens("\n".join(table[text]), tokenizer), seq_len, part, val_fraction, tokenizer)
     target = target or next((name for name in _TARGETS if name in table.column_names), None)
     classes = _classes(kind, _of_split(path, found, "train")[0], table, target) if target else []
-    rows = TableDataset(table, path, inputs, target, classes, tokenizer=tokenizer, text=text, length=block_size)
+    rows = TableDataset(table, path, inputs, target, classes, tokenizer=tokenizer, text=text, length=seq_len)
     return _held_out(rows, part, val_fraction)
 
 
@@ -140,12 +140,12 @@ def _tokens(text: str, tokenizer: str | None) -> torch.Tensor:
     return torch.tensor(_tokenizer(tokenizer)(text)["input_ids"], dtype=torch.int32)
 
 
-def _windows(tokens: torch.Tensor, block_size: int, part: str | None, fraction: float, tokenizer: str | None) -> Any:
+def _windows(tokens: torch.Tensor, seq_len: int, part: str | None, fraction: float, tokenizer: str | None) -> Any:
     """Return windows of the tokens; held-out ones are at the end, so that no window overlaps the other split."""
     if part is not None and fraction:
-        end = max(block_size + 1, len(tokens) - max(block_size + 1, int(len(tokens) * fraction)))
+        end = max(seq_len + 1, len(tokens) - max(seq_len + 1, int(len(tokens) * fraction)))
         tokens = tokens[:end] if part == "train" else tokens[end:]
-    windows = TextDataset(tokens, block_size)
+    windows = TextDataset(tokens, seq_len)
     if tokenizer is not None:
         windows.vocab_size = len(_tokenizer(tokenizer))
     return windows

@@ -20,40 +20,40 @@ _VALIDATION_EVERY = 10
 
 
 class TextDataset(GatherDataset):
-    """Windows of `block_size` tokens and the same windows one token later."""
+    """Windows of `seq_len` tokens and the same windows one token later."""
 
     vocab_size = VOCABULARY
 
-    def __init__(self, tokens: torch.Tensor, block_size: int) -> None:
-        if len(tokens) <= block_size:
+    def __init__(self, tokens: torch.Tensor, seq_len: int) -> None:
+        if len(tokens) <= seq_len:
             raise DataError(
-                f"the text has {len(tokens)} tokens: too few for a window of block_size={block_size}.",
-                hint="Lower block_size or raise max_bytes.",
+                f"the text has {len(tokens)} tokens: too few for a window of seq_len={seq_len}.",
+                hint="Lower seq_len or raise max_bytes.",
             )
-        self.block_size = block_size
+        self.seq_len = seq_len
         self.tokens = tokens
-        self._windows = tokens.unfold(0, block_size + 1, block_size)
+        self._windows = tokens.unfold(0, seq_len + 1, seq_len)
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def gather(self, index: torch.Tensor) -> list[torch.Tensor]:
-        """Return (inputs, targets), int64 of shape [batch, block_size]."""
+        """Return (inputs, targets), int64 of shape [batch, seq_len]."""
         windows = self._windows.index_select(0, index).long()
         return [windows[:, :-1].contiguous(), windows[:, 1:].contiguous()]
 
 
-def text(split: str = "train", block_size: int = 128, max_bytes: int = 4_000_000) -> TextDataset:
+def text(split: str = "train", seq_len: int = 128, max_bytes: int = 4_000_000) -> TextDataset:
     """Return the corpus cut into windows. Every tenth file is for validation; no file is in both splits."""
-    if block_size < 1 or max_bytes < 1:
-        raise UsageError(f"block_size={block_size} and max_bytes={max_bytes} must be 1 or more.")
+    if seq_len < 1 or max_bytes < 1:
+        raise UsageError(f"seq_len={seq_len} and max_bytes={max_bytes} must be 1 or more.")
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _sources(root)
     if not files:
         raise DataError(f"no Python sources in {root}: this Python came without them.")
     validation = split != "train"
     chosen = [file for number, file in enumerate(files) if (number % _VALIDATION_EVERY == 0) == validation]
-    return TextDataset(_read(chosen, max_bytes), block_size)
+    return TextDataset(_read(chosen, max_bytes), seq_len)
 
 
 def _sources(root: Path) -> list[Path]:

@@ -18,8 +18,8 @@ def _config_to_hf(config: GPTConfig) -> dict[str, Any]:
         raise ModelError("GPT-2's layout has biases everywhere, this model was built with bias=False.")
     return {
         "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_embd": config.width,
+        "n_positions": config.seq_len,
+        "n_embd": config.hidden,
         "n_layer": config.layers,
         "n_head": config.heads,
         "activation_function": "gelu_new",
@@ -34,12 +34,12 @@ def _config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def _config_from_hf(config: Mapping[str, Any]) -> GPTConfig:
-    width = needed(config, "n_embd")
+    hidden = needed(config, "n_embd")
     require(
         config,
         {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "n_inner": (None, 4 * width),
+            "n_inner": (None, 4 * hidden),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -47,10 +47,10 @@ def _config_from_hf(config: Mapping[str, Any]) -> GPTConfig:
     )
     return GPTConfig(
         vocab_size=needed(config, "vocab_size"),
-        block_size=needed(config, "n_positions"),
+        seq_len=needed(config, "n_positions"),
         layers=needed(config, "n_layer"),
         heads=needed(config, "n_head"),
-        width=width,
+        hidden=hidden,
         dropout=config.get("resid_pdrop", 0.1),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         tie_weights=config.get("tie_word_embeddings", True),

@@ -14,13 +14,13 @@ from phalanx.models.llama import Llama, LlamaConfig
 def _config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.block_size,
+        "max_position_embeddings": config.seq_len,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_width,
+        "head_dim": config.head_dim,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn_hidden,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         # Two entries, as every version of transformers reads them; newer ones merge them.
@@ -35,25 +35,25 @@ def _config_to_hf(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-    width, heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
+    hidden, heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
     require(
         config,
         {
             "hidden_act": ("silu", "swish"),
             "attention_bias": (False,),
             "mlp_bias": (False,),
-            "head_dim": (None, width // heads),
+            "head_dim": (None, hidden // heads),
         },
     )
     theta, scaling = _rope_from_hf(config)
     return LlamaConfig(
         vocab_size=needed(config, "vocab_size"),
-        block_size=config.get("max_position_embeddings", 2048),
+        seq_len=config.get("max_position_embeddings", 2048),
         layers=needed(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        width=width,
-        feed_width=needed(config, "intermediate_size"),
+        hidden=hidden,
+        ffn_hidden=needed(config, "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=config.get("rms_norm_eps", 1e-6),

@@ -50,23 +50,23 @@ def model_of(shape: ModelShape, seq_len: int) -> Callable[[], nn.Module]:
 
 
 def _reference(shape: ModelShape, seq_len: int) -> tuple[str | None, dict[str, Any]]:
-    size = {"layers": shape.layers, "heads": shape.heads, "width": shape.hidden}
+    size = {"layers": shape.layers, "heads": shape.heads, "hidden": shape.hidden}
     if shape.patches:
         side = math.isqrt(shape.patch_inputs // 3)
         image = {"image_size": side * math.isqrt(shape.patches), "patch_size": side, "channels": 3}
         exact = shape.patch_inputs == 3 * side**2 and math.isqrt(shape.patches) ** 2 == shape.patches
-        return "vit" if exact else None, {**size, **image, "classes": shape.outputs or 1000, "feed_width": shape.ffn}
+        return "vit" if exact else None, {**size, **image, "classes": shape.outputs or 1000, "ffn_hidden": shape.ffn}
     text = {**size, "vocab_size": shape.vocab, "tie_weights": shape.tied_embeddings}
     if not shape.causal or shape.outputs is not None:
         return None, {}
     if shape.gated_mlp:
-        text |= {"feed_width": shape.ffn, "kv_heads": shape.kv_heads or shape.heads, "block_size": seq_len}
+        text |= {"ffn_hidden": shape.ffn, "kv_heads": shape.kv_heads or shape.heads, "seq_len": seq_len}
         if not shape.experts:
             return "llama", text
         plain = not (shape.dense_layers or shape.shared_experts)
         return "moe" if plain else None, {**text, "experts": shape.experts, "top_k": shape.active_experts}
     plain = shape.ffn == 4 * shape.hidden and shape.kv_heads in (None, shape.heads) and not shape.experts
-    return "gpt" if plain else None, {**text, "bias": shape.biases, "block_size": max(shape.positions, seq_len)}
+    return "gpt" if plain else None, {**text, "bias": shape.biases, "seq_len": max(shape.positions, seq_len)}
 
 
 def _example_of(shape: TracedShape) -> Callable[[int], Any]:

@@ -225,14 +225,14 @@ def _target(plan: Plan, subject: str) -> list[str]:
     shape = plan.model
     if recipe is None and isinstance(shape, ModelShape) and shape.causal and not (shape.experts or shape.patches):
         recipe = "llama" if shape.gated_mlp else "gpt"
-        sizes = {"layers": shape.layers, "heads": shape.heads, "width": shape.hidden, "vocab_size": shape.vocab}
+        sizes = {"layers": shape.layers, "heads": shape.heads, "hidden": shape.hidden, "vocab_size": shape.vocab}
         sizes["tie_weights"] = str(shape.tied_embeddings).lower()
-        sizes |= {"kv_heads": shape.kv_heads or shape.heads, "feed_width": shape.ffn} if shape.gated_mlp else {}
+        sizes |= {"kv_heads": shape.kv_heads or shape.heads, "ffn_hidden": shape.ffn} if shape.gated_mlp else {}
     if plan.goal.seq_len > (longest or 0) or sizes:
-        sizes["block_size"] = plan.goal.seq_len
+        sizes["seq_len"] = plan.goal.seq_len
     if recipe not in recipe_names():
         return ["--model", "YOUR_PACKAGE.MODULE:CLASS", "--data", "YOUR_DATA"]
-    changes = [*(f"model.{name}={value}" for name, value in sizes.items()), f"data.block_size={plan.goal.seq_len}"]
+    changes = [*(f"model.{name}={value}" for name, value in sizes.items()), f"data.seq_len={plan.goal.seq_len}"]
     return [recipe, *(["--preset", preset] if preset else []), *(word for each in changes for word in ("--set", each))]
 
 

@@ -68,8 +68,8 @@ class ModelSubject:
         model: Any = models.build(self.name, **({"preset": self.preset} if self.preset else {}))
         config: Any = getattr(model, "config", None)
         if hasattr(config, "vocab_size"):
-            size = min(config.block_size, _LONGEST_TEXT)
-            return Parts(model, load("text", block_size=size, max_bytes=500_000))
+            size = min(config.seq_len, _LONGEST_TEXT)
+            return Parts(model, load("text", seq_len=size, max_bytes=500_000))
         return Parts(model, load("synthetic", **_made_up(config, self.name)), implied_loss)
 
 
