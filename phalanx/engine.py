@@ -1,4 +1,4 @@
-"""Foreign engines (Horovod, Ray, TensorFlow, DeepSpeed, and those of other packages): what one may change about a run.
+"""Engine interface: the hooks by which Horovod, Ray, TensorFlow, DeepSpeed or another package change a run.
 
 The core calls an engine only through `Engine`, whose methods change nothing by default. An engine is a folder in
 `phalanx/engines/` with a row in `config/backends.py`, or an entry point of another package:

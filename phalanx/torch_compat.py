@@ -354,7 +354,7 @@ def is_profiling() -> bool:
 
 
 def record_allocations(entries: int | None) -> None:
-    """Record the last allocations on CUDA devices, so many, with their Python stacks; None: stop."""
+    """Record the last allocations on CUDA devices, at most a number, with their Python stacks; None: stop."""
     if entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:

@@ -1,4 +1,4 @@
-"""`phalanx doctor`: what is wrong or slow on this machine, or on several, and what mends it."""
+"""`phalanx doctor`: what is wrong or slow on this machine, or on several, with a fix for each finding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.tools.doctor.network import by_srun, check_links, check_network, ov
 from phalanx.tools.doctor.reader import EXIT_CODES, LEVELS, CheckResult, HostReader, worst
 
 _HELP = (
-    "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and say what mends each "
+    "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and print a fix for each "
     "finding. The exit code is 0 (nothing, or notes), 1 (warnings) or 3 (errors)."
 )
 _SLOW_SHARE = 0.1

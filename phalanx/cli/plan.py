@@ -50,7 +50,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add("--intra-node", metavar="LINK", help="link within a machine: nvlink4, pcie4, ... [the GPU's]")
     add("--inter-node", metavar="LINK", help="link between machines: infiniband-ndr, efa, ...")
     add("--inter-node-gbps", type=float, metavar="X", help="Gbit/s per machine and direction between machines")
-    add("--oversubscription", type=float, metavar="X", help="a tree network with so many times fewer links at its top")
+    add("--oversubscription", type=float, metavar="X", help="a tree network with X times fewer links at its top")
     add("--price", type=float, metavar="X", help="price per GPU and hour [the list price of the instance type]")
     add(
         "--prices",

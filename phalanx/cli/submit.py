@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
             hint="Leave share_gpus out; or take one GPU and start it there: phalanx train ... --share-gpus",
         )
     if options.gpu is not None:
-        say_to_user(foresee(job, planned, options.gpu))
+        say_to_user(check_fits(job, planned, options.gpu))
     job = dataclasses.replace(
         job,
         environment={**job.environment, **variables(options.env)},
@@ -132,8 +132,8 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
     return "N" if "int" in kinds(field) else "X" if "float" in kinds(field) else "TEXT"
 
 
-def foresee(job: ClusterJob, model: str | None, gpu: str) -> str:
-    """Return what the planner says of a job on a type of GPU; UsageError where it does not fit."""
+def check_fits(job: ClusterJob, model: str | None, gpu: str) -> str:
+    """Return the predicted memory and step time of a job on a type of GPU; UsageError if it does not fit."""
     from phalanx.tools.plan import Cluster, Goal, estimate, presets
     from phalanx.tools.plan.rules import layout_of
     from phalanx.world.mesh import plan_mesh

@@ -108,7 +108,7 @@ class Elasticity:
 
     max_restarts: int = option(
         0,
-        "survive so many failures: replace a lost rank while the others wait (ddp, ring, local-sgd, diloco), else "
+        "number of failures to survive: a lost rank is replaced while the others wait (ddp, ring, local-sgd, diloco), else "
         "restart all ranks from the newest checkpoint",
         minimum=0,
         keras="used",

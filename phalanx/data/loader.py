@@ -221,7 +221,7 @@ class ShardedLoader:
         self._resuming, self._finished = True, False
 
     def rebalance(self, shares: tuple[int, ...]) -> bool:
-        """Give each rank so many samples of a micro-step; return whether this source can.
+        """Give each rank its number of samples of a micro-step; return whether this source can.
 
         The next iteration continues in the epoch after the last whole step.
         """

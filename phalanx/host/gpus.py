@@ -54,7 +54,7 @@ def ranks_per_gpu(ranks: int, gpus: int) -> int:
 
 
 def shared_memory(ranks: int, total: int) -> int:
-    """Return the bytes of a GPU that each of so many ranks may allocate beside its CUDA context; refuse too many."""
+    """Return the bytes of a GPU that each of several ranks may allocate beside its CUDA context; refuse too many."""
     fits = total // (2 * _CONTEXT_BYTES)
     if ranks > fits:
         needs = f"each takes {_CONTEXT_BYTES / 1e9:g} GB for CUDA and nccl alone, and needs as much for the model"

@@ -1,4 +1,4 @@
-"""This machine among the others of a run: they gather, exchange messages, and notice which of them are lost.
+"""Rendezvous of several machines: they exchange messages and notice which of them are lost.
 
 A fixed number of machines is the case in which all must be there. Where the number may change (`min_ranks` is given),
 machines may come late or be lost: one launcher, at first that of the machine with the store, decides for all

@@ -45,7 +45,7 @@ class Recipe:
     """The name, file or import path that finds it again; empty for one made of --model and --data."""
 
     def settings_for(self, gpus: int) -> dict[str, Any]:
-        """Return the settings on a machine with so many GPUs: where those are fewer than the ranks, a rank for each."""
+        """Return the settings for a number of GPUs: if there are fewer GPUs than ranks, one rank for each."""
         ranks = self.settings.get("num_workers", 1)
         return {**self.settings, "num_workers": gpus} if 0 < gpus < ranks else self.settings
 

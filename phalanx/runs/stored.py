@@ -1,4 +1,4 @@
-"""Runs on disk: how they stand, their checkpoints and files, and how a name finds one."""
+"""Runs on disk: status, checkpoints, files, and lookup by name."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class StoredRun:
         return self.record.tags if self.record is not None else []
 
     def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """Return all events, or those after so many bytes of the file, the oldest first."""
+        """Return all events, or those after an offset in bytes, the oldest first."""
         return read_events(self.path / EVENTS, start)
 
     def last_beat(self) -> list[dict[str, Any]]:

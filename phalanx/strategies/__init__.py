@@ -1,1 +1,1 @@
-"""Who keeps the ranks in step: one file a strategy."""
+"""How ranks are kept in step; one file per strategy."""

@@ -73,7 +73,7 @@ def split(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 
 def chunk_count(nbytes: int, channel: P2PChannel) -> int:
-    """Return in how many chunks to send so many bytes; nccl splits messages itself."""
+    """Return the number of chunks for a message of some bytes; nccl splits messages itself."""
     return 1 if channel.is_batched else max(1, -(-nbytes // CHUNK_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""The plain ones: gather, scatter, all-to-all and barrier, where every message goes straight to whom it is for."""
+"""Direct gather, scatter, all-to-all and barrier: each message goes straight to its receiver."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from phalanx.comm.collectives.tree import climb, descend
 from phalanx.errors import UsageError
 
 _MEASURABLE = 16
-"""Up to so many hosts all links between them are measured at the start; for more it would take too long."""
+"""Largest number of hosts whose links are all measured at the start; more would take too long."""
 _PROBE_BYTES = 256 << 10
 
 

@@ -22,7 +22,7 @@ from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.shm.pages import machine_id
 
 FAR_RATIO = 2.0
-"""A link is far where it takes at least so many times as long as the slowest near one."""
+"""A link is far if it takes at least this multiple of the slowest near link's time."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LinkMatrix:
         return len(self.latency_s)
 
     def seconds(self, first: int, second: int, nbytes: int = 1 << 20) -> float:
-        """Return how long so many bytes take between two ranks."""
+        """Return the time of a message between two ranks."""
         return max(self.latency_s[first][second], nbytes / self.bandwidth[first][second])
 
 

@@ -47,7 +47,7 @@ def has_futexes() -> bool:
 
 
 def futex_wait(address: int, seen: int, seconds: float) -> None:
-    """Wait until the word at `address` is woken, unless it differs from `seen`; at most so many seconds."""
+    """Wait until the word at `address` is woken, unless it differs from `seen`; at most `seconds`."""
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     if _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0) != 0:  # type: ignore[misc]
         reason = ctypes.get_errno()

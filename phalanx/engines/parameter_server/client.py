@@ -150,8 +150,8 @@ class ParameterClient:
         self._arriving = True
         self.comm_thread.submit(lambda: self._exchange(FrameKind.COMMIT, seq, meta))
 
-    def hurry(self, seconds: float) -> None:
-        """Retry a shard that does not answer only so long from now on."""
+    def limit_retries(self, seconds: float) -> None:
+        """Shorten the retry deadline of all shards."""
         for link in self._connections:
             link.patience = min(link.patience, seconds)
 

@@ -15,7 +15,7 @@ from phalanx.engines.parameter_server.state import ShardState
 from phalanx.errors import ServerError
 
 _SAVING_SHARE = 20
-"""Timed saves take at most one part in so many of the time."""
+"""Timed saves take at most 1 / this of the time."""
 
 
 class ShardCore:

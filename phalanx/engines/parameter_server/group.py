@@ -73,7 +73,7 @@ class ServerGroup:
     def abort(self, why: str) -> None:
         """Wait only a moment for shards: those of a lost rank do not come back."""
         if self._client is not None:
-            self._client.hurry(LAST_SECONDS)
+            self._client.limit_retries(LAST_SECONDS)
 
     def close(self) -> None:
         """Disconnect, and end the shards that this rank started."""

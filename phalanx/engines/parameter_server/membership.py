@@ -172,9 +172,9 @@ class Rules:
     folder: Path | None = None
     """Where the shards save their states; None: only in the shard's `slots`, where it has them."""
     save_every: int = 0
-    """Save after every so many updates, before they are acknowledged; 0: by time."""
+    """Number of updates between saves, which precede the acknowledgement; 0: by time."""
     save_seconds: float = 30.0
-    """Save after so many seconds where save_every is 0; later where saving takes more than 1/20 of the time."""
+    """Seconds between saves if save_every is 0; more if saving takes more than 1/20 of the time."""
     rejoin_seconds: float = 10.0
     """How long a restored shard waits for the workers it had before it continues without them."""
 

@@ -172,7 +172,7 @@ def introduce(connection: socket.socket, token: str) -> None:
 
 
 def _receive_before(deadline: float, connection: socket.socket, count: int) -> bytes:
-    """Read so many bytes; TimeoutError at the deadline, also where bytes arrive slowly."""
+    """Read exactly `count` bytes; TimeoutError at the deadline, also if bytes arrive slowly."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

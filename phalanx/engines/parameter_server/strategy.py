@@ -226,7 +226,7 @@ class ParameterServer(Strategy):
     def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return the state of the shards, where they still answer: those of a lost rank have ended with it."""
         if self._group is not None:
-            self._group.client.hurry(LAST_SECONDS)
+            self._group.client.limit_retries(LAST_SECONDS)
         return self.state(wrapped, optimizers)
 
     def _fetch_state(self, client: ParameterClient, optimizer: torch.optim.Optimizer) -> None:

@@ -127,7 +127,7 @@ class Pipeline(nn.Module):
         self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
 
     def expect(self, batch_size: int) -> str:
-        """Prepare for batches of up to so many samples, which must divide into microbatches; describe the layout."""
+        """Prepare for batches of up to `batch_size` samples, which must divide into microbatches; describe the layout."""
         row = self.row
         self._largest = batch_size
         count = self._microbatches(batch_size)
@@ -188,7 +188,7 @@ class Pipeline(nn.Module):
         return hidden if own_loss is None or targets is None else LossShare(own_loss(hidden, targets), hidden)
 
     def _takes_targets(self, count: int) -> bool:
-        """Whether the last of so many arguments are targets, by the name that the model's forward gives them."""
+        """Whether the last arguments are targets, by the name that the model's forward gives them."""
         names = list(inspect.signature(self.module.forward).parameters)
         return count > 1 and names[min(count, len(names)) - 1] in TARGET_NAMES
 

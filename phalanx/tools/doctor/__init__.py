@@ -1,1 +1,1 @@
-"""`phalanx doctor`: what is wrong or slow on a machine, and what mends it. Needs no torch."""
+"""`phalanx doctor`: what is wrong or slow on a machine, with a fix for each finding. Needs no torch."""

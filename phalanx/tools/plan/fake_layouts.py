@@ -87,7 +87,7 @@ def _mean_output(output: Any, _: Any) -> torch.Tensor:
 
 
 def batch_of(shape: ModelShape, seq_len: int) -> Callable[[int], Any]:
-    """Return what makes a batch of so many samples."""
+    """Return a function that makes a batch of a size."""
 
     def images(count: int) -> Any:
         side = math.isqrt(shape.patch_inputs // 3) * math.isqrt(shape.patches)

@@ -52,9 +52,9 @@ def dry_run(
     *,
     loss_fn: LossFn | None = None,
 ) -> DryRun:
-    """Try a config on so many ranks; what training would refuse is raised as training would.
+    """Try a config on a number of ranks; what training would refuse is raised as training would.
 
-    `build` returns the model and is called on the meta device; `batch(size)` returns a batch of so many samples.
+    `build` returns the model and is called on the meta device; `batch(size)` returns a batch of that size.
     """
     if dist.is_initialized():
         raise UsageError("a dry run needs a process without a process group", hint="Call it before training, or apart.")
@@ -143,7 +143,7 @@ class _Job:
         return many, min(many, next(possible)), min(many, next(possible))
 
     def _step(self, rank: int, count: int, shapes: list[Any]) -> tuple[dict[Any, float], dict[Collective, float]]:
-        """Run a step of so many micro-batches; return the bytes at its peak, and its collectives."""
+        """Run a step of some micro-batches; return the bytes at its peak, and its collectives."""
         config = self.config
         if self.mesh.pp == 1:
             config = config.with_trusted(gradient_accumulation_steps=count)

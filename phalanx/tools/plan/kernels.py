@@ -75,7 +75,7 @@ def peak(gpu: Gpu, precision: str) -> float:
 
 
 def traffic_seconds(gpu: Gpu, moved: float) -> float:
-    """Return the time in which kernels move so many bytes to and from memory."""
+    """Return the time in which kernels move a number of bytes to and from memory."""
     return moved / (gpu.memory_gbps * 1e9 * gpu.bandwidth)
 
 

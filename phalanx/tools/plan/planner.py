@@ -90,7 +90,7 @@ def batch_words(layout: Layout, goal: Goal) -> str:
 
 RUNNERS_UP = 5
 MAX_GPUS, MAX_BATCH = 10**6, 10**8
-"""Larger numbers are mistakes of writing, and their search would not end."""
+"""Larger values are typos, and the search would not finish."""
 FAILURES = "llama-3"
 FITTED = {
     "a100": "fitted, docs/planning.md",

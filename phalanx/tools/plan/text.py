@@ -279,7 +279,7 @@ def wrapped(text: str) -> str:
 
 
 def shorten(text: str, width: int = WIDTH - 8) -> str:
-    """Return a text that is cut after so many characters."""
+    """Return a text cut to a number of characters."""
     return textwrap.shorten(text, width, placeholder=" ...")
 
 
