@@ -108,8 +108,8 @@ class Elasticity:
 
     max_restarts: int = option(
         0,
-        "number of failures to survive: a lost rank is replaced while the others wait (ddp, ring, local-sgd, diloco), else "
-        "restart all ranks from the newest checkpoint",
+        "number of failures to survive: a lost rank is replaced in place, or, under strategies that cannot, all ranks "
+        "restart from the newest checkpoint",
         minimum=0,
         keras="used",
     )

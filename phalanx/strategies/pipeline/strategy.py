@@ -127,7 +127,7 @@ class Pipeline(nn.Module):
         self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
 
     def expect(self, batch_size: int) -> str:
-        """Prepare for batches of up to `batch_size` samples, which must divide into microbatches; describe the layout."""
+        """Prepare for batches of up to `batch_size` samples, a multiple of the microbatches; describe the layout."""
         row = self.row
         self._largest = batch_size
         count = self._microbatches(batch_size)
