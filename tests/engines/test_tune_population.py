@@ -7,7 +7,6 @@ import torch
 from tune_parts import count_on, train
 
 from phalanx.tools.tune import DistributedTuner, choice, loguniform
-from phalanx.tools.tune.record import Record
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 
@@ -21,7 +20,6 @@ def searched(tmp_path_factory, fork_server):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_DEVICE", "cpu")
-        patch.setattr(Record, "draw", lambda record: [])
         for name in ("one", "two"):
             folder = tmp_path_factory.mktemp(name) / "study"
             tuner = DistributedTuner(
@@ -79,7 +77,6 @@ def test_the_same_seed_gives_the_same_population(searched):
 
 def test_reports_without_a_step_count_on_from_generation_to_generation(tmp_path, monkeypatch, fork_server):
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
-    monkeypatch.setattr(Record, "draw", lambda record: [])
     tuner = DistributedTuner(
         count_on, {"rate": choice([1.0, 2.0])}, metric="loss", scheduler="pbt", search="grid", trials=2, interval=2,
         study_dir=str(tmp_path / "study"),
