@@ -369,7 +369,10 @@ def test_a_head_that_stays_busy_is_reported_as_one_that_could_not_be_joined(monk
 
 
 def test_a_local_ray_that_does_not_start_is_an_error_with_what_to_do(monkeypatch):
-    def start(address: str, **_: object) -> None:
+    folders = set()
+
+    def start(address: str, _temp_dir: str, **_: object) -> None:
+        folders.add(_temp_dir)
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -379,6 +382,7 @@ def test_a_local_ray_that_does_not_start_is_an_error_with_what_to_do(monkeypatch
             pass
     assert "--backend pytorch-ddp" in str(caught.value.hint)
     assert "RAY_AUTH_TOKEN" not in os.environ
+    assert len(folders) == 2, "it is tried twice, in a folder of its own each time"
 
 
 def test_deaths_of_workers_are_reported_once_and_not_by_ray_too():

@@ -132,7 +132,7 @@ def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
     with _environment({"RAY_AUTH_TOKEN": _token(), **_LOCAL}):
         try:
-            _start(num_cpus, num_gpus, folder / "r")
+            _start(num_cpus, num_gpus, folder)
             yield
         finally:
             ray.shutdown()
@@ -140,24 +140,29 @@ def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
 
 
 def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
+    """Start Ray; a second time where its processes took longer than Ray's fixed limit of 30 s, as on a busy machine."""
     ray: Any = import_module("ray")
-    try:
-        with _own_sigterm():
-            ray.init(
-                "local",
-                num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder),
-            )
-    except Exception as error:  # of no other class where Ray's processes take longer than its limit of 30 s
-        raise UsageError(
-            f"a local Ray could not be started: {str(error).strip()}",
-            hint="On a busy machine, try again; --backend pytorch-ddp (for a search: --engine local) needs no Ray.",
-        ) from error
+    for session in ("r", "s"):  # one letter: paths of sockets are short
+        try:
+            with _own_sigterm():
+                ray.init(
+                    "local",
+                    num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder / session),
+                )
+        except Exception as error:  # of no class of its own where Ray's processes take too long
+            if session == "s" or "timed out during startup" not in str(error):
+                raise UsageError(
+                    f"a local Ray could not be started: {str(error).strip()}",
+                    hint="Try again when the machine is less busy; --backend pytorch-ddp (a search: --engine local) needs no Ray.",
+                ) from error
+        else:
+            return
 
 
 @functools.cache
