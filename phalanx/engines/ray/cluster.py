@@ -159,7 +159,7 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
             if session == "s" or "timed out during startup" not in str(error):
                 raise UsageError(
                     f"a local Ray could not be started: {str(error).strip()}",
-                    hint="Try again when the machine is less busy; --backend pytorch-ddp (a search: --engine local) needs no Ray.",
+                    hint="Is the machine busy? --backend pytorch-ddp (for a search: --engine local) needs no Ray.",
                 ) from error
         else:
             return
