@@ -79,6 +79,7 @@ def rate_of(trial, epoch):
     return float((trial.folder / f"rate-{epoch}").read_text())
 
 
+@long_proof
 def test_a_population_copies_weights_and_each_member_keeps_its_rate(monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")  # as on several workers: TensorFlow need not be imported again
     space = {"rate": choice([0.01, 1e-6])}

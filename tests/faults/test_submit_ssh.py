@@ -164,6 +164,7 @@ def locked(hosts, tmp_path):
         hosts.configure(number)
 
 
+@long_proof
 def test_hosts_make_the_environment_of_a_lock(phalanx, hosts, tmp_path, locked):
     locked(has_uv=True)
     words = (*TRAIN, *two(hosts), "--max-steps", "4", "--uv")
@@ -260,6 +261,7 @@ def test_bad_input(phalanx, words, said):
     assert re.search(said, phalanx("submit", "ssh", *TRAIN, *words, code=2))
 
 
+@long_proof
 def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
     phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "gone")
     until(lambda: list(tmp_path.glob("runs/gone/checkpoints/step-*")), lambda: phalanx("jobs", "logs", "gone"))
