@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.recipes.imports import unknown_option
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -47,5 +48,5 @@ def from_preset(model: str, presets: Mapping[str, Config], preset: str, changes:
     fields = [field.name for field in dataclasses.fields(presets[preset])]
     for change in changes:
         if change not in fields:
-            raise UsageError(unknown_name(f"option of model '{model}'", change, ["preset", *fields]))
+            raise unknown_option(f"model '{model}'", change, ["preset", *fields])
     return dataclasses.replace(presets[preset], **changes)

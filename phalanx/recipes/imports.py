@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
@@ -110,6 +110,17 @@ def import_path_of(value: Any, what: str) -> str:
     return f"{module}:{name}"
 
 
+EARLIER = {"width": "hidden", "feed_width": "ffn_hidden", "block_size": "seq_len"}
+"""Options of the transformers and of text as earlier versions named them."""
+
+
+def unknown_option(what: str, given: str, allowed: Sequence[str]) -> UsageError:
+    """Return the error about an unknown option, with its present or the nearest name."""
+    if EARLIER.get(given) in allowed:
+        return UsageError(f"option '{given}' of {what} is now '{EARLIER[given]}'.")
+    return UsageError(unknown_name(f"option of {what}", given, allowed))
+
+
 def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, **fixed: Any) -> Any:
     """Call a function with options by keyword; unknown and missing ones are reported with the nearest name.
 
@@ -128,7 +139,7 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, *
         if option not in named and not takes_any:
             if not named:
                 raise UsageError(f"{what} takes no options; got '{option}'")
-            raise UsageError(unknown_name(f"option of {what}", option, named))
+            raise unknown_option(what, option, named)
     missing = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in options]
     if missing:
         raise UsageError(f"{what} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")

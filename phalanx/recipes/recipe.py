@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError, nearest, unknown_name
-from phalanx.recipes.imports import check_import, extend_path, import_path_of, is_import_path
+from phalanx.recipes.imports import EARLIER, check_import, extend_path, import_path_of, is_import_path
 
 _PARTS = ("model", "data")
 _TABLES = ("model", "data", "settings", "sample", "metrics")
-_EARLIER = {"width": "hidden", "feed_width": "ffn_hidden", "block_size": "seq_len"}
-"""Options of the transformers and of text as runs of earlier versions have them."""
 _HINT = 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.'
 
 
@@ -183,7 +181,7 @@ def of_earlier_run(document: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a run's files hold, with the present names of its options."""
     model, data = document["model"], document["data"]
     if model.get("name") in ("gpt", "llama", "moe", "vit"):
-        model = {_EARLIER.get(name, name): value for name, value in model.items()}
+        model = {EARLIER.get(name, name): value for name, value in model.items()}
     if not is_import_path(str(data.get("name"))):
-        data = {_EARLIER.get(name, name): value for name, value in data.items()}
+        data = {EARLIER.get(name, name): value for name, value in data.items()}
     return Recipe(**{**document, "model": model, "data": data})

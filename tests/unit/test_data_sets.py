@@ -34,7 +34,9 @@ def test_unknown_names_get_the_nearest():
     with pytest.raises(UsageError, match="Did you mean 'val'"):
         load("digits", "vall")
     with pytest.raises(UsageError, match="Did you mean 'seq_len'"):
-        load("text", blocksize=4)
+        load("text", seqlen=4)
+    with pytest.raises(UsageError, match="option 'block_size' of data set 'text' is now 'seq_len'"):
+        load("text", block_size=4)
 
 
 def test_digits():
