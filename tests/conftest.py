@@ -188,8 +188,9 @@ def _watched_files() -> set[Path]:
     own = {entry for entry in _ROOT.iterdir() if not entry.name.startswith((".", "__pycache__"))}
     temporary = {entry for entry in temp.iterdir() if not entry.name.startswith(_CACHES)}
     shared = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
-    # Semaphores do not tell whose they are, and any Python program on the machine makes them for multiprocessing.
-    return own | temporary | {entry for entry in shared if not entry.name.startswith("sem.")}
+    # Semaphores do not tell whose they are, and any Python program on the machine makes them for multiprocessing; ranks
+    # of mpirun in another test process make Open MPI's segments, and remove them after their last use.
+    return own | temporary | {entry for entry in shared if not entry.name.startswith(("sem.", "vader_segment."))}
 
 
 def _find_leaks(before: dict[str, Any]) -> list[str]:
