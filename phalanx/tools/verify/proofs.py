@@ -43,8 +43,8 @@ _QUIET_RUN: dict[str, Any] = {
     "epochs": None,
     "log_every_n_steps": 1,
     "console": "plain",
-    **dict.fromkeys(("tensorboard", "mlflow"), False),
-    **dict.fromkeys(("run_dir", "checkpoint_dir", "checkpoint_frequency")),
+    **dict.fromkeys(("tensorboard", "mlflow", "wandb", "profile"), False),
+    **dict.fromkeys(("run_dir", "checkpoint_dir", "checkpoint_frequency", "sinks", "metrics_port")),
     "resume_from_checkpoint": False,
     "max_restarts": 0,
 }
