@@ -88,6 +88,8 @@ def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, st
             mistakes.append((name, wrong))
         elif value is not None:  # None: not given
             values = merge(values, meaning(value))
+        elif name in given and name in OPTIONS and OPTIONS[name].default is None:  # set back what another source gave
+            values = merge(values, {"engine_options": f"{name}=none"})
     return values, mistakes
 
 

@@ -168,3 +168,9 @@ def test_settings_of_synchronisation(settings, words):
     with pytest.raises(ConfigError) as caught:
         DistributedConfig(**settings)
     assert words in str(caught.value)
+
+
+def test_an_option_is_set_back_by_its_own_name():
+    config = DistributedConfig(keep_every=5, stop_grace=2.0)
+    again = config.replace(keep_every=None)
+    assert (config.options.keep_every, again.options.keep_every, again.options.stop_grace) == (5, None, 2.0)
