@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's stretching of slow frequencies by `factor`, for contexts beyond `original_block_size`.
+    """Llama 3.1's stretching of slow frequencies by `factor`, for contexts beyond `original_seq_len`.
 
     Frequencies that turn at least `high` times within the original context stay; those that turn at most `low` times
     are divided by `factor`; those between are blended.
@@ -117,7 +117,7 @@ class RopeScaling:
     factor: float = 8.0
     low: float = 1.0
     high: float = 4.0
-    original_block_size: int = 8192
+    original_seq_len: int = 8192
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -125,7 +125,7 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeSc
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
-        turns = scaling.original_block_size * frequencies / (2 * math.pi)
+        turns = scaling.original_seq_len * frequencies / (2 * math.pi)
         keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
     angles = positions.to(torch.float32)[:, None] * frequencies

@@ -195,7 +195,7 @@ def test_rotary_scores_depend_on_distance_only():
 def test_rope_scaling_keeps_fast_and_stretches_slow_frequencies():
     plain, scaled = (
         rotary_table(torch.tensor([1]), 64, 1e4, scaling)
-        for scaling in (None, RopeScaling(factor=8, original_block_size=512))
+        for scaling in (None, RopeScaling(factor=8, original_seq_len=512))
     )
     angles = [table[1, 0, :32].asin() for table in (plain, scaled)]
     ratio = angles[0] / angles[1]

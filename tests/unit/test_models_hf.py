@@ -20,7 +20,7 @@ CASES = {
     "llama": ("llama", {"norm_eps": 1e-4}),
     "llama-3.2": (
         "llama",
-        {"tie_weights": True, "rope_theta": 5e5, "rope_scaling": RopeScaling(original_block_size=32), "kv_heads": 1},
+        {"tie_weights": True, "rope_theta": 5e5, "rope_scaling": RopeScaling(original_seq_len=32), "kv_heads": 1},
     ),
 }
 

@@ -69,7 +69,7 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
         "factor": scaling.factor,
         "low_freq_factor": scaling.low,
         "high_freq_factor": scaling.high,
-        "original_max_position_embeddings": scaling.original_block_size,
+        "original_max_position_embeddings": scaling.original_seq_len,
     }
 
 
@@ -88,7 +88,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]
         factor=needed(rope, "factor"),
         low=needed(rope, "low_freq_factor"),
         high=needed(rope, "high_freq_factor"),
-        original_block_size=needed(rope, "original_max_position_embeddings"),
+        original_seq_len=needed(rope, "original_max_position_embeddings"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,6 @@ from phalanx.strategies.pipeline.strategy import Pipeline
 from phalanx.tools.verify.verdict import MEASURES, Comparison, ModuleRow, StepRow
 from phalanx.torch_compat import pytree
 from phalanx.trainers.weights import whole_tensors
-
-if TYPE_CHECKING:
-    import torch
-
 
 Tensors = dict[str, torch.Tensor]
 

@@ -165,7 +165,7 @@ class Run:
     first_step: bool = True
     """Whether the first step is recorded in detail; not where other ranks join later."""
     own_loop: str = ""
-    """Which loop of `own_loop` trains, in place of the trainer."""
+    """Which of `LOOPS` trains, in place of the trainer."""
 
 
 @dataclass(frozen=True)
