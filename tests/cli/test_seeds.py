@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLES = ROOT / "examples"
-pytestmark = pytest.mark.timeout(300)
 
 
 def start(*words: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:

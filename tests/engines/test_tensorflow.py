@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("tensorflow") is None:
     pytest.skip("TensorFlow is not installed: pip install 'phalanx[tensorflow]'", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(240)
 
 PARTS = f"import os\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom keras_parts import *\n"
 PATH = f"{ROOT}:{ROOT / 'tests'}"

@@ -175,7 +175,6 @@ def _run(folder, script):
     return folder, json.loads((folder / "found.json").read_text()), done.stdout
 
 
-@pytest.mark.timeout(600)
 def test_bad_trials_are_stopped_and_failures_have_causes(found):
     _, told, _ = found
     states = [(number, state, cause) for number, state, cause, _, _ in told["asha"]]

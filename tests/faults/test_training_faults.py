@@ -140,7 +140,7 @@ def test_a_preempted_run_resumes_to_the_same_bits(name):
     torch.testing.assert_close(weights(), expected, rtol=0, atol=0)
 
 
-def _wait_for(condition, process, seconds: float = 40) -> None:
+def _wait_for(condition, process, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -23,8 +23,6 @@ SEED = 5
 SAMPLES = 2 * 16 + 12  # three steps, the last of them ragged
 DATA = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Tied(nn.Module):
     """Batch norm, a buffer, dropout, a matrix with two uses, and a layer that may be frozen."""

@@ -126,7 +126,7 @@ def test_a_rank_loads_few_modules_and_nothing_of_the_tools(tmp_path: Path):
     (tmp_path / "watched.toml").write_text(RECIPE)
     environment = {**clean_environment(), "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     command = [*COMMAND, "train", "./watched.toml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     loaded = json.loads((tmp_path / "modules.json").read_text())
     assert not [name for name in loaded if name.startswith(("phalanx.tools", "phalanx.engines", "phalanx.cli"))]

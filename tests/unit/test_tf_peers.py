@@ -119,7 +119,7 @@ def test_sighup_is_handled_only_where_it_had_the_default_and_restored_afterwards
         env=clean_environment(TF_CONFIG=config),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (code, said), done.stderr
