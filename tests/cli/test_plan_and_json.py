@@ -112,7 +112,7 @@ def test_sharding_divides_the_memory(settings, mesh, shares):
 
 def test_train_prints_its_summary_as_json_and_all_else_on_standard_error(tmp_path):
     words = ("train", "digits", "--device", "cpu", "--num-workers", 2, "--epochs", 1, "--json")
-    answer = finish(start(*words, cwd=tmp_path), 100)
+    answer = finish(start(*words, cwd=tmp_path))
     assert answer.code == 0, answer.text
     summary = json.loads(answer.out)
     assert summary["status"] == "finished"

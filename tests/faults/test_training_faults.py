@@ -166,7 +166,7 @@ def running(tmp_path):
 def test_the_command_answers_a_signal_with_a_checkpoint_and_75(running, number):
     running.send_signal(number)
     began = time.monotonic()
-    answer = finish(running, 20)
+    answer = finish(running)
     assert time.monotonic() - began < 5
     assert answer.code == EXIT_PREEMPTED, answer.text
     assert f"stopped by {number.name} after step" in answer.err
@@ -176,7 +176,7 @@ def test_the_command_answers_a_signal_with_a_checkpoint_and_75(running, number):
 def test_ctrl_c_ends_the_command_with_130_within_5_seconds(running):
     running.send_signal(signal.SIGINT)
     began = time.monotonic()
-    answer = finish(running, 20)
+    answer = finish(running)
     assert time.monotonic() - began < 5
     assert answer.code == 130, answer.text
     assert "Traceback" not in answer.text
