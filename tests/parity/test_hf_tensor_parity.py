@@ -21,6 +21,7 @@ from phalanx.trainers.job import Job, run_job
 
 transformers = pytest.importorskip("transformers")
 
+IMPORTED_BY_RANKS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2"))
 VOCABULARY = 61  # cannot be cut evenly
 LLAMA = {
     "vocab_size": VOCABULARY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layouts import SHAPE, assert_same, make_tokens, train
+from long_proofs import long_proof
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import IterableDataset, TensorDataset
@@ -76,7 +77,7 @@ def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path):
     ("first", "second", "optimizer"),
     [
         ((4, 2, "fsdp"), (1, 1, "ddp"), "adamw"),
-        ((4, 2, "fsdp"), (4, 1, "fsdp"), "adamw"),
+        pytest.param((4, 2, "fsdp"), (4, 1, "fsdp"), "adamw", marks=long_proof),
         ((1, 1, "ddp"), (2, 2, "ddp"), "adamw"),
         ((1, 1, "ddp"), (2, 2, "ddp"), "sgd"),  # fused for whole parameters only
     ],
