@@ -2,14 +2,13 @@
 
 fields (all settings) -> settings (`Settings`: values and what follows from them) -> rules, run_rules, backend_rules
 (each rule yields a field and a message; engines bring theirs) -> checking (`check`: all rules in order) -> distributed
-(`DistributedConfig`: checked settings) -> documents, sources (files, variables, arguments). A rank loads no rules.
+(`DistributedConfig`: checked settings) -> sources (files, variables, arguments). A rank loads no rules.
 """
 
 from typing import TYPE_CHECKING
 
 from phalanx.config.backends import BACKENDS
-from phalanx.config.distributed import DistributedConfig
-from phalanx.config.documents import write_toml
+from phalanx.config.distributed import DistributedConfig, write_toml
 from phalanx.config.option import parse_text
 from phalanx.config.settings import FIELDS, GROUPS
 from phalanx.lazy import lazy_names

@@ -5,7 +5,7 @@ Checking and other names of settings are imported where they are used: a rank ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config.backends import BACKENDS
@@ -14,6 +14,9 @@ from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
+
+RECORD_HEADER = "# The resolved settings of this run."
+"""The beginning of the file that each run writes."""
 
 
 class DistributedConfig(Settings):
@@ -81,3 +84,30 @@ class DistributedConfig(Settings):
     def with_trusted(self, **changes: Any) -> DistributedConfig:
         """Return a copy with values that the program itself computed (the device, a folder), without a new check."""
         return self.trusted({**self.to_dict(), **changes})
+
+
+def write_toml(config: Settings, *, as_comments: Container[str] = ()) -> str:
+    """Return the config as TOML that `--config` reads back; unset values and those in `as_comments` become comments."""
+    lines = []
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        lines.append(f"# {field.metadata['help']}")
+        if value is None and field.default is None:
+            lines.append(f"# {name} = (unset)")
+        else:
+            lines.append(f"{'# ' if name in as_comments else ''}{name} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return repr(value)

@@ -11,8 +11,7 @@ from typing import Any
 
 from phalanx.config.backend_rules import engine_rules, missing_engine
 from phalanx.config.checking import check, ranges, translate, unknown_field
-from phalanx.config.distributed import DistributedConfig
-from phalanx.config.documents import RECORD_HEADER, read_document
+from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
 from phalanx.config.renamed import NAMES, merge, of_earlier_run, removed, rename
@@ -159,6 +158,44 @@ def _is_record(path: str | Path) -> bool:
     """Whether a run wrote this file."""
     with Path(path).open(encoding="utf-8") as file:
         return file.readline().startswith(RECORD_HEADER)
+
+
+def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:
+    """Return what a TOML or YAML file holds; by its name's end, and TOML where that says nothing."""
+    try:
+        import tomllib  # 5 ms, which help and completion do not need
+
+        text = Path(path).read_text(encoding="utf-8")
+        document = _parse_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
+    except FileNotFoundError:
+        hint = "Write one with: phalanx config show --toml > run.toml" if what == "config file" else ""
+        raise UsageError(f"no such {what}: {path}", hint=hint) from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a directory, not a TOML file") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        kind = "YAML" if str(path).endswith((".yaml", ".yml")) else "TOML"
+        raise UsageError(f"{path} is not valid {kind}: {error}") from None
+    return document
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """Return a YAML document; ValueError where it is not one of names and values."""
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(
+            "reading YAML needs the package pyyaml, which is not installed",
+            hint="Run: pip install pyyaml, or write the settings as TOML: learning_rate = 0.1",
+        ) from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if document is not None and not isinstance(document, dict):
+        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found a {type(document).__name__}")
+    return {str(key): value for key, value in (document or {}).items()}
 
 
 def _from_file(name: str, value: Any) -> Any:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
-from phalanx.loop.control import RunControl, preempted_error
 from phalanx.loop.evaluate import Evaluation, begin_training
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
@@ -19,7 +18,7 @@ from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
 from phalanx.loop.step import train_step
-from phalanx.loop.stopping import StopRequest
+from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.config.documents import toml_value
+from phalanx.config.distributed import toml_value
 from phalanx.config.renamed import NAMES
 from phalanx.errors import SearchFailedError
 from phalanx.observe import format
