@@ -16,7 +16,7 @@ from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath, as_path
-from phalanx.observe.best import Best, latest_mark
+from phalanx.observe.best_mark import Best, latest_mark
 
 
 def verify(

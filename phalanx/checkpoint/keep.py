@@ -9,7 +9,7 @@ from phalanx.checkpoint.lock import is_under_way
 from phalanx.checkpoint.manifest import manifest_at
 from phalanx.checkpoint.place import located
 from phalanx.errors import CheckpointError
-from phalanx.observe.best import MARK
+from phalanx.observe.best_mark import MARK
 
 
 def remove(path: Path) -> None:

@@ -62,7 +62,7 @@ def _printable(text: str) -> str:
 
 def _facts(one: Checkpoint) -> dict[str, Any]:
     """Return what `ls` and `inspect` both show."""
-    from phalanx.observe.best import read_mark
+    from phalanx.observe.best_mark import read_mark
 
     manifest, best = one.manifest, read_mark(one.path)
     return {

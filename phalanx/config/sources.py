@@ -24,16 +24,8 @@ NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
     *("CONTROL_FD", "FAILURES", "GENERATION", "HEARTBEATS", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT"),
     *("SWITCH", "TF_ROLES"),
-    *(
-        "CHAOS",
-        "FAULTS",
-        "FAULTS_LINK",
-        "FAULTS_OBJECTS",
-        "RAY_FORK_SERVER",
-        "TRIAL",
-        "TRIAL_RESUMES_AFTER",
-        "UNDER_RAY",
-    ),
+    *("FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS", "FAULTS_RUN", "RAY_FORK_SERVER"),
+    *("TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.config import DistributedConfig
-from phalanx.observe.control import TrialControl
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import LAUNCHED_AT
+from phalanx.observe.trial_control import TrialControl
 from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.remote import RemotePath, as_path
-from phalanx.observe.best import latest_mark
+from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path

@@ -23,8 +23,8 @@ from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
-from phalanx.loop.memory import MemoryWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
+from phalanx.loop.out_of_memory import MemoryWatch
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.sinks import EventStream

@@ -87,7 +87,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
         sinks.append(to_launcher)
     else:
         from phalanx.observe.console import Console
-        from phalanx.observe.metrics import open_metrics
+        from phalanx.observe.prometheus import open_metrics
 
         sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
         if (served := open_metrics(run_dir.name, None, config.metrics_address)) is not None:
