@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.place import check_writable
     from phalanx.checkpoint.read import Loaded, compare_model, entries, load, load_newest, read_tensors, stored_tensors
     from phalanx.checkpoint.write import Request, Saver, save
-    from phalanx.observe.best import Best, mark_best
+    from phalanx.observe.best_mark import Best, mark_best
 
 _MODULES = {
     "copy": ["copy_checkpoint"],
@@ -43,7 +43,7 @@ _MODULES = {
     "write": ["Request", "Saver", "save"],
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
-_HOMES |= dict.fromkeys(["Best", "mark_best"], "phalanx.observe.best")
+_HOMES |= dict.fromkeys(["Best", "mark_best"], "phalanx.observe.best_mark")
 __getattr__ = lazy_names(__name__, _HOMES)
 
 __all__ = [

@@ -27,7 +27,7 @@ from phalanx.checkpoint.read import data_opener
 from phalanx.checkpoint.remote import RemotePlace, RemoteWriting
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.files import make_private
-from phalanx.observe.best import MARK
+from phalanx.observe.best_mark import MARK
 
 _THREADS = 4
 _PIECE_BYTES = 16 << 20

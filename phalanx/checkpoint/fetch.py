@@ -15,20 +15,15 @@ from typing import NamedTuple
 import torch
 
 from phalanx.checkpoint.files import FileRecord, Leaf
-from phalanx.checkpoint.index import Index, Part, StoredTensor
+from phalanx.checkpoint.index import DamagedError, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import FULL, Extent, FileLayout, full_layout
 from phalanx.checkpoint.place import Reader, Stream, Writing
-from phalanx.errors import CheckpointError
 
 _SCRATCH_BYTES = 512 << 20
 _THREADS = 8
 
 Opener = Callable[[str, "Leaf | None"], Reader]
 """Opens a data file, or the file of one leaf of it."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint's content is not what was written."""
 
 
 class Box(NamedTuple):

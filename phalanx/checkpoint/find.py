@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.chunks import is_whole
-from phalanx.checkpoint.fetch import DamagedError
 from phalanx.checkpoint.files import FileRecord, hash_bytes, hash_file
-from phalanx.checkpoint.index import INDEX, Index, parse_index
+from phalanx.checkpoint.index import INDEX, DamagedError, Index, parse_index
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath, as_path
-from phalanx.observe.best import Best, latest_mark
+from phalanx.observe.best_mark import Best, latest_mark
 
 
 def verify(
@@ -46,6 +44,8 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
     """Return what is wrong with a share of an incremental checkpoint's chunks."""
     if checkpoint.manifest.kind != "incremental":
         return {}
+    from phalanx.checkpoint.chunks import is_whole
+
     try:
         index = read_index(checkpoint)
     except CheckpointError as error:

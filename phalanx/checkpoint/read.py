@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from phalanx.checkpoint import chunks, group
-from phalanx.checkpoint.fetch import Box, DamagedError, Opener, read_boxes
+from phalanx.checkpoint.fetch import Box, Opener, read_boxes
 from phalanx.checkpoint.files import Leaf, hash_bytes
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_index
-from phalanx.checkpoint.index import Index
+from phalanx.checkpoint.index import DamagedError, Index
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
 from phalanx.checkpoint.place import Reader, located
 from phalanx.checkpoint.plain import from_plain, rank_file_name

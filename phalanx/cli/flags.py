@@ -23,8 +23,7 @@ from phalanx.config.profile import is_profile_word
 from phalanx.config.renamed import NAMES, Aliases, removed
 from phalanx.config.run_fields import AdvancedOptions
 from phalanx.errors import UsageError, unknown_name
-from phalanx.recipes import Recipe, load_recipe, recipe_names
-from phalanx.recipes.recipe import read_changes
+from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
 
 if TYPE_CHECKING:
     from phalanx.launch import ModuleTarget, ScriptTarget

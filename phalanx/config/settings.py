@@ -10,7 +10,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
@@ -24,10 +24,12 @@ from phalanx.config.fields import (
     Training,
 )
 from phalanx.config.option import load_entry_point, read_options
-from phalanx.config.profile import Profiling, parse_profile
 from phalanx.config.run_fields import OPTIONS, AdvancedOptions, Checkpointing, Elasticity, Engines, Monitoring
 from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
+
+if TYPE_CHECKING:
+    from phalanx.config.profile import Profiling
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -242,6 +244,10 @@ class Settings(
     @property
     def profiling(self) -> Profiling | None:
         """What `profile` records, or None where it is off; ValueError says what to write."""
+        if self.profile is False:
+            return None
+        from phalanx.config.profile import parse_profile
+
         return parse_profile(self.profile)
 
     def to_dict(self) -> dict[str, Any]:

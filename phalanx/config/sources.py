@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.backend_rules import engine_rules, missing_engine
-from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
+from phalanx.config.checking import check, ranges, translate, unknown_field
+from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
 from phalanx.config.renamed import NAMES, merge, of_earlier_run, removed, rename
@@ -18,23 +19,13 @@ from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
 ENV_PREFIX = "PHALANX_"
-RECORD_HEADER = "# The resolved settings of this run."
-"""The beginning of the file that each run writes."""
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
     *("CONTROL_FD", "FAILURES", "GENERATION", "HEARTBEATS", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT"),
     *("SWITCH", "TF_ROLES"),
-    *(
-        "CHAOS",
-        "FAULTS",
-        "FAULTS_LINK",
-        "FAULTS_OBJECTS",
-        "RAY_FORK_SERVER",
-        "TRIAL",
-        "TRIAL_RESUMES_AFTER",
-        "UNDER_RAY",
-    ),
+    *("FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS", "FAULTS_RUN", "RAY_FORK_SERVER"),
+    *("TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
@@ -208,30 +199,3 @@ def _from_file(name: str, value: Any) -> Any:
         return None
     numeric = {"int", "float"} & set(members) and "str" not in members
     return parse_text(NAMES[name], value) if numeric else value
-
-
-def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:
-    """Return the config as TOML that `--config` reads back; unset values and those in `as_comments` become comments."""
-    lines = []
-    for name, field in FIELDS.items():
-        value = getattr(config, name)
-        lines.append(f"# {field.metadata['help']}")
-        if value is None and field.default is None:
-            lines.append(f"# {name} = (unset)")
-        else:
-            lines.append(f"{'# ' if name in as_comments else ''}{name} = {toml_value(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
-    return repr(value)

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from phalanx import torch_compat
 from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
-from phalanx.data.rng import derive_seed
 from phalanx.data.source import Source
 from phalanx.errors import OrderError
+from phalanx.world.seed import derive_seed
 
 
 class _Requests:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from phalanx import torch_compat
-from phalanx.data.rng import derive_seed, rng_scope
+from phalanx.world.seed import derive_seed, rng_scope
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FEW = 64

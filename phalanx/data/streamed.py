@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from phalanx import torch_compat
 from phalanx.data.iterable import BlockStream, StreamBlock
 from phalanx.data.order import BatchSplit, MicroInfo
-from phalanx.data.rng import derive_seed
 from phalanx.data.source import Source
 from phalanx.errors import DataError
+from phalanx.world.seed import derive_seed
 
 
 @dataclass(frozen=True, slots=True)

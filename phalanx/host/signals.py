@@ -78,3 +78,17 @@ class SignalInbox:
         with self._lock:
             if self._write >= 0:
                 os.write(self._write, bytes([number]))
+
+
+_reason: str | None = None
+
+
+def request_stop(reason: str) -> None:
+    """Ask this process's rank to stop; `reason` is what it reports, such as SIGTERM."""
+    global _reason
+    _reason = reason
+
+
+def stop_reason() -> str | None:
+    """Return why this rank has to stop, or None."""
+    return _reason

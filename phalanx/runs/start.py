@@ -23,7 +23,7 @@ from phalanx.launch.failure import FailureReport
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.observe.console import Console
 from phalanx.observe.events import KINDS, Phase, from_dict
-from phalanx.observe.metrics import MetricsSink, open_metrics
+from phalanx.observe.prometheus import MetricsSink, open_metrics
 
 
 def run_on_ranks(

@@ -14,7 +14,7 @@ from command import clean_environment, completions, phalanx
 
 from phalanx.checkpoint import RunLock, Snapshot, list_checkpoints, load, mark_best, save
 from phalanx.cli.parsers import CKPT_ACTIONS
-from phalanx.observe.best import Best
+from phalanx.observe.best_mark import Best
 
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:

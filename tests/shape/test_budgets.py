@@ -25,9 +25,9 @@ LINES = {"package": 78_100, "core": 48_700}
 FILES = 455
 SETTINGS = 95
 NUMBER_OF_VERBS = 21
-CLASS_LINES = 281
-RANK_MODULES = 157
-FORMATION_MODULES = 87
+CLASS_LINES = 250
+RANK_MODULES = 138
+FORMATION_MODULES = 76
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
 OWN_CHOICE = {"phalanx.tools.tune.search"}

@@ -23,8 +23,8 @@ from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of
 from phalanx.torch_compat import pytree
-from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
+from phalanx.trainers.session import settle_strategy
 from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh, plan_mesh
 
