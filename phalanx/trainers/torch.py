@@ -16,7 +16,7 @@ from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import local_path
-from phalanx.config.sources import ENV_PREFIX
+from phalanx.config.renamed import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
