@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.config.meanings import like_value
 from phalanx.errors import UsageError
 
 Options = TypeVar("Options")
@@ -106,6 +105,8 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
 
             if value in entry_points(group=group).names:
                 return None
+        from phalanx.config.meanings import like_value  # ranks, whose settings are correct, need no guesses
+
         names = [choice for choice in choices if isinstance(choice, str)]
         close = like_value(field.name, value, names) if isinstance(value, str) else None
         guess = f" Did you mean {close!r}?" if close else ""

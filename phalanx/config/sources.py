@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.backend_rules import engine_rules, missing_engine
-from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
+from phalanx.config.checking import check, ranges, translate, unknown_field
+from phalanx.config.distributed import DistributedConfig
+from phalanx.config.documents import RECORD_HEADER, read_document
 from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text, split_options
 from phalanx.config.renamed import ENV_PREFIX, NAMES, REMOVED, merge, of_earlier_run, removed, rename
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
-RECORD_HEADER = "# The resolved settings of this run."
-"""The beginning of the file that each run writes."""
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
@@ -171,44 +171,6 @@ def _is_record(path: str | Path) -> bool:
         return file.readline().startswith(RECORD_HEADER)
 
 
-def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:
-    """Return what a TOML or YAML file holds; by its name's end, and TOML where that says nothing."""
-    try:
-        import tomllib  # 5 ms, which help and completion do not need
-
-        text = Path(path).read_text(encoding="utf-8")
-        document = _parse_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
-    except FileNotFoundError:
-        hint = "Write one with: phalanx config show --toml > run.toml" if what == "config file" else ""
-        raise UsageError(f"no such {what}: {path}", hint=hint) from None
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a directory, not a TOML file") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        kind = "YAML" if str(path).endswith((".yaml", ".yml")) else "TOML"
-        raise UsageError(f"{path} is not valid {kind}: {error}") from None
-    return document
-
-
-def _parse_yaml(text: str) -> dict[str, Any]:
-    """Return a YAML document; ValueError where it is not one of names and values."""
-    try:
-        import yaml
-    except ImportError:
-        raise UsageError(
-            "reading YAML needs the package pyyaml, which is not installed",
-            hint="Run: pip install pyyaml, or write the settings as TOML: learning_rate = 0.1",
-        ) from None
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    if document is not None and not isinstance(document, dict):
-        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found a {type(document).__name__}")
-    return {str(key): value for key, value in (document or {}).items()}
-
-
 def _from_file(name: str, value: Any) -> Any:
     """Return a value of a file as its setting reads it: TOML has no null, and to YAML 1e-3 is text."""
     if not isinstance(value, str) or name not in NAMES:
@@ -218,30 +180,3 @@ def _from_file(name: str, value: Any) -> Any:
         return None
     numeric = {"int", "float"} & set(members) and "str" not in members
     return parse_text(NAMES[name], value) if numeric else value
-
-
-def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:
-    """Return the config as TOML that `--config` reads back; unset values and those in `as_comments` become comments."""
-    lines = []
-    for name, field in FIELDS.items():
-        value = getattr(config, name)
-        lines.append(f"# {field.metadata['help']}")
-        if value is None and field.default is None:
-            lines.append(f"# {name} = (unset)")
-        else:
-            lines.append(f"{'# ' if name in as_comments else ''}{name} = {toml_value(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
-    return repr(value)

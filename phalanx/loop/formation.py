@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
 from phalanx.comm import register_backend
-from phalanx.config import DistributedConfig, resolve
+from phalanx.config import DistributedConfig
 from phalanx.data.loader import shard_loader
 from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
@@ -71,7 +71,12 @@ class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
-        config = resolve(settings).config if config is None else config.replace(**settings) if settings else config
+        if config is None:
+            from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
+
+            config = resolve(settings).config
+        elif settings:
+            config = config.replace(**settings)
         config.refuse_keras(type(self).__name__)
         register_backend()
         world = join_world(config)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.documents import read_document
 from phalanx.config.option import load_entry_point
-from phalanx.config.sources import read_document
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes.imports import extend_path, is_import_path, load_import
 from phalanx.recipes.recipe import Recipe, from_document

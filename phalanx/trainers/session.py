@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.config import FIELDS, DistributedConfig, write_toml
-from phalanx.config.sources import RECORD_HEADER
+from phalanx.config.documents import RECORD_HEADER
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user

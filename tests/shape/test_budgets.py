@@ -26,8 +26,8 @@ FILES = 455
 SETTINGS = 95
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 281
-RANK_MODULES = 157
-FORMATION_MODULES = 87
+RANK_MODULES = 151
+FORMATION_MODULES = 81
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
 OWN_CHOICE = {"phalanx.tools.tune.search"}

@@ -12,8 +12,8 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import FIELDS, read_settings, resolve, write_toml
+from phalanx.config.documents import RECORD_HEADER, toml_value
 from phalanx.config.renamed import REMOVED, Removed
-from phalanx.config.sources import RECORD_HEADER, toml_value
 from phalanx.errors import ConfigError, UsageError
 
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from phalanx.config.documents import read_document
 from phalanx.config.option import option, parse_text, problem
-from phalanx.config.sources import read_document
 from phalanx.errors import ConfigError, UsageError, unknown_name
 from phalanx.tools.submit.job import ClusterJob, JobRecord
 
