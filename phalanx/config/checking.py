@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.config import rules
@@ -12,7 +12,7 @@ from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.meanings import like
 from phalanx.config.option import plain, problem
-from phalanx.config.renamed import NAMES, count_ranks, removed, rename
+from phalanx.config.renamed import NAMES, REMOVED, count_ranks, join_words, removed, rename
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
@@ -33,10 +33,13 @@ needs."""
 _RANGE = re.compile(r"\d+:\d+")
 
 
-def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the values of all settings, and (field, message) for every mistake in what was given."""
+def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the values of all settings, and (name, message) for every mistake in what was given.
+
+    `wrong_before`: names with a mistake that was found in one source.
+    """
     values, mistakes = translate(given)
-    mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
+    mistakes += [(name, unknown_field(name, value)) for name, value in values.items() if name not in FIELDS]
     for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
         other = f"min_workers = {values['min_workers']}"
         mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
@@ -52,7 +55,7 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
     settings = Settings(**complete)
     of_engines = (rule for engine in engines for rule in engine.RULES)
     for rule in (engine_options, *of_engines, *_RULES):  # first that which rules of engines read
-        known = {name for name, _ in wrong}
+        known = {*wrong_before, *(name for name, _ in mistakes + wrong)}
         if not rule.needs & known:
             wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
     return complete, mistakes + wrong
@@ -64,7 +67,7 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str,
     With them: (alias, message) for each alias with a wrong value.
     """
     values, mistakes = rename(given)
-    values, of_counts = count_ranks(values, "num_gpus" in ranges(values))
+    values, of_counts = count_ranks(values, ranges(values))
     return _translate_values(values), mistakes + of_counts
 
 
@@ -72,6 +75,8 @@ def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
     for name, (least, most) in ranges(values).items():
         if values.get("min_workers") in (None, least):  # another value stays, and is refused
             values |= {"min_workers": least, name: most}
+    if "console" in values:
+        values["console"] = join_words(values["console"])
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
     given = values.get("sharding")
@@ -91,10 +96,12 @@ def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     return {name: pair for name, pair in found.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}
 
 
-def unknown_field(name: str) -> str:
+def unknown_field(name: str, given: Any = None) -> str:
     """Return the message about an unknown setting, with the nearest known name."""
-    if message := removed(name.replace("-", "_"), name):
+    if message := removed(name.replace("-", "_"), name, given):
         return message
-    close = like(name.replace("-", "_"), NAMES)
+    close = like(name.replace("-", "_"), {*NAMES, *REMOVED})
+    if close in REMOVED:
+        return f"unknown setting '{name}'. {removed(close, close, given)}"
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
     return f"unknown setting '{name}'.{guess}"

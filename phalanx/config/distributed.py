@@ -6,9 +6,11 @@ Checking and other names of settings are imported where they are used: a rank ge
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from phalanx.config.backends import BACKENDS
+from phalanx.config.option import split_options
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import ConfigError, UsageError
 
@@ -29,6 +31,15 @@ class DistributedConfig(Settings):
         if mistakes:
             raise ConfigError([message for _, message in mistakes])
         self.__dict__.update(complete)
+
+    if not TYPE_CHECKING:  # else every attribute would be known to a type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise for an unknown attribute; Python calls it for these alone."""
+            where = f"write config.options.{name}" if name in OPTIONS else "`phalanx config show` lists all settings"
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: {where}", name=name, obj=self
+            )
 
     @classmethod
     def trusted(cls, values: Mapping[str, Any]) -> DistributedConfig:
@@ -59,7 +70,9 @@ class DistributedConfig(Settings):
         """Raise for settings given to this backend that it would ignore."""
         from phalanx.config.renamed import rename
 
-        refused = [text for name, text in self.unused.items() if name in rename(given)[0]]
+        named = rename(given)[0]
+        named |= split_options(named.get("engine_options"))
+        refused = [text for name, text in self.unused.items() if name in named]
         if refused:
             raise ConfigError(refused)
 

@@ -13,12 +13,11 @@ from phalanx.config.backend_rules import engine_rules, missing_engine
 from phalanx.config.checking import check, ranges, translate, unknown_field
 from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
 from phalanx.config.meanings import like
-from phalanx.config.option import kinds, parse_text
-from phalanx.config.renamed import NAMES, merge, of_earlier_run, removed, rename
+from phalanx.config.option import kinds, parse_text, split_options
+from phalanx.config.renamed import ENV_PREFIX, NAMES, REMOVED, merge, of_earlier_run, removed, rename
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
-ENV_PREFIX = "PHALANX_"
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
@@ -70,20 +69,18 @@ def resolve(
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
     mistakes = misspelt_variables(environ)
-    for origin, written in layers:
+    wrong_before: set[str] = set()
+    for source, written in layers:
         layer, wrong = rename(written)
-        mistakes += [f"{text} ({origin})" for _, text in wrong]
+        origins |= _origins(source, written)
+        mistakes += [f"{text} ({origins[name]})" for name, text in wrong]
+        wrong_before |= {name for name, _ in wrong}
         # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
         if layer.keys() & RANK_COUNTS or layer.get("hosts"):
             replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
             values = {name: value for name, value in values.items() if name not in replaced}
-        for name, value in layer.items():
-            if name not in NAMES:
-                mistakes.append(f"{unknown_field(name)} ({origin})")
-                continue
-            values = merge(values, {name: value})
-            is_variable = origin == "environment" and variables[name] in environ
-            origins[name] = f"environment {variables[name]}" if is_variable else origin
+        mistakes += [f"{unknown_field(name, layer[name])} ({source})" for name in layer if name not in NAMES]
+        values = merge(values, {name: value for name, value in layer.items() if name in NAMES})
     for engine in engine_rules(values):
         for name in engine.settled(values) if hasattr(engine, "settled") else ():
             if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
@@ -93,18 +90,30 @@ def resolve(
         chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
         origins |= dict.fromkeys(chosen, origins[counted[-1]])
     values, contradictions = translate(values)
-    complete, wrong = check(values)
+    complete, wrong = check(values, wrong_before)
     wrong = contradictions + wrong
     config = DistributedConfig.trusted(complete)
     if not wrong:
-        wrong = [(name, text) for name, text in config.unused.items() if origins[name] == given_as]
-    mistakes += [text if origins[name] == "default" else f"{text} ({origins[name]})" for name, text in wrong]
+        wrong = [(name, text) for name, text in config.unused.items() if origins.get(name) == given_as]
+    for name, text in wrong:
+        origin = origins.get(name, "default")
+        mistakes.append(text if origin == "default" else f"{text} ({origin})")
     if mistakes:
         missing = missing_engine(values)
         raise ConfigError([*([". ".join(missing)] if missing else []), *mistakes])
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
     return Resolved(config, {name: origins[name] for name in FIELDS})
+
+
+def _origins(source: str, written: Mapping[str, Any]) -> dict[str, str]:
+    """Return where a source has each setting and option: PHALANX_STOP_GRACE has stop_grace and engine_options."""
+    found: dict[str, str] = {}
+    for name, value in written.items():
+        origin = f"environment {ENV_PREFIX}{name.upper()}" if source == "environment" else source
+        meant = rename({name: value})[0]
+        found |= dict.fromkeys((name, *meant, *split_options(meant.get("engine_options"))), origin)
+    return found
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
@@ -114,12 +123,13 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
         name = variable.removeprefix(ENV_PREFIX)
         if name == variable or name in NOT_SETTINGS or name.lower() in NAMES or _OF_KUBERNETES.search(name):
             continue
-        if message := removed(name.lower(), variable):
+        if message := removed(name.lower(), variable, environ[variable]):
             found.append(message)
-        elif (close := like(name.lower(), NAMES)) is not None:  # else it belongs to another program
+        elif (close := like(name.lower(), {*NAMES, *REMOVED})) is not None:  # else it belongs to another program
             setting, _, value = close.partition("=")
             meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
-            found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
+            answer = removed(close, meant, environ[variable]) or f"Did you mean {meant}?"
+            found.append(f"unknown environment variable {variable}. {answer}")
     return found
 
 

@@ -16,7 +16,7 @@ from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import local_path
-from phalanx.config.sources import ENV_PREFIX
+from phalanx.config.renamed import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
+_REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
+"""Evaluation and prediction report to no tracker and serve no port: a run that trains may hold it."""
 
 
 class TorchTrainer:
@@ -221,6 +223,8 @@ class TorchTrainer:
         __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
         if read_rank_env() is not None:
             return run_job(Job(action, task, config), in_place=True)
+        if action != "fit":
+            config = config.with_trusted(**_REPORTS_OFF)
         layout, note = plan_layout(config, count_gpus()), ""
         if action == "fit":
             ranks = layout.world_size, layout.ranks_per_node

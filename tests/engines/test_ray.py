@@ -28,7 +28,8 @@ from phalanx.engines.ray import cluster
 from phalanx.engines.ray import cluster as ray_cluster
 from phalanx.engines.ray.cluster import check_address, started_on_this_machine
 from phalanx.engines.ray.follow import describe_death
-from phalanx.engines.ray.launch import read_resources, starter
+from phalanx.engines.ray.launch import starter
+from phalanx.engines.ray.rules import read_resources
 from phalanx.engines.ray.sources import PAYLOAD_NAME
 from phalanx.engines.ray.trainer import split_hyperparameters
 from phalanx.engines.ray.worker import made_next_to
@@ -332,7 +333,7 @@ def test_a_head_that_closes_the_connection_is_not_reported_as_a_timeout():
 
 def test_resources_are_read_and_mistakes_named():
     assert read_resources("GPU=0.5, big_memory=1") == {"GPU": 0.5, "big_memory": 1.0}
-    with pytest.raises(UsageError, match="'GPU:1' is not name=amount"):
+    with pytest.raises(ValueError, match="'GPU:1' is not a name and an amount"):
         read_resources("GPU:1")
 
 

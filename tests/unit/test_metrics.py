@@ -13,12 +13,16 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from command import ROOT
+from torch import nn
 
+from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe import events, prometheus
 from phalanx.observe.heartbeat import Gauges, HeartbeatBoard, board_path
+from phalanx.trainers.job import JobResult
 
 pytest.importorskip("prometheus_client", reason="pip install 'phalanx[monitor]'")
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -125,6 +129,21 @@ def test_a_port_in_use_and_wrong_settings_are_answered(tmp_path):
     assert DistributedConfig(metrics_port=0).metrics_address == ("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="a port is a number up to 65535"):
         DistributedConfig(metrics_port=70000)
+
+
+def test_only_training_serves_and_reports(monkeypatch):
+    """A run that still trains may hold the port, and the machine may lack a tracker's package."""
+    asked = []
+    monkeypatch.setattr("phalanx.runs.remote.send_job", lambda job, layout, data: asked.append(job) or JobResult())
+    settings = {"num_workers": 2, "device": "cpu", "metrics_port": 9400, "mlflow": True}
+    trainer = PyTorchDDPTrainer(nn.Linear(1, 1), DistributedConfig(**settings))
+    trainer.evaluate([torch.ones(1, 1)])
+    trainer.predict([torch.ones(1, 1)])
+    assert [(job.action, job.config.metrics_port, job.config.mlflow) for job in asked] == [
+        ("evaluate", None, False),
+        ("predict", None, False),
+    ]
+    assert trainer.config.metrics_port == 9400
 
 
 def test_dashboards_are_up_to_date_and_every_metric_exists():

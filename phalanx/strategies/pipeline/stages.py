@@ -52,7 +52,7 @@ def cut_at(units: Sequence[str], cuts: str, stages: int) -> list[list[str]]:
     names = [name.strip() for name in cuts.split(",") if name.strip()]
     for name in names:
         if name not in units[1:]:
-            raise UsageError(unknown_name("unit in pipeline_cuts", name, units[1:]))
+            raise UsageError(unknown_name("unit in pipeline_cuts", name, [*units[1:], "measured"]))
     starts = [units.index(name) for name in names]
     if starts != sorted(set(starts)):
         raise UsageError(

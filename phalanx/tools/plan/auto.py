@@ -15,6 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.prepare import adapt
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
+from phalanx.strategies.pipeline.stages import cut_at, units_of
 from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -27,6 +28,7 @@ from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.trainers.session import settle_strategy
 from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.splits import SCHEDULES
 
 _SEQ_LEN = 1024
 
@@ -153,6 +155,8 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
     ranks = layout.world_size, layout.ranks_per_node
     config, note = settle_strategy(with_batch_size(config, train), model, train, layout.device, *ranks)
     mesh = plan_mesh(config, *ranks)
+    if config.pipeline_cuts not in (None, "measured"):  # a wrong name ends the run when it starts
+        cut_at(units_of(model), config.pipeline_cuts, SCHEDULES[config.pipeline_schedule].num_stages(mesh.pp))
     each = config.batch_size or getattr(train, "batch_size", None) or 1
     memory = estimate_memory(model, config, mesh, each)
     peak = planned_gib(describe(model), config, layout.device, train, layout_of(config, mesh, each))
