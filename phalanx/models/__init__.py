@@ -7,26 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.models.attention import InnerAttention
-    from phalanx.models.convnet import ConvNet
     from phalanx.models.gpt import GPT, GPTConfig
     from phalanx.models.hf import load_pretrained, save_pretrained
     from phalanx.models.llama import Llama, LlamaConfig
     from phalanx.models.loss import LMOutput
-    from phalanx.models.mlp import MLP
     from phalanx.models.moe import MoE, MoEConfig
     from phalanx.models.registry import build, names, presets
     from phalanx.models.resnet import ResNet, ResNetConfig
+    from phalanx.models.small import MLP, ConvNet
     from phalanx.models.vit import ViT, ViTConfig
 
 _HOMES = {
-    "ConvNet": "convnet",
+    "ConvNet": "small",
     "GPT": "gpt",
     "GPTConfig": "gpt",
     "InnerAttention": "attention",
     "LMOutput": "loss",
     "Llama": "llama",
     "LlamaConfig": "llama",
-    "MLP": "mlp",
+    "MLP": "small",
     "MoE": "moe",
     "MoEConfig": "moe",
     "ResNet": "resnet",

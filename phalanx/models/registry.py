@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 # Module and function, imported when asked for: listing names must not import torch.
 _MODELS = {
-    "convnet": ("phalanx.models.convnet", "ConvNet"),
+    "convnet": ("phalanx.models.small", "ConvNet"),
     "gpt": ("phalanx.models.gpt", "gpt"),
     "llama": ("phalanx.models.llama", "llama"),
-    "mlp": ("phalanx.models.mlp", "MLP"),
+    "mlp": ("phalanx.models.small", "MLP"),
     "moe": ("phalanx.models.moe", "moe"),
     "resnet": ("phalanx.models.resnet", "resnet"),
     "vit": ("phalanx.models.vit", "vit"),

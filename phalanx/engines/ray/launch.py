@@ -25,7 +25,7 @@ from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.rules import RayClusterOptions
 from phalanx.engines.ray.sources import pack
 from phalanx.errors import UsageError
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.launch.output import RankConsole
 from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 

@@ -127,7 +127,7 @@ class TensorFlowDistributedTrainer:
 
             self._model, result = train(KerasJob(task, config))
             return result
-        from phalanx.runs.remote import send_job
+        from phalanx.runs.start import send_job
 
         run_dir = make_run_dir(config, task.name)
         try:
