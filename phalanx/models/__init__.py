@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.models.attention import InnerAttention
@@ -17,27 +18,6 @@ if TYPE_CHECKING:
     from phalanx.models.small import MLP, ConvNet
     from phalanx.models.vit import ViT, ViTConfig
 
-_HOMES = {
-    "ConvNet": "small",
-    "GPT": "gpt",
-    "GPTConfig": "gpt",
-    "InnerAttention": "attention",
-    "LMOutput": "loss",
-    "Llama": "llama",
-    "LlamaConfig": "llama",
-    "MLP": "small",
-    "MoE": "moe",
-    "MoEConfig": "moe",
-    "ResNet": "resnet",
-    "ResNetConfig": "resnet",
-    "ViT": "vit",
-    "ViTConfig": "vit",
-    "build": "registry",
-    "load_pretrained": "hf",
-    "names": "registry",
-    "presets": "registry",
-    "save_pretrained": "hf",
-}
 __all__ = [
     "GPT",
     "MLP",
@@ -60,8 +40,16 @@ __all__ = [
     "save_pretrained",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+_NAMES = {
+    ".attention": "InnerAttention",
+    ".gpt": "GPT GPTConfig",
+    ".hf": "load_pretrained save_pretrained",
+    ".llama": "Llama LlamaConfig",
+    ".loss": "LMOutput",
+    ".moe": "MoE MoEConfig",
+    ".registry": "build names presets",
+    ".resnet": "ResNet ResNetConfig",
+    ".small": "MLP ConvNet",
+    ".vit": "ViT ViTConfig",
+}
+__getattr__ = lazy_names(__name__, _NAMES)

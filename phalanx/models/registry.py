@@ -47,7 +47,7 @@ def build(name: str, **options: Any) -> nn.Module:
     if is_import_path(name):
         return _checked(call_with(load_import(name, "model"), options, f"model '{name}'"), name)
     if _is_path(name):
-        from phalanx.models.hf.folder import from_folder
+        from phalanx.models.hf import from_folder
 
         return from_folder(Path(name), **options)
     module, function = _find(name)
