@@ -1,8 +1,8 @@
 """TF_CONFIG, the role of a process in a TensorFlow cluster: read, checked against the settings, and written.
 
 TensorFlow waits for tasks of a TF_CONFIG that another program wrote without a message, holding the interpreter's lock
-and ignoring SIGTERM. So a separate process (`main`) reports those that do not answer, and ends the waiting one after the
-limit.
+and ignoring SIGTERM. So a separate process (`main`) reports those that do not answer, and ends the waiting one after
+the limit.
 """
 
 from __future__ import annotations

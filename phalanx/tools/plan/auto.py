@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,14 +110,6 @@ def _seq_len(train: Any) -> int:
     return len(tokens[0]) if tokens else _SEQ_LEN
 
 
-class Memory(NamedTuple):
-    """Bytes per rank, without activations."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
 @dataclass(frozen=True)
 class RunNeeds:
     """What is known of a run before it starts; None: not known."""
@@ -129,7 +121,8 @@ class RunNeeds:
     global_batch: int | None
     steps_per_epoch: int | None
     steps: int | None
-    memory: Memory
+    memory: StateBytes
+    """Bytes per rank, without activations."""
     peak: int
     """Bytes per rank with activations and buffers, by the planner's formulas."""
     strategy: str
@@ -175,14 +168,14 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
         steps_per_epoch=per_epoch,
         steps=steps,
         memory=memory,
-        peak=max(round(peak * 2**30), sum(memory)),
+        peak=max(round(peak * 2**30), int(sum(memory))),
         strategy=config.resolved_strategy,
         mesh=mesh,
         note=note,
     )
 
 
-def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> Memory:
+def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states on each rank, as ZeRO shards them."""
     held = [(parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
     whole = sum(size for size, _ in held) * (1 if config.ema_decay is None else 2)
@@ -194,4 +187,4 @@ def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, bat
         layout = layout_of(config, mesh, batch_size)
         ranks, stage = layout.dp_shard * layout.cp, layout.stage
     sizes = StateBytes(whole, trained, trained * states)
-    return Memory(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))
+    return StateBytes(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))
