@@ -56,18 +56,22 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
     return {hash: f"the chunk {folder}/{hash[:2]}/{hash} is missing or does not match its hash" for hash in bad}
 
 
-def read_index(checkpoint: Checkpoint) -> Index:
-    """Read the index of a checkpoint's tensors; a DamagedError where it is not what was written."""
+def read_file(checkpoint: Checkpoint, file: str) -> bytes:
+    """Return a small file of a checkpoint; a DamagedError where it is not what was written."""
     place, name = located(checkpoint.path)
-    where = checkpoint.path / INDEX
     try:
-        data = place.read(name, INDEX)
+        data = place.read(name, file)
     except OSError as error:
-        raise DamagedError(f"{where} cannot be read: {error.strerror or error}") from error
-    record = checkpoint.manifest.files.get(INDEX)
+        raise DamagedError(f"{checkpoint.path / file} cannot be read: {error.strerror or error}") from error
+    record = checkpoint.manifest.files.get(file)
     if record is None or hash_bytes(data) != record.hash:
-        raise DamagedError(f"{INDEX} does not match its hash: it was changed after it was written")
-    return parse_index(data, str(where))
+        raise DamagedError(f"{file} does not match its hash: it was changed after it was written")
+    return data
+
+
+def read_index(checkpoint: Checkpoint) -> Index:
+    """Read the index of a checkpoint's tensors."""
+    return parse_index(read_file(checkpoint, INDEX), str(checkpoint.path / INDEX))
 
 
 def sizes_match(checkpoint: Checkpoint) -> bool:

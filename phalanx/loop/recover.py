@@ -21,7 +21,7 @@ from torch import nn
 
 from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
-from phalanx.host.signals import STOPS
+from phalanx.host.processes import STOPS
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.run_state import Committed, RunState, capture, restore
 from phalanx.loop.trainer import TrainLoop

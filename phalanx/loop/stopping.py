@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PreemptedError
-from phalanx.host.signals import stop_reason
+from phalanx.host.processes import stop_reason
 from phalanx.loop.best import MetricWatch
 from phalanx.observe.format import duration
 from phalanx.world.abort import raise_if_aborted

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.exchange import Alone, Exchange, is_emulated, open_exchange
+from phalanx.comm.exchange import Exchange, is_emulated, open_exchange
 from phalanx.comm.reducer import GradientReducer, bytes_for
 from phalanx.comm.shm import share_gradients
 from phalanx.comm.shm.pages import group_text_gatherer
@@ -104,7 +104,7 @@ class RingDDP(CompressesGradients):
         if self.world.world_size > 1:
             return open_exchange_for(self.config, self.world, nbytes)
         # One rank in a fixed order: nothing is sent, but micro-batches are added up as on many ranks.
-        return Alone(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
+        return Exchange(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
 
 
 def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> tuple[Exchange, torch.Tensor]:

@@ -246,7 +246,7 @@ class TorchTrainer:
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         if run_dir is not None:
             RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
-        from phalanx.runs.remote import send_job  # the parent's side: a rank does not load it
+        from phalanx.runs.start import send_job  # the parent's side: a rank does not load it
 
         try:
             result: JobResult = send_job(

@@ -21,7 +21,7 @@ import torch
 from phalanx import torch_compat
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
-from phalanx.host.signals import JOINS_LATE
+from phalanx.host.processes import JOINS_LATE
 from phalanx.observe.heartbeat import BusyBeat
 from phalanx.torch_records import has_backend
 from phalanx.world.abort import abort_collectives, begin_group, end_nccl, watch_groups

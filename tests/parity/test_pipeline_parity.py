@@ -19,7 +19,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import local
-from phalanx.strategies.pipeline.stages import cut_evenly
+from phalanx.strategies.pipeline.placement import cut_evenly
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import whole_weights
 

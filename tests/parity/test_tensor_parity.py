@@ -18,7 +18,7 @@ from phalanx.models import contract
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import local, whole
-from phalanx.strategies.tensor.strategy import STYLES
+from phalanx.strategies.tensor_parallel import STYLES
 from phalanx.trainers.job import Job, run_job
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.errors import ModelError, UsageError
 from phalanx.models import LMOutput, build
 from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
-from phalanx.strategies.tensor.strategy import STYLES
+from phalanx.strategies.tensor_parallel import STYLES
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,7 @@ from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.rules import RayClusterOptions, read_resources
 from phalanx.engines.ray.sources import pack
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.launch.output import RankConsole
 from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 

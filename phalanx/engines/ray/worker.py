@@ -25,7 +25,7 @@ from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host import messages
 from phalanx.host.addresses import free_port
 from phalanx.host.files import close_scratch, open_scratch
-from phalanx.host.signals import request_stop
+from phalanx.host.processes import request_stop
 from phalanx.launch.environment import NodeInfo, rank_environment
 from phalanx.launch.error_file import read_record, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
