@@ -28,4 +28,4 @@ __all__ = [
     "write_toml",
 ]
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(("Resolved", "read_settings", "resolve"), "phalanx.config.sources"))
+__getattr__ = lazy_names(__name__, {".sources": "Resolved read_settings resolve"})
