@@ -15,8 +15,9 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.host.processes import parent_of, send_signal
 
 _BUSY_HEAD = "Starting Ray client server failed"
 _QUIET = {
@@ -39,6 +41,8 @@ _LOCAL = {
     "RAY_enable_metrics_collection": "0",
 }
 """Settings of a Ray that is started for one run."""
+_END_SECONDS = 5.0
+"""How long killed processes may take to end."""
 _LONGEST_TEMP = 24
 """The paths of Ray's sockets are some 80 characters longer than this folder's, and must stay below 108."""
 
@@ -156,6 +160,8 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                     _temp_dir=str(folder / session),
                 )
         except Exception as error:  # of no class of its own where Ray's processes take too long
+            ray.shutdown()
+            _end_processes(str(folder / session))
             if session == "s" or "timed out during startup" not in str(error):
                 raise UsageError(
                     f"a local Ray could not be started: {str(error).strip()}",
@@ -163,6 +169,33 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                 ) from error
         else:
             return
+
+
+def _end_processes(folder: str) -> None:
+    """End the processes of a Ray that did not start, which have its folder in their arguments.
+
+    Ray itself ends them with this process only: beside a second Ray they would take the time that the first one lacked.
+    """
+    deadline = time.monotonic() + _END_SECONDS
+    while (found := _descendants_with(folder)) and time.monotonic() < deadline:
+        for pid in found:
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _descendants_with(argument: str) -> list[int]:
+    """Return what this process has started, and these in turn, with a text in their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if argument in path.read_text(errors="replace"):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if os.getpid() in _ancestors(pid)]
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid := parent_of(pid):
+        yield pid
 
 
 @functools.cache
