@@ -28,7 +28,7 @@ from phalanx.world.world import World
 _FITS = itertools.count(1)
 
 
-def check_per_host(world: World, config: DistributedConfig) -> None:
+def check_per_node(world: World, config: DistributedConfig) -> None:
     """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
     found: PhalanxError | None = None
     if world.env.local_rank == 0:
