@@ -67,7 +67,6 @@ def open_cluster(
     address: str | None = None,
     *,
     num_cpus: float | None = None,
-    num_gpus: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[RayCluster]:
     """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; clean up afterwards.
@@ -82,7 +81,7 @@ def open_cluster(
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
             notice("starting a local Ray")
-            with _local_ray(num_cpus, num_gpus):
+            with _local_ray(num_cpus):
                 yield RayCluster("the local Ray", started_here=True)
             return
         if address == "auto":  # a job of the cluster has its address in the environment
@@ -122,7 +121,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
+def _local_ray(num_cpus: float | None) -> Iterator[None]:
     """Start a Ray for this process and connect to it; end it with the block."""
     ray: Any = import_module("ray")
     usual = tempfile.gettempdir()
@@ -132,14 +131,14 @@ def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
     with _environment({"RAY_AUTH_TOKEN": _token(), **_LOCAL}):
         try:
-            _start(num_cpus, num_gpus, folder)
+            _start(num_cpus, folder)
             yield
         finally:
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
+def _start(num_cpus: float | None, folder: Path) -> None:
     """Start Ray; a second time where its processes took longer than Ray's fixed limit of 30 s, as on a busy machine."""
     ray: Any = import_module("ray")
     for session in ("r", "s"):  # one letter: paths of sockets are short
@@ -148,7 +147,6 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                 ray.init(
                     "local",
                     num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
-                    num_gpus=num_gpus,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,

@@ -25,8 +25,7 @@ from phalanx.tools.plan.rules import layout_of
 from phalanx.torch_compat import pytree
 from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
-from phalanx.world.layout import JobLayout
-from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 
 _SEQ_LEN = 1024
 

@@ -28,7 +28,7 @@ from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read
 from phalanx.tools.verify.subject import GivenSubject, Subject
 from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import JobLayout, plan_layout
+from phalanx.world.mesh import JobLayout, plan_layout
 
 DEFAULTS = {"num_workers": 2, "max_steps": 5}
 """Settings where neither a flag nor a file gives them."""
