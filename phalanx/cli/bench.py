@@ -42,7 +42,7 @@ from phalanx.tools.bench.compression.run import LINKS, RECIPES, bench_table, plo
 from phalanx.tools.bench.compression.run import run_bench as run_recipes
 from phalanx.tools.svg import check_picture
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 SUBJECTS = {
     "comm": "collectives by algorithm and size, links between ranks",

@@ -35,7 +35,7 @@ from phalanx.engines.ray.sources import PAYLOAD_NAME
 from phalanx.engines.ray.trainer import split_hyperparameters
 from phalanx.engines.ray.worker import made_next_to
 from phalanx.errors import UsageError
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

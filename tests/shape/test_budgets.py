@@ -21,8 +21,8 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 78_100, "core": 48_700}
-FILES = 449
+LINES = {"package": 77_500, "core": 48_200}
+FILES = 432
 SETTINGS = 95
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 250

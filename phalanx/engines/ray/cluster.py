@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.host.processes import parent_of, send_signal
+from phalanx.host.processes import send_signal
 
 _BUSY_HEAD = "Starting Ray client server failed"
 _QUIET = {
@@ -71,7 +71,6 @@ def open_cluster(
     address: str | None = None,
     *,
     num_cpus: float | None = None,
-    num_gpus: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[RayCluster]:
     """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; clean up afterwards.
@@ -86,7 +85,7 @@ def open_cluster(
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
             notice("starting a local Ray")
-            with _local_ray(num_cpus, num_gpus):
+            with _local_ray(num_cpus):
                 yield RayCluster("the local Ray", started_here=True)
             return
         if address == "auto":  # a job of the cluster has its address in the environment
@@ -126,7 +125,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
+def _local_ray(num_cpus: float | None) -> Iterator[None]:
     """Start a Ray for this process and connect to it; end it with the block."""
     ray: Any = import_module("ray")
     usual = tempfile.gettempdir()
@@ -136,14 +135,14 @@ def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
     with _environment({"RAY_AUTH_TOKEN": _token(), **_LOCAL}):
         try:
-            _start(num_cpus, num_gpus, folder)
+            _start(num_cpus, folder)
             yield
         finally:
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
+def _start(num_cpus: float | None, folder: Path) -> None:
     """Start Ray; a second time where its processes took longer than Ray's fixed limit of 30 s, as on a busy machine."""
     ray: Any = import_module("ray")
     for session in ("r", "s"):  # one letter: paths of sockets are short
@@ -152,7 +151,6 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                 ray.init(
                     "local",
                     num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
-                    num_gpus=num_gpus,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -172,30 +170,25 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
 
 
 def _end_processes(folder: str) -> None:
-    """End the processes of a Ray that did not start, which have its folder in their arguments.
+    """End the processes of a Ray that did not start, which have its folder, no other's, in their arguments.
 
     Ray itself ends them with this process only: beside a second Ray they would take the time that the first one lacked.
     """
     deadline = time.monotonic() + _END_SECONDS
-    while (found := _descendants_with(folder)) and time.monotonic() < deadline:
+    while (found := _processes_with(folder)) and time.monotonic() < deadline:
         for pid in found:
             send_signal(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _descendants_with(argument: str) -> list[int]:
-    """Return what this process has started, and these in turn, with a text in their arguments."""
+def _processes_with(argument: str) -> list[int]:
+    """Return the processes that have a text in their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
             if argument in path.read_text(errors="replace"):
                 found.append(int(path.parent.name))
-    return [pid for pid in found if os.getpid() in _ancestors(pid)]
-
-
-def _ancestors(pid: int) -> Iterator[int]:
-    while pid := parent_of(pid):
-        yield pid
+    return found
 
 
 @functools.cache

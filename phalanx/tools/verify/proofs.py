@@ -29,7 +29,7 @@ from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read
 from phalanx.tools.verify.subject import GivenSubject, Subject, default_settings
 from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import JobLayout, plan_layout
+from phalanx.world.mesh import JobLayout, plan_layout
 
 _ONE_PROCESS: dict[str, Any] = {"num_workers": 1, **{name: FIELDS[name].default for name in settings_with("split")}}
 """One process takes a global batch in one piece."""
