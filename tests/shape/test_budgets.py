@@ -21,7 +21,7 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 78_100, "core": 48_700}
+LINES = {"package": 78_107, "core": 48_700}
 FILES = 449
 SETTINGS = 95
 NUMBER_OF_VERBS = 21
