@@ -88,7 +88,8 @@ def arguments() -> set[str]:
     found = {*NAMES, *NAMES_OF_OTHERS, *(name for backend in BACKENDS for name in _options_of(backend))}
     for name in phalanx.__all__:
         kind = getattr(phalanx, name)
-        for function in [kind, *(vars(kind).values() if isinstance(kind, type) else ())]:
+        bases = [base for base in getattr(kind, "__mro__", ()) if base.__module__.startswith("phalanx.")]
+        for function in [kind, *(method for base in bases for method in vars(base).values())]:
             if callable(function):
                 try:
                     found |= inspect.signature(function).parameters.keys()

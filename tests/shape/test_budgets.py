@@ -21,8 +21,8 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 77_500, "core": 48_200}
-FILES = 432
+LINES = {"package": 77_700, "core": 48_350}
+FILES = 428
 SETTINGS = 95
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 250
