@@ -53,8 +53,15 @@ def state_of(phalanx, job: str) -> dict[str, str]:
 
 
 def wait_for(phalanx, job: str, *states: str) -> dict[str, str]:
-    until(lambda: state_of(phalanx, job)["state"] in states, lambda: phalanx("jobs", "logs", job))
-    return state_of(phalanx, job)
+    """Wait for a state, and return what was said with it: a moment later Slurm may say less."""
+    found: list[dict[str, str]] = []
+
+    def reached() -> bool:
+        found.append(state_of(phalanx, job))
+        return found[-1]["state"] in states
+
+    until(reached, lambda: phalanx("jobs", "logs", job))
+    return found[-1]
 
 
 def starts(run_dir: Path) -> list[dict[str, str]]:

@@ -181,11 +181,12 @@ def run_bench(
     """
     started = read_rank_env()
     if started is not None:
-        from phalanx.tools.bench.comm.rank import measure
+        from phalanx.tools.bench.comm.rank import leave_group, measure
 
         export_rank_env(started)
         os.environ.update(card_environment(started))
         found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
+        leave_group()
         return found if started.rank == 0 else None
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")

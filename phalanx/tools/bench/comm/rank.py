@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -249,6 +250,12 @@ def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
         found["rows"] = [row.to_dict() for row in measure_rows(plan, channel, show)]
     barrier(channel)  # no rank exits while another still receives from it
     return found
+
+
+def leave_group() -> None:
+    """Leave the group in a process that ends as Python does: threads of gloo that still run would abort it."""
+    gc.collect()  # nothing may hold the group
+    dist.destroy_process_group()
 
 
 def measure_rows(plan: BenchPlan, channel: P2PChannel, show: Callable[[str], object]) -> Iterator[BenchRow]:
