@@ -85,7 +85,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 300) -> Answer:
         end(process)
         out, err = process.communicate()
         raise AssertionError(f"not over after {seconds} s\n{out}\n{err}") from None
-    return Answer(process.returncode, out, err)
+    return Answer(process.returncode, out, err or "")  # none where it goes with the output
 
 
 def end(process: subprocess.Popen[str]) -> None:

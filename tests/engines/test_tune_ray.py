@@ -139,8 +139,8 @@ with open_cluster(num_cpus=2):
     found["again"] = halving(resume=True)
     found["race"] = [race("ray", "race-ray"), race("local", "race-local")]
     found["lost"] = lost()
-    found["learnt"] = [learnt("ray"), learnt("local")]
     if ALL:
+        found["learnt"] = [learnt("ray"), learnt("local")]
         found["rest"] = rest_of_race()
         found["pbt"] = population()
         found["mlflow"] = tracked_runs() if find_spec("mlflow") else None
@@ -217,6 +217,7 @@ def test_an_interrupted_search_continues_on_fewer_slots_and_comes_to_the_same(fo
     assert after == before + 4, "without a checkpoint it begins anew"
 
 
+@long_proof
 def test_optuna_on_ray_learns_what_it_learns_here(found):
     on_ray, here = found[1]["learnt"]
     assert on_ray == here
