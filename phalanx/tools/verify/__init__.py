@@ -1,5 +1,5 @@
-"""`phalanx verify`: prove that a layout gives what one process gives.
+"""`phalanx verify`: prove that a layout gives what one process gives, and that a run survives faults.
 
 `proofs` starts the runs that are compared, `rank` executes one of them, `probe` records it and compares two recordings,
-`verdict` shows the result. `subject` is what is verified.
+`verdict` shows the result. `subject` is what is verified. `faults` runs a real command while ranks are killed.
 """
