@@ -109,7 +109,7 @@ def time_shared_memory(steps: int, *, in_trainer: bool, in_turn: bool = False) -
 
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
     from phalanx.comm.shm import SharedGroup
-    from phalanx.observe.collectives import _USERS
+    from phalanx.observe.call_ring import _USERS
 
     _USERS[__file__] = not in_trainer
 

@@ -29,31 +29,6 @@ if TYPE_CHECKING:
     from phalanx.trainers.saved_run import load_run
     from phalanx.trainers.torch import PyTorchDDPTrainer
 
-_HOMES = {
-    "Callback": "phalanx.loop.hooks",
-    "DistributedConfig": "phalanx.config",
-    "DistributedTuner": "phalanx.tools.tune.tuner",
-    "FaultPlan": "phalanx.loop.faults",
-    "Formation": "phalanx.loop.formation",
-    "History": "phalanx.observe.history",
-    "HorovodTrainer": "phalanx.engines.horovod.trainer",
-    "PerformanceMonitor": "phalanx.observe.performance",
-    "PhalanxError": "phalanx.errors",
-    "PyTorchDDPTrainer": "phalanx.trainers.torch",
-    "RayTrainer": "phalanx.engines.ray.trainer",
-    "StepInfo": "phalanx.loop.hooks",
-    "TensorFlowDistributedTrainer": "phalanx.engines.tensorflow.trainer",
-    "load_adapter": "phalanx.models.lora.files",
-    "load_run": "phalanx.trainers.saved_run",
-    "lora": "phalanx.models.lora",
-    "merge_lora": "phalanx.models.lora",
-    "plan": "phalanx.tools.plan",
-    "remove_lora": "phalanx.models.lora",
-    "save_adapter": "phalanx.models.lora.files",
-    "tune": "phalanx.tools.tune",
-    "unmerge_lora": "phalanx.models.lora",
-    "verify": "phalanx.tools.verify.proofs",
-}
 
 __all__ = [
     "Callback",
@@ -82,7 +57,27 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+_NAMES = {
+    "phalanx.config": "DistributedConfig",
+    "phalanx.engines.horovod.trainer": "HorovodTrainer",
+    "phalanx.engines.ray.trainer": "RayTrainer",
+    "phalanx.engines.tensorflow.trainer": "TensorFlowDistributedTrainer",
+    "phalanx.errors": "PhalanxError",
+    "phalanx.loop.faults": "FaultPlan",
+    "phalanx.loop.formation": "Formation",
+    "phalanx.loop.hooks": "Callback StepInfo",
+    "phalanx.models.lora": "lora merge_lora remove_lora unmerge_lora",
+    "phalanx.models.lora.files": "load_adapter save_adapter",
+    "phalanx.observe.history": "History",
+    "phalanx.observe.performance": "PerformanceMonitor",
+    "phalanx.tools.plan": "plan",
+    "phalanx.tools.tune": "tune",
+    "phalanx.tools.tune.tuner": "DistributedTuner",
+    "phalanx.tools.verify.proofs": "verify",
+    "phalanx.trainers.saved_run": "load_run",
+    "phalanx.trainers.torch": "PyTorchDDPTrainer",
+}
+__getattr__ = lazy_names(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

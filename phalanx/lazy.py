@@ -8,13 +8,17 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names are in other modules; a name may be a module itself."""
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose names are in other modules; a name may be a module itself.
+
+    `modules`: the names in each module, separated by spaces; a module's name may be relative to the package (".find").
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        module = import_module(homes[name])
+        module = import_module(homes[name], package)
         value = getattr(module, name, module)
         setattr(sys.modules[package], name, value)
         return value

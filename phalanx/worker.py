@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
+import phalanx.strategies.ring_ddp  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
 from phalanx.config import DistributedConfig
 from phalanx.recipes import Recipe
 from phalanx.runs.result import write_result

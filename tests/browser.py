@@ -140,8 +140,8 @@ def browser() -> Iterator[Browser]:
             parts = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             try:
-                process.wait(timeout=20)
-                psutil.wait_procs(parts, timeout=20)  # they write into the folder until they end
+                process.wait(timeout=120)
+                psutil.wait_procs(parts, timeout=120)  # they write into the folder until they end
             finally:
                 os.close(ours_out)
                 os.close(ours_in)

@@ -77,7 +77,7 @@ def start(*words: object, cwd: Path, **environment: str) -> subprocess.Popen[str
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 120) -> Answer:
+def finish(process: subprocess.Popen[str], seconds: float = 300) -> Answer:
     """Wait for a program and return what it said; one that does not end is killed with all it started."""
     try:
         out, err = process.communicate(timeout=seconds)

@@ -141,6 +141,18 @@ def fork_server() -> Iterator[None]:
     client.shutdown()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork ranks from a process that has imported what the file names: that takes longer than most of its tests."""
+    if (names := getattr(request.module, "IMPORTED_BY_RANKS", None)) is None:
+        yield
+        return
+    request.getfixturevalue("fork_server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PRELOAD, ",".join([_FOR_RANKS, *names]))
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_compute_thread() -> None:
     """Leave the cores to the processes that run tests: threads of one would wait for those of another."""

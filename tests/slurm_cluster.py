@@ -99,11 +99,11 @@ class SlurmCluster:
             [shutil.which(program) or f"/usr/sbin/{program}", *arguments],
             env={**os.environ, **self.environment},
             check=True,
-            timeout=30,
+            timeout=120,
             capture_output=True,
         )
 
-    def _wait_for(self, state: str, seconds: float = 30.0) -> None:
+    def _wait_for(self, state: str, seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = self.ask("sinfo", "--noheader", "--Node", "--format", "%T").split()
@@ -115,7 +115,7 @@ class SlurmCluster:
     def ask(self, *command: str) -> str:
         """Return what a command of Slurm prints."""
         environment = {**os.environ, **self.environment}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30).stdout
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120).stdout
 
     def stop(self) -> None:
         """End all daemons, and what they have started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -75,13 +76,22 @@ class SshHosts:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes on the hosts, other than sshd itself."""
-        found = []
+        return list(self._lines().values())
+
+    def end_processes(self) -> None:
+        """Kill what is left on the hosts, other than sshd itself."""
+        for pid in self._lines():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _lines(self) -> dict[int, str]:
+        found = {}
         for host in self.hosts:
             listed = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout
-            for pid in listed.split():
+            for pid in map(int, listed.split()):
                 with suppress(OSError):
-                    found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return [line for line in found if line and "sshd" not in line]
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return {pid: line for pid, line in found.items() if line and "sshd" not in line}
 
 
 @contextmanager

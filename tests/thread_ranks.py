@@ -23,9 +23,9 @@ class ThreadExchange:
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._table[self.rank] = tensor.clone()
-        self._barrier.wait(timeout=20)
+        self._barrier.wait(timeout=120)
         found = list(self._table)
-        self._barrier.wait(timeout=20)
+        self._barrier.wait(timeout=120)
         return found
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:

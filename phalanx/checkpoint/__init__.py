@@ -29,22 +29,21 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.place import check_writable
     from phalanx.checkpoint.read import Loaded, compare_model, entries, load, load_newest, read_tensors, stored_tensors
     from phalanx.checkpoint.write import Request, Saver, save
-    from phalanx.observe.best import Best, mark_best
+    from phalanx.observe.best_mark import Best, mark_best
 
-_MODULES = {
-    "copy": ["copy_checkpoint"],
-    "differences": ["StateDifference", "compare"],
-    "find": ["Checkpoint", "Choice", "choose", "find_best", "list_checkpoints", "read_index", "verify"],
-    "keep": ["keep_newest"],
-    "lock": ["RunLock"],
-    "manifest": ["Manifest", "SavedCheckpoint", "Snapshot", "TensorInfo", "read_manifest"],
-    "place": ["check_writable"],
-    "read": ["Loaded", "compare_model", "entries", "load", "load_newest", "read_tensors", "stored_tensors"],
-    "write": ["Request", "Saver", "save"],
+_NAMES = {
+    ".copy": "copy_checkpoint",
+    ".differences": "StateDifference compare",
+    ".find": "Checkpoint Choice choose find_best list_checkpoints read_index verify",
+    ".keep": "keep_newest",
+    ".lock": "RunLock",
+    ".manifest": "Manifest SavedCheckpoint Snapshot TensorInfo read_manifest",
+    ".place": "check_writable",
+    ".read": "Loaded compare_model entries load load_newest read_tensors stored_tensors",
+    ".write": "Request Saver save",
+    "phalanx.observe.best_mark": "Best mark_best",
 }
-_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
-_HOMES |= dict.fromkeys(["Best", "mark_best"], "phalanx.observe.best")
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__ = lazy_names(__name__, _NAMES)
 
 __all__ = [
     "Best",

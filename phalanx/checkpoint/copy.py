@@ -20,14 +20,12 @@ from phalanx.checkpoint.index import INDEX, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import Extent, FileLayout, lay_out, shard_name
 from phalanx.checkpoint.lock import safe_name
 from phalanx.checkpoint.manifest import MANIFEST, manifest_at
-from phalanx.checkpoint.place import LocalPlace, LocalWriting, Place, Writing, located, place_at
+from phalanx.checkpoint.place import Place, Writing, located, place_at
 from phalanx.checkpoint.plain import rank_file_name
 from phalanx.checkpoint.publish import COPYING
 from phalanx.checkpoint.read import data_opener
-from phalanx.checkpoint.remote import RemotePlace, RemoteWriting
 from phalanx.errors import CheckpointError, UsageError
-from phalanx.host.files import make_private
-from phalanx.observe.best import MARK
+from phalanx.observe.best_mark import MARK
 
 _THREADS = 4
 _PIECE_BYTES = 16 << 20
@@ -90,21 +88,12 @@ def _copy_chunk(place: Place, target: Place, folder: str, leaf: Leaf) -> int:
     return leaf.size
 
 
-def _writing(target: Place, name: str, wanted: Collection[str]) -> LocalWriting | RemoteWriting:
+def _writing(target: Place, name: str, wanted: Collection[str]) -> Writing:
     """Return the unfinished copy of a checkpoint, which always has the same name, so that it is found again.
 
     Files that an earlier one left are removed, apart from those that are wanted; its manifest first.
     """
-    token = f"{COPYING}{name}"
-    writing: LocalWriting | RemoteWriting
-    if isinstance(target, RemotePlace):
-        target.path(token).write_bytes(b"")
-        writing = RemoteWriting(target.directory, token, name)
-    else:
-        assert isinstance(target, LocalPlace)
-        make_private(target.directory)
-        writing = LocalWriting(target.directory, token)
-        writing.path.mkdir(exist_ok=True)
+    writing = target.resume_copy(f"{COPYING}{name}", name)
     for file in [MANIFEST, *target.list(writing.path.name)]:
         if file not in wanted:
             target.delete(writing.path.name, file)

@@ -14,21 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx.checkpoint.files import FileRecord, Leaf
-from phalanx.checkpoint.index import Index, Part, StoredTensor
+from phalanx.checkpoint.files import FileRecord, HashedFile, Leaf
+from phalanx.checkpoint.index import DamagedError, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import FULL, Extent, FileLayout, full_layout
-from phalanx.checkpoint.place import Reader, Stream, Writing
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.place import Reader, Writing
 
 _SCRATCH_BYTES = 512 << 20
 _THREADS = 8
 
 Opener = Callable[[str, "Leaf | None"], Reader]
 """Opens a data file, or the file of one leaf of it."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint's content is not what was written."""
 
 
 class Box(NamedTuple):
@@ -195,7 +190,7 @@ def write_full(writing: Writing, index: Index, records: dict[str, FileRecord]) -
     return dataclasses.replace(index, tensors=ordered, leaves={FULL: writing.records[FULL].cut()})
 
 
-def write_extents(stream: Stream, layout: FileLayout, index: Index, opener: Opener) -> None:
+def write_extents(stream: HashedFile, layout: FileLayout, index: Index, opener: Opener) -> None:
     """Write a data file of this layout from stored parts, with one tensor of it in memory at a time."""
     stream.write(layout.header)
     for piece in layout.pieces:

@@ -199,9 +199,11 @@ class HashedFile:
 
 
 @contextlib.contextmanager
-def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFile]:
-    """Open a new file for hashed writing; add its record to `records` by name when it is on the disk."""
-    file = HashedFile(path)
+def hashed_file(
+    path: Path, records: dict[str, FileRecord], kind: type[HashedFile] = HashedFile
+) -> Iterator[HashedFile]:
+    """Open a new file for hashed writing; add its record to `records` by name when it is on stable storage."""
+    file = kind(path)
     try:
         yield file
         records[path.name] = file.finish()

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.chunks import is_whole
-from phalanx.checkpoint.fetch import DamagedError
 from phalanx.checkpoint.files import FileRecord, hash_bytes, hash_file
-from phalanx.checkpoint.index import INDEX, Index, parse_index
+from phalanx.checkpoint.index import INDEX, DamagedError, Index, parse_index
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath, as_path
-from phalanx.observe.best import Best, latest_mark
+from phalanx.observe.best_mark import Best, latest_mark
 
 
 def verify(
@@ -46,6 +44,8 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
     """Return what is wrong with a share of an incremental checkpoint's chunks."""
     if checkpoint.manifest.kind != "incremental":
         return {}
+    from phalanx.checkpoint.chunks import is_whole
+
     try:
         index = read_index(checkpoint)
     except CheckpointError as error:
@@ -56,18 +56,22 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
     return {hash: f"the chunk {folder}/{hash[:2]}/{hash} is missing or does not match its hash" for hash in bad}
 
 
-def read_index(checkpoint: Checkpoint) -> Index:
-    """Read the index of a checkpoint's tensors; a DamagedError where it is not what was written."""
+def read_file(checkpoint: Checkpoint, file: str) -> bytes:
+    """Return a small file of a checkpoint; a DamagedError where it is not what was written."""
     place, name = located(checkpoint.path)
-    where = checkpoint.path / INDEX
     try:
-        data = place.read(name, INDEX)
+        data = place.read(name, file)
     except OSError as error:
-        raise DamagedError(f"{where} cannot be read: {error.strerror or error}") from error
-    record = checkpoint.manifest.files.get(INDEX)
+        raise DamagedError(f"{checkpoint.path / file} cannot be read: {error.strerror or error}") from error
+    record = checkpoint.manifest.files.get(file)
     if record is None or hash_bytes(data) != record.hash:
-        raise DamagedError(f"{INDEX} does not match its hash: it was changed after it was written")
-    return parse_index(data, str(where))
+        raise DamagedError(f"{file} does not match its hash: it was changed after it was written")
+    return data
+
+
+def read_index(checkpoint: Checkpoint) -> Index:
+    """Read the index of a checkpoint's tensors."""
+    return parse_index(read_file(checkpoint, INDEX), str(checkpoint.path / INDEX))
 
 
 def sizes_match(checkpoint: Checkpoint) -> bool:

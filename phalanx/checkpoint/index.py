@@ -29,6 +29,10 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _CHUNKS = re.compile(r"\.chunks-[\w.]{0,32}")
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint's content is not what was written."""
+
+
 class Part(NamedTuple):
     """A box of a tensor, contiguous in a data file."""
 

@@ -1,18 +1,15 @@
-"""Remove old checkpoints of the same run, and chunks that none of them uses."""
+"""Remove old checkpoints of the same run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.checkpoint import chunks
-from phalanx.checkpoint.find import Checkpoint, Stamp, list_checkpoints, read_index, read_stamps, sizes_match, survey
+from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match
 from phalanx.checkpoint.lock import is_under_way
 from phalanx.checkpoint.manifest import manifest_at
-from phalanx.checkpoint.place import located, place_at
-from phalanx.checkpoint.publish import COPYING
+from phalanx.checkpoint.place import located
 from phalanx.errors import CheckpointError
-from phalanx.observe.best import MARK
+from phalanx.observe.best_mark import MARK
 
 
 def remove(path: Path) -> None:
@@ -72,41 +69,15 @@ def keep_newest(
         except OSError as error:
             notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
     if any(one.kind == "incremental" for one in found):
-        notes += remove_unused_chunks(published.path.parent, {chunks.folder_of(run_id) for run_id in own})
+        from phalanx.checkpoint import chunks
+
+        notes += chunks.remove_unused(published.path.parent, {chunks.folder_of(run_id) for run_id in own})
     return notes
 
 
 def _is_complete(stamp: Stamp) -> bool:
     manifest = manifest_at(stamp.path)
     return manifest is not None and sizes_match(Checkpoint(stamp.path, manifest))
-
-
-def remove_unused_chunks(directory: Path, folders: Iterable[str]) -> list[str]:
-    """Remove the chunks in these folders that no checkpoint uses; return why where this was not possible."""
-    place = place_at(directory)
-    used: dict[str, set[str]] = {folder: set() for folder in folders}
-    try:
-        for checkpoint in list_checkpoints(directory):
-            if checkpoint.manifest.kind == "incremental":
-                index = read_index(checkpoint)
-                if index.chunk_folder in used:
-                    used[index.chunk_folder] |= {leaf.hash for of in index.leaves.values() for leaf in of}
-        for folder, hashes in used.items():
-            chunks.prune(place, folder, hashes)
-    except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
-        return [f"unused chunks in {directory} were not removed: {error}"]
-    return []
-
-
-def prune_chunks(directory: Path) -> list[str]:
-    """Remove all chunks in a directory that no checkpoint uses; return why where this was not possible."""
-    names = place_at(directory).names()
-    folders = [name for name in names if chunks.is_folder(name)]
-    # The chunks of a copy are there before its manifest, and those of a newer Phalanx are named where this cannot read.
-    others = [name for name in names if name.startswith(COPYING)] + [path.name for path, _ in survey(directory)[1]]
-    if folders and others:
-        return [f"unused chunks in {directory} were not removed: {others[0]} may use them"]
-    return remove_unused_chunks(directory, folders) if folders else []
 
 
 def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = None) -> list[Checkpoint]:

@@ -31,18 +31,6 @@ from phalanx.host.files import make_private, replacing
 from phalanx.host.remote import RemotePath, as_path
 
 
-class Stream(Protocol):
-    """A new file that is hashed while it is written, in large pieces."""
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append bytes; the buffer is not used after the call."""
-        ...
-
-    def flush(self) -> None:
-        """Raise the error of an earlier write."""
-        ...
-
-
 class Reader(Protocol):
     """A file that is read at any position, by several threads at a time."""
 
@@ -50,88 +38,9 @@ class Reader(Protocol):
 
     def read_into(self, parts: Sequence[memoryview], offset: int) -> None:
         """Fill the parts, one after the other, from this position; OSError where the file ends before."""
-        ...
 
     def close(self) -> None:
         """Release the file."""
-        ...
-
-
-class Writing(Protocol):
-    """A checkpoint that is being written and does not count yet."""
-
-    token: str
-    """Other ranks `join` with it."""
-    records: dict[str, FileRecord]
-    """Size and hash of the files that this process has created."""
-
-    def create(self, name: str) -> AbstractContextManager[Stream]:
-        """Return a new file; when the block ends it is on stable storage and has a record."""
-        ...
-
-    def read(self, name: str) -> Reader:
-        """Open a file that any rank has created."""
-        ...
-
-    def drop(self, name: str) -> None:
-        """Remove a file that is not part of the checkpoint after all."""
-        ...
-
-    def publish(self, manifest: Manifest) -> str:
-        """Write the manifest, the last file, and make this a checkpoint; return its name."""
-        ...
-
-    def discard(self) -> None:
-        """Remove everything, after all ranks have stopped writing."""
-        ...
-
-
-class Place(Protocol):
-    """A directory of checkpoints."""
-
-    def begin(self, step: int) -> Writing:
-        """Start a checkpoint of this step."""
-        ...
-
-    def join(self, token: str) -> Writing:
-        """Return the unfinished checkpoint that another rank has begun; FileNotFoundError where it is not visible."""
-        ...
-
-    def names(self) -> list[str]:
-        """Return the names of the entries, checkpoints and others."""
-        ...
-
-    def path(self, name: str) -> Path:
-        """Return how a user names an entry."""
-        ...
-
-    def read(self, name: str, file: str) -> bytes:
-        """Return the content of a small file."""
-        ...
-
-    def open(self, name: str, file: str) -> Reader:
-        """Open a file of a checkpoint for reading; OSError where it cannot be read."""
-        ...
-
-    def size(self, name: str, file: str) -> int:
-        """Return the size of a file in bytes; FileNotFoundError where it does not exist."""
-        ...
-
-    def put(self, name: str, file: str, data: bytes | memoryview) -> None:
-        """Write a small file as a whole, on stable storage when this returns; `name` is created where it is missing."""
-        ...
-
-    def list(self, name: str) -> list[str]:
-        """Return the files of an entry; none where it does not exist."""
-        ...
-
-    def delete(self, name: str, file: str) -> None:
-        """Remove one file, if it exists."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint; after a failure in the middle nothing that looks like a checkpoint remains."""
-        ...
 
 
 class LocalReader:
@@ -164,64 +73,74 @@ _VECTORS = 512
 """Buffers per system call: Linux allows 1024."""
 
 
-class LocalWriting:
-    """A hidden directory, which one rename publishes."""
+class Writing:
+    """A checkpoint that is being written and does not count yet: a hidden directory, which one rename publishes."""
 
-    def __init__(self, directory: Path, token: str) -> None:
+    def __init__(self, path: Path, token: str) -> None:
+        self.path = path
         self.token = token
-        self.path = directory / token
+        """Other ranks `join` with it."""
         self.records: dict[str, FileRecord] = {}
+        """Size and hash of the files that this process has created."""
 
     def create(self, name: str) -> AbstractContextManager[HashedFile]:
-        """Return a new file."""
+        """Return a new file; when the block ends it is on stable storage and has a record."""
         return hashed_file(self.path / name, self.records)
 
-    def read(self, name: str) -> LocalReader:
+    def read(self, name: str) -> Reader:
         """Open a file that any rank has created."""
         return LocalReader(self.path / name)
 
     def drop(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file that is not part of the checkpoint after all."""
         (self.path / name).unlink()
         self.records.pop(name, None)
 
     def publish(self, manifest: Manifest) -> str:
-        """Write the manifest, then rename the directory."""
+        """Write the manifest, the last file, and make this a checkpoint; return its name."""
         with hashed_file(self.path / MANIFEST, {}) as file:
             file.write(dump_manifest(manifest).encode())
         return publish(self.path, step=manifest.step, run_id=manifest.run_id).name
 
     def discard(self) -> None:
-        """Remove the directory; what cannot be removed is left for a later save."""
+        """Remove everything, after all ranks have stopped writing; what cannot be removed is left for a later save."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class LocalPlace:
-    """A folder that all ranks see."""
+class Place:
+    """A directory of checkpoints: a folder that all ranks see."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def begin(self, step: int) -> LocalWriting:
-        """Create the directory to write into, after removing what failed saves left."""
-        writing = LocalWriting(self.directory, writing_name(step))
+    def begin(self, step: int) -> Writing:
+        """Start a checkpoint of this step, after removing what failed saves left."""
         make_private(self.directory)
         clear_leftovers(self.directory, older_than=time.time())
-        writing.path.mkdir()
-        return writing
+        token = writing_name(step)
+        (self.directory / token).mkdir()
+        return Writing(self.directory / token, token)
 
-    def join(self, token: str) -> LocalWriting:
-        """Return the unfinished checkpoint that another rank has begun."""
-        writing = LocalWriting(self.directory, token)
-        writing.path.stat()
-        return writing
+    def join(self, token: str) -> Writing:
+        """Return the unfinished checkpoint that another rank has begun; FileNotFoundError where it is not visible."""
+        (self.directory / token).stat()
+        return Writing(self.directory / token, token)
+
+    def resume_copy(self, token: str, name: str) -> Writing:
+        """Return the unfinished copy of a checkpoint, which may hold files already."""
+        make_private(self.directory)
+        (self.directory / token).mkdir(exist_ok=True)
+        return Writing(self.directory / token, token)
 
     def names(self) -> list[str]:
-        """Return the names of the entries."""
-        return sorted(path.name for path in self.directory.iterdir()) if self.directory.is_dir() else []
+        """Return the names of the entries, checkpoints and others."""
+        try:
+            return sorted(path.name for path in self.directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def path(self, name: str) -> Path:
-        """Return the path of an entry."""
+        """Return how a user names an entry."""
         return self.directory / name
 
     def read(self, name: str, file: str) -> bytes:
@@ -229,16 +148,16 @@ class LocalPlace:
         with open_regular(self.directory / name / file) as stream:
             return stream.read()
 
-    def open(self, name: str, file: str) -> LocalReader:
-        """Open a file for reading."""
+    def open(self, name: str, file: str) -> Reader:
+        """Open a file of a checkpoint for reading; OSError where it cannot be read."""
         return LocalReader(self.directory / name / file)
 
     def size(self, name: str, file: str) -> int:
-        """Return the size of a file."""
+        """Return the size of a file in bytes; FileNotFoundError where it does not exist."""
         return (self.directory / name / file).stat().st_size
 
     def put(self, name: str, file: str, data: bytes | memoryview) -> None:
-        """Write a file aside and rename it."""
+        """Write a small file as a whole, on stable storage when this returns; `name` is created where it is missing."""
         folder = self.directory / name
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
@@ -249,15 +168,14 @@ class LocalPlace:
     def list(self, name: str) -> list[str]:
         """Return the files of an entry; none of a link: what is listed may be removed, and is elsewhere."""
         folder = self.directory / name
-        listed = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else []
-        return sorted(path.name for path in listed)
+        return [] if folder.is_symlink() else Place(folder).names()
 
     def delete(self, name: str, file: str) -> None:
         """Remove one file, if it exists."""
         (self.directory / name / file).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Rename a checkpoint aside, then remove it."""
+        """Remove a checkpoint; after a failure in the middle nothing that looks like a checkpoint remains."""
         remove(self.directory / name)
 
 
@@ -265,7 +183,7 @@ def place_at(directory: Path | str) -> Place:
     """Return the place that a user names, in a folder or at a URL."""
     path = as_path(directory)
     if not isinstance(path, RemotePath):
-        return LocalPlace(path)
+        return Place(path)
     from phalanx.checkpoint.remote import RemotePlace
 
     return RemotePlace(path)

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from phalanx.checkpoint import chunks, group
-from phalanx.checkpoint.fetch import Box, DamagedError, Opener, read_boxes
-from phalanx.checkpoint.files import Leaf, hash_bytes
-from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_index
-from phalanx.checkpoint.index import Index
+from phalanx.checkpoint.fetch import Box, Opener, read_boxes
+from phalanx.checkpoint.files import Leaf
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_file, read_index
+from phalanx.checkpoint.index import DamagedError, Index
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
 from phalanx.checkpoint.place import Reader, located
 from phalanx.checkpoint.plain import from_plain, rank_file_name
@@ -170,22 +170,15 @@ def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> Loaded:
 
 
 def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    place, name = located(checkpoint.path)
     file = rank_file_name(rank)
-    path, record = checkpoint.path / file, checkpoint.manifest.files.get(file)
-    if record is None:
+    if file not in checkpoint.manifest.files:
         raise DamagedError(f"{checkpoint.path} has no state of rank {rank}")
-    try:
-        data = place.read(name, file)
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from error
-    if hash_bytes(data) != record.hash:
-        raise DamagedError(f"{file} does not match its hash: it was changed after it was written")
+    data = read_file(checkpoint, file)
     try:
         found: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
         return {"objects": found["objects"], "state": found["state"]}
     except (RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint.path / file} cannot be read: {error}") from error
 
 
 def compare_model(manifest: Manifest, model: Mapping[str, tuple[Sequence[int], str | torch.dtype]]) -> None:

@@ -10,11 +10,14 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 
-from phalanx.checkpoint.files import FileRecord, HashedFile
+from phalanx.checkpoint.files import FileRecord, HashedFile, hashed_file
 from phalanx.checkpoint.lock import has_ended
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, manifest_at
+from phalanx.checkpoint.place import Place, Reader, Writing
 from phalanx.checkpoint.publish import is_published, owner_of, step_name, writing_name
 from phalanx.host.remote import RemotePath
 
@@ -47,7 +50,8 @@ class RemoteReader:
 class RemoteFile(HashedFile):
     """A new file at a URL, hashed while it is uploaded in parts; memory is bounded by the size of a part."""
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: Path) -> None:
+        assert isinstance(path, RemotePath)
         path.prepare()
         super().__init__(path)
 
@@ -69,34 +73,22 @@ class RemoteFile(HashedFile):
         self._file.discard()  # type: ignore[attr-defined]
 
 
-class RemoteWriting:
-    """A checkpoint whose manifest is not there yet."""
+class RemoteWriting(Writing):
+    """A checkpoint at a URL whose manifest is not there yet; an object with the name of its token announces it."""
 
-    def __init__(self, directory: RemotePath, token: str, name: str) -> None:
-        self.token = token
-        self.records: dict[str, FileRecord] = {}
-        self._marker = directory / token
-        self._name = name
-        self.path = directory / name
+    path: RemotePath
 
-    @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[RemoteFile]:
-        """Return a new file."""
-        stream = RemoteFile(self.path / name)
-        try:
-            yield stream
-            self.records[name] = stream.finish()
-        finally:
-            stream.release()
+    def create(self, name: str) -> AbstractContextManager[HashedFile]:
+        """Return a new file, which is uploaded in parts."""
+        return hashed_file(self.path / name, self.records, RemoteFile)
 
-    def read(self, name: str) -> RemoteReader:
+    def read(self, name: str) -> Reader:
         """Open a file that any rank has created."""
         return RemoteReader(self.path / name)
 
-    def drop(self, name: str) -> None:
-        """Remove a file."""
-        (self.path / name).unlink()
-        self.records.pop(name, None)
+    @property
+    def _marker(self) -> RemotePath:
+        return self.path.parent / self.token
 
     def publish(self, manifest: Manifest) -> str:
         """Upload the manifest; then remove this run's earlier checkpoint of the same step."""
@@ -106,7 +98,7 @@ class RemoteWriting:
             other = None if path == self.path else manifest_at(path)
             if other is not None and other.run_id == manifest.run_id:
                 remove_remote(path)
-        return self._name
+        return self.path.name
 
     def discard(self) -> None:
         """Remove everything; what cannot be removed is left for a later save."""
@@ -114,11 +106,10 @@ class RemoteWriting:
             _sweep(self._marker, self.path)
 
 
-class RemotePlace:
+class RemotePlace(Place):
     """A directory of checkpoints at a URL."""
 
-    def __init__(self, directory: RemotePath) -> None:
-        self.directory = directory
+    directory: RemotePath
 
     def begin(self, step: int) -> RemoteWriting:
         """Choose a free name and announce it, after removing what failed saves left."""
@@ -127,39 +118,24 @@ class RemotePlace:
             if token.startswith(".writing-") and _is_abandoned(self.directory / token):
                 _sweep(self.directory / token)
                 names = self.names()
-        name = step_name(step)
+        name, token = step_name(step), writing_name(step)
         if name in names:
             name += f"-{secrets.token_hex(3)}"
-        writing = RemoteWriting(self.directory, writing_name(step), name)
-        (self.directory / writing.token).write_bytes(json.dumps({"name": name}).encode())
-        return writing
+        (self.directory / token).write_bytes(json.dumps({"name": name}).encode())
+        return RemoteWriting(self.directory / name, token)
 
     def join(self, token: str) -> RemoteWriting:
         """Return the unfinished checkpoint that another rank has begun."""
-        return RemoteWriting(self.directory, token, _announced(self.directory / token))
+        return RemoteWriting(self.directory / _announced(self.directory / token), token)
 
-    def names(self) -> list[str]:
-        """Return the names of the entries."""
-        try:
-            return sorted(path.name for path in self.directory.iterdir())
-        except FileNotFoundError:
-            return []
+    def resume_copy(self, token: str, name: str) -> RemoteWriting:
+        """Return the unfinished copy, whose files have their final names."""
+        (self.directory / token).write_bytes(b"")
+        return RemoteWriting(self.directory / name, token)
 
-    def path(self, name: str) -> RemotePath:
-        """Return the URL of an entry."""
-        return self.directory / name
-
-    def read(self, name: str, file: str) -> bytes:
-        """Return the content of a small file."""
-        return (self.directory / name / file).read_bytes()
-
-    def open(self, name: str, file: str) -> RemoteReader:
+    def open(self, name: str, file: str) -> Reader:
         """Open a file for reading."""
         return RemoteReader(self.directory / name / file)
-
-    def size(self, name: str, file: str) -> int:
-        """Return the size of a file."""
-        return (self.directory / name / file).stat().st_size
 
     def put(self, name: str, file: str, data: bytes | memoryview) -> None:
         """Write a small file as a whole."""
@@ -168,10 +144,6 @@ class RemotePlace:
     def list(self, name: str) -> list[str]:
         """Return the files of an entry."""
         return RemotePlace(self.directory / name).names()
-
-    def delete(self, name: str, file: str) -> None:
-        """Remove one file, if it exists."""
-        (self.directory / name / file).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint."""

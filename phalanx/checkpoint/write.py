@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint import chunks, group
-from phalanx.checkpoint.fetch import write_full
+from phalanx.checkpoint import group
 from phalanx.checkpoint.files import FileRecord, Leaf, write_failed
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match, stamp_of
 from phalanx.checkpoint.index import INDEX, Index
@@ -265,6 +264,8 @@ class _Job(threading.Thread):
             with writing.create(name) as stream:
                 torch.save(self._rank_file, stream)  # type: ignore[arg-type]
             if self._layout.pieces and self._request.kind == "incremental":
+                from phalanx.checkpoint import chunks
+
                 folder, view = chunks.folder_of(self._request.run_id), self._staging.view()
                 leaves, written = chunks.write(
                     self._place, folder, view, self._layout.cuts(), self._known_chunks, self._advance
@@ -300,6 +301,8 @@ class _Job(threading.Thread):
         index = self._completed_index(parts, records)
         try:
             if request.kind == "full":
+                from phalanx.checkpoint.fetch import write_full
+
                 index = write_full(writing, index, records)
             with writing.create(INDEX) as stream:
                 stream.write(index.dump())
@@ -345,6 +348,8 @@ class _Job(threading.Thread):
     def _completed_index(self, parts: list[dict[str, Any]], records: dict[str, FileRecord]) -> Index:
         assert self._index is not None
         if self._request.kind == "incremental":
+            from phalanx.checkpoint import chunks
+
             cut = {shard_name(rank): part["leaves"] for rank, part in enumerate(parts) if part["leaves"]}
             leaves = {name: [Leaf(*leaf) for leaf in listed] for name, listed in cut.items()}
             return dataclasses.replace(self._index, leaves=leaves, chunk_folder=chunks.folder_of(self._request.run_id))

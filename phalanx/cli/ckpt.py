@@ -62,7 +62,7 @@ def _printable(text: str) -> str:
 
 def _facts(one: Checkpoint) -> dict[str, Any]:
     """Return what `ls` and `inspect` both show."""
-    from phalanx.observe.best import read_mark
+    from phalanx.observe.best_mark import read_mark
 
     manifest, best = one.manifest, read_mark(one.path)
     return {
@@ -206,8 +206,9 @@ def _reshard(namespace: argparse.Namespace) -> _Answer:
 
 
 def _prune(namespace: argparse.Namespace) -> _Answer:
+    from phalanx.checkpoint.chunks import prune_chunks
     from phalanx.checkpoint.find import survey
-    from phalanx.checkpoint.keep import beyond, prune_chunks, remove
+    from phalanx.checkpoint.keep import beyond, remove
     from phalanx.checkpoint.lock import runs_under_way
     from phalanx.cli.ckpt_target import directory_of
 

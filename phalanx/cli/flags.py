@@ -20,11 +20,10 @@ from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
-from phalanx.config.renamed import NAMES, Aliases, removed
+from phalanx.config.renamed import NAMES, REMOVED, Aliases, removed
 from phalanx.config.run_fields import AdvancedOptions
 from phalanx.errors import UsageError, unknown_name
-from phalanx.recipes import Recipe, load_recipe, recipe_names
-from phalanx.recipes.recipe import read_changes
+from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
 
 if TYPE_CHECKING:
     from phalanx.launch import ModuleTarget, ScriptTarget
@@ -175,15 +174,17 @@ class FlagParser(argparse.ArgumentParser):
         # By the name without dashes, which all flags have in common.
         flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
         found = []
-        for before, word in zip(["", *words], words, strict=False):
-            name = word.split("=", 1)[0]
-            if message := removed(name.lstrip("-").replace("-", "_"), name):
+        for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+            name, _, value = word.partition("=")
+            given = value or ("" if after.startswith("-") else after)
+            if message := removed(name.lstrip("-").replace("-", "_"), name, given):
                 found.append(message)
             elif word.startswith("-"):
-                close = like_flag(name.lstrip("-"), flags)
+                close = like_flag(name.lstrip("-"), {*flags, *REMOVED})
                 other = verb_with(name) if close is None else ""
-                more = f" Did you mean {close}?" if close else f" {other} has it." if other else ""
-                found.append(f"unknown flag '{name}'.{more}")
+                more = f"Did you mean {close}?" if close else f"{other} has it." if other else ""
+                answer = removed((close or "")[2:].replace("-", "_"), close or "", given) or more
+                found.append(f"unknown flag '{name}'. {answer}".rstrip())
             elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
                 found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
         return found

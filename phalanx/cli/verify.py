@@ -94,11 +94,11 @@ def run_under_faults(arguments: Sequence[str]) -> int:
     folder = Path(namespace.out or f"runs/faults-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists():
         raise UsageError(f"--out {folder}: exists already", hint="Name a new folder, or remove it.")
-    from phalanx.tools.verify.chaos import run_chaos
+    from phalanx.tools.verify.faults import train_under_faults
 
     checkpoints = not namespace.no_checkpoints
     train = [*_train_words(words), *_added(config, faults, checkpoints), *(["--", *own] if own else [])]
-    report = run_chaos(
+    report = train_under_faults(
         train,
         faults,
         folder,

@@ -11,48 +11,43 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
 
-if TYPE_CHECKING:
-    import torch
 
+class Exchange:
+    """Collectives of a group of ranks, here of one rank. Every call is made by all ranks, in the same order."""
 
-class Exchange(Protocol):
-    """Collectives of a group of ranks. Every call is made by all ranks, in the same order."""
-
-    rank: int
-    size: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent, as the algorithm counts them."""
+    rank: int = 0
+    size: int = 1
+    sent_bytes: int = 0
+    """Bytes that this rank has sent, as the algorithm counts them."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks in place, by sum, mean or max."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked by rank; all have one shape."""
+        return tensor.unsqueeze(0)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send row r to rank r; return the rows that were sent here, by rank."""
+        return tensor
 
     def close(self) -> None:
         """Release memory, without communication: other ranks may have failed."""
 
 
-class TorchExchange:
+class TorchExchange(Exchange):
     """An `Exchange` over a process group of torch.distributed: gloo, nccl or phalanx."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.sent_bytes = 0
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place."""
@@ -75,42 +70,16 @@ class TorchExchange:
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
-    def close(self) -> None:
-        """Do nothing: torch keeps the group."""
-
-
-class Alone:
-    """An `Exchange` of one rank."""
-
-    rank, size, sent_bytes = 0, 1, 0
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        """Do nothing."""
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as the only row."""
-        return tensor.unsqueeze(0)
-
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def close(self) -> None:
-        """Do nothing."""
-
 
 _emulated: float | None = None
 
 
-class ThrottledExchange:
+class ThrottledExchange(Exchange):
     """An exchange whose calls take at least as long as their bytes on a link of `bytes_per_second`."""
 
     def __init__(self, inner: Exchange, bytes_per_second: float) -> None:
-        self._inner = inner
-        self._rate = bytes_per_second
-        self.rank = inner.rank
-        self.size = inner.size
-        self.sent_bytes = inner.sent_bytes
+        self._inner, self._rate = inner, bytes_per_second
+        self.rank, self.size, self.sent_bytes = inner.rank, inner.size, inner.sent_bytes
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place."""

@@ -21,7 +21,7 @@ from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor
 from phalanx.comm.exchange import Bucket, Exchange, plan_buckets
 from phalanx.errors import CommunicationError, ModelError, PhalanxError, unused_parameters
-from phalanx.observe.collectives import GRADIENTS
+from phalanx.observe.call_ring import GRADIENTS
 
 _ALIGNMENT = 64
 """Bytes to which buckets are aligned in their common memory: a cache line, and a multiple of every dtype."""

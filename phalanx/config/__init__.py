@@ -1,15 +1,20 @@
 """The configuration of a run: a field is a Python argument, a flag, an environment variable and a TOML key.
 
 fields (all settings) -> settings (`Settings`: values and what follows from them) -> rules, run_rules, backend_rules
-(each rule yields a field and a message; engines bring theirs) -> distributed (`DistributedConfig`: checked settings)
--> sources.
+(each rule yields a field and a message; engines bring theirs) -> checking (`check`: all rules in order) -> distributed
+(`DistributedConfig`: checked settings) -> sources (files, variables, arguments). A rank loads no rules.
 """
 
+from typing import TYPE_CHECKING
+
 from phalanx.config.backends import BACKENDS
-from phalanx.config.distributed import DistributedConfig
+from phalanx.config.distributed import DistributedConfig, write_toml
 from phalanx.config.option import parse_text
 from phalanx.config.settings import FIELDS, GROUPS
-from phalanx.config.sources import Resolved, read_settings, resolve, write_toml
+from phalanx.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from phalanx.config.sources import Resolved, read_settings, resolve
 
 __all__ = [
     "BACKENDS",
@@ -22,3 +27,5 @@ __all__ = [
     "resolve",
     "write_toml",
 ]
+
+__getattr__ = lazy_names(__name__, {".sources": "Resolved read_settings resolve"})

@@ -57,22 +57,15 @@ def backend_settings(settings: Settings) -> Mistakes:
             )
 
 
-@rule("backend", "strategy", "engine_options")
+@rule("backend", "strategy")
 def engine_options(settings: Settings) -> Mistakes:
     """Check the options of the engines that are chosen."""
-    try:
-        given = split_options(settings.engine_options)
-    except ValueError as error:
-        yield settings.mistake(
-            "engine_options", f": {str(error)!r} is not name=value, as in 'adasum=true,timeline=a.json'."
-        )
-        return
     known = _options_of(settings.backend, settings.resolved_strategy)
-    for name, value in given.items():
+    for name, value in split_options(settings.engine_options).items():
         if name not in known:
-            yield settings.mistake("engine_options", f": {_unknown_option(name, settings.backend, known)}")
+            yield name, f"engine_options: {_unknown_option(name, settings.backend, known)}"
         elif wrong := problem(known[name], parse_text(known[name], value)):
-            yield settings.mistake("engine_options", f": {wrong}")
+            yield name, wrong
 
 
 def _options_of(backend: str, strategy: str = "") -> dict[str, Any]:
@@ -193,7 +186,7 @@ def unused_settings(settings: Settings) -> Mistakes:
 def unused_note(settings: Settings) -> str:
     """Return the warning about settings that the backend ignores; empty where it uses all."""
     unused = dict(unused_settings(settings))
-    given = ", ".join(f"{name} = {getattr(settings, name)!r}" for name in unused)
+    given = ", ".join(f"{name} = {settings.value(name)!r}" for name in unused)
     own_lines = {text.rpartition("Keras: ")[2] for text in unused.values() if "Keras: " in text}
     instead = f" Write in model_fn, by your model's Keras: {'; '.join(sorted(own_lines))}" if own_lines else ""
     return f"not used by backend = {settings.backend!r}: {given}.{instead}" if unused else ""

@@ -1,49 +1,45 @@
-"""`DistributedConfig`: all settings of a run, checked. Importable without torch."""
+"""`DistributedConfig`: all settings of a run, checked. Importable without torch.
+
+Checking and other names of settings are imported where they are used: a rank gets a config that was checked.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
-from phalanx.config import rules
-from phalanx.config.backend_rules import BACKEND_RULES, engine_options, engine_rules, unused_note, unused_settings
-from phalanx.config.backends import DEFAULT_STRATEGY
-from phalanx.config.fields import TORCH_SHARDING
-from phalanx.config.meanings import like
-from phalanx.config.option import plain, problem
-from phalanx.config.renamed import NAMES, count_ranks, merge, removed, rename
-from phalanx.config.run_rules import RUN_RULES
+from phalanx.config.backends import BACKENDS
+from phalanx.config.option import split_options
+from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
-from phalanx.config.strategies import facts_of
 from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
 
-_RULES = (
-    rules.sharding,
-    rules.zero_stage,
-    *rules.COMMON_RULES,
-    *BACKEND_RULES,
-    rules.split_adapters,
-    rules.parameter_servers,
-    rules.staleness,
-    rules.rank_counts,
-    *RUN_RULES,
-)
-"""In this order, after those of the engines: a rule does not run where an earlier one found a field wrong that it
-needs."""
+RECORD_HEADER = "# The resolved settings of this run."
+"""The beginning of the file that each run writes."""
 
 
 class DistributedConfig(Settings):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
     def __init__(self, **values: Unpack[AllSettings]) -> None:
+        from phalanx.config.checking import check
+
         complete, mistakes = check(values)
         if mistakes:
             raise ConfigError([message for _, message in mistakes])
         self.__dict__.update(complete)
+
+    if not TYPE_CHECKING:  # else every attribute would be known to a type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise for an unknown attribute; Python calls it for these alone."""
+            where = f"write config.options.{name}" if name in OPTIONS else "`phalanx config show` lists all settings"
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: {where}", name=name, obj=self
+            )
 
     @classmethod
     def trusted(cls, values: Mapping[str, Any]) -> DistributedConfig:
@@ -55,16 +51,28 @@ class DistributedConfig(Settings):
     @property
     def unused(self) -> dict[str, str]:
         """Settings that the backend ignores, by name, each with what to write instead."""
+        if self.backend not in BACKENDS or not BACKENDS[self.backend].engine:
+            return {}  # only the rules of engines name such settings
+        from phalanx.config.backend_rules import unused_settings
+
         return dict(unused_settings(self))
 
     @property
     def unused_note(self) -> str:
         """The warning about settings that the backend ignores; empty where every setting is used."""
+        if not self.unused:
+            return ""
+        from phalanx.config.backend_rules import unused_note
+
         return unused_note(self)
 
     def refuse_unused(self, given: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
-        refused = [text for name, text in self.unused.items() if name in rename(given)[0]]
+        from phalanx.config.renamed import rename
+
+        named = rename(given)[0]
+        named |= split_options(named.get("engine_options"))
+        refused = [text for name, text in self.unused.items() if name in named]
         if refused:
             raise ConfigError(refused)
 
@@ -78,6 +86,8 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
+        from phalanx.config.renamed import merge, rename
+
         renamed, mistakes = rename(changes)
         if mistakes:
             raise ConfigError([message for _, message in mistakes])
@@ -89,71 +99,28 @@ class DistributedConfig(Settings):
         return self.trusted({**self.to_dict(), **changes})
 
 
-def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the values of all settings, and (field, message) for every mistake in what was given."""
-    values, mistakes = translate(given)
-    mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
-    for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
-        other = f"min_workers = {values['min_workers']}"
-        mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
-        values[name] = most
-    complete = {name: plain(values.get(name, field.default)) for name, field in FIELDS.items()}
-    engines = engine_rules(complete)
-    for engine in engines:
-        if hasattr(engine, "reconcile"):
-            changes, contradictions = engine.reconcile(complete)
-            complete |= changes
-            mistakes += contradictions
-    wrong = [(name, text) for name, field in FIELDS.items() if (text := problem(field, complete[name]))]
-    settings = Settings(**complete)
-    of_engines = (rule for engine in engines for rule in engine.RULES)
-    for rule in (engine_options, *of_engines, *_RULES):  # first that which rules of engines read
-        known = {name for name, _ in wrong}
-        if not rule.needs & known:
-            wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
-    return complete, mistakes + wrong
+def write_toml(config: Settings, *, as_comments: Container[str] = ()) -> str:
+    """Return the config as TOML that `--config` reads back; unset values and those in `as_comments` become comments."""
+    lines = []
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        lines.append(f"# {field.metadata['help']}")
+        if value is None and field.default is None:
+            lines.append(f"# {name} = (unset)")
+        else:
+            lines.append(f"{'# ' if name in as_comments else ''}{name} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"
 
 
-_RANGE = re.compile(r"\d+:\d+")
-
-
-def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the settings with aliases, pairs of workers (least, most), torch's names of sharding and lists translated.
-
-    With them: (alias, message) for each alias with a wrong value.
-    """
-    values, mistakes = rename(given)
-    values, of_counts = count_ranks(values, "num_gpus" in ranges(values))
-    return _translate_values(values), mistakes + of_counts
-
-
-def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
-    for name, (least, most) in ranges(values).items():
-        if values.get("min_workers") in (None, least):  # another value stays, and is refused
-            values |= {"min_workers": least, name: most}
-    if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
-        values["profile"] = " ".join(words)
-    given = values.get("sharding")
-    name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
-    strategy = values.get("strategy", "auto")
-    if name == "NO_SHARD" and (strategy == "auto" or facts_of(str(strategy)).axes):
-        return {**values, "strategy": DEFAULT_STRATEGY, "sharding": "auto"}
-    return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
-
-
-def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the pairs (least, most) of workers that were given; a sequence of another length is not one."""
-    found = {name: values[name] for name in ("num_workers", "num_gpus") if name in values}
-    for name, text in found.items():
-        if isinstance(text, str) and _RANGE.fullmatch(text):
-            found[name] = [int(part) for part in text.split(":")]
-    return {name: pair for name, pair in found.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}
-
-
-def unknown_field(name: str) -> str:
-    """Return the message about an unknown setting, with the nearest known name."""
-    if message := removed(name.replace("-", "_"), name):
-        return message
-    close = like(name.replace("-", "_"), NAMES)
-    guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
-    return f"unknown setting '{name}'.{guess}"
+def toml_value(value: Any) -> str:
+    """Return a value as TOML."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return repr(value)

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.config.meanings import like_value
 from phalanx.errors import UsageError
 
 Options = TypeVar("Options")
@@ -28,6 +27,7 @@ _NO_URLS = (
     "files are written to folders of this machine or of a mounted file system, not to a URL. Give a path, and copy "
     "from there (or mount the bucket)."
 )
+_NO_COMMA = "a comma separates options, so their values have none"
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
@@ -49,6 +49,7 @@ def option(
     needs: str = "",
     keras: str = "",
     engine: str = "",
+    expects: str = "",
 ) -> Any:
     """Declare a configuration field: its default, its one help text, what it allows and where it is used.
 
@@ -57,11 +58,11 @@ def option(
     machines of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
     `implies`: the strategy that it chooses where none is named. `needs`: the setting without which it has no effect.
     `keras`: "used" by Keras models, "ignored" (allowed in a file for several backends), or refused. `engine`: its rules
-    are asked where the setting is given.
+    are asked where the setting is given. `expects`: what to write, where a text has a form of its own.
     """
     allowed = {"choices": choices, "minimum": minimum, "above": above, "below": below, "entry_points": entry_points}
     users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "implies": implies, "keras": keras}
-    users |= {"needs": needs, "engine": engine}
+    users |= {"needs": needs, "engine": engine, "expects": expects}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
 
 
@@ -92,8 +93,10 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
     choices, minimum, above = (field.metadata[key] for key in ("choices", "minimum", "above"))
     if not any(_is_a(value, kind) for kind in kinds(field)):
         words = [_WORDS[kind] for kind in kinds(field) if kind != "None"]
-        expected = " or ".join(words) if choices is None else "one of " + _listed(choices)
-        return f"{field.name} = {value!r}: expected {expected}."
+        usual = " or ".join(words) if choices is None else "one of " + _listed(choices)
+        return f"{field.name} = {value!r}: expected {field.metadata['expects'] or usual}."
+    if value == "":
+        return f"{field.name} = '': the text is empty: give a value, or leave {field.name} out."
     if choices is not None and not any(
         value is choice or (value == choice and type(value) is type(choice)) for choice in choices
     ):
@@ -102,6 +105,8 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
 
             if value in entry_points(group=group).names:
                 return None
+        from phalanx.config.meanings import like_value  # ranks, whose settings are correct, need no guesses
+
         names = [choice for choice in choices if isinstance(choice, str)]
         close = like_value(field.name, value, names) if isinstance(value, str) else None
         guess = f" Did you mean {close!r}?" if close else ""
@@ -180,27 +185,36 @@ def _listed(choices: tuple[Any, ...]) -> str:
 
 
 def as_text(given: Mapping[str, Any], prefix: str = "") -> str:
-    """Return a table as text; a table in it becomes names with a dot, {"resources": {"GPU": 1}} resources.GPU=1."""
+    """Return a table as text; a table in it becomes names with a dot, {"resources": {"GPU": 1}} resources.GPU=1.
+
+    ValueError for a value with a comma.
+    """
     parts = []
     for name, value in given.items():
         if isinstance(value, Mapping):
             parts.append(as_text(value, f"{prefix}{name}."))
         elif value is not None:
-            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-            parts.append(f"{prefix}{name}={str(plain).lower() if isinstance(plain, bool) else plain}")
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if "," in text:
+                raise ValueError(f"{prefix}{name} = {value!r}: {_NO_COMMA}.")
+            parts.append(f"{prefix}{name}={text}")
     return ",".join(filter(None, parts))
 
 
 def split_options(text: str | None) -> dict[str, str]:
     """Return the values by name, those of names with a dot together: {"resources": "GPU=0.5,big=1"}.
 
-    ValueError for a part that is not name=value.
+    ValueError for a part that is not name=value, and for a name that is given twice.
     """
     found: dict[str, str] = {}
+    names: set[str] = set()
     for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
         name, equals, value = part.partition("=")
         if not equals or not name.strip():
-            raise ValueError(part)
+            raise ValueError(f"{part!r} is not name=value, as in 'adasum=true,timeline=a.json'; {_NO_COMMA}.")
+        if name.strip() in names:
+            raise ValueError(f"{name.strip()} is given twice: leave one of them out.")
+        names.add(name.strip())
         group, dot, inner = name.strip().partition(".")
         own = f"{inner}={value.strip()}" if dot else value.strip()
         found[group] = f"{found[group]},{own}" if dot and group in found else own

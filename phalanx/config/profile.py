@@ -9,7 +9,6 @@ from phalanx.errors import nearest
 
 DEFAULT_STEPS = (3, 5)
 """After the first steps, which allocate, connect and compile."""
-EXAMPLE = "steps=10:15 ranks=0,3"
 _FLAGS = ("memory", "nvtx")
 _WORDS = ("steps", "ranks", *_FLAGS)
 _STEPS = re.compile(r"(\d+)(?::(\d+))?")

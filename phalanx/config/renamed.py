@@ -6,13 +6,16 @@ Arguments, flags, files, environment variables and the settings of earlier runs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from phalanx.config.option import as_text, join_options, option, plain, problem
+from phalanx.config.option import as_text, join_options, option, plain, problem, split_options
 from phalanx.config.run_fields import OPTIONS
-from phalanx.config.settings import CONSOLE_WORDS, FIELDS
+from phalanx.config.settings import CONSOLE_WORDS, FIELDS, parse_console
+
+ENV_PREFIX = "PHALANX_"
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -66,31 +69,74 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
 
-REMOVED: dict[str, str] = {
-    "loss_parallel": "is on for every model that supports it: leave it out.",
-    "stall_notice": "is 60 seconds: leave it out.",
-    "mtbf": "is part of checkpoint_frequency: write checkpoint_frequency = 'auto 12h'.",
-    "pipeline_balance": "is part of pipeline_cuts: write pipeline_cuts = 'measured', or leave it out.",
-    "metrics_host": "is part of metrics_port: write metrics_port = '0.0.0.0:9400'.",
+
+class Removed(NamedTuple):
+    """What became of a removed setting, and the setting to write instead; {} in its value is the one that was given."""
+
+    became: str
+    setting: str = ""
+    value: str = ""
+    example: str = ""
+
+
+REMOVED = {
+    "loss_parallel": Removed("is on for every model that supports it"),
+    "stall_notice": Removed("is 60 seconds"),
+    "mtbf": Removed("is part of checkpoint_frequency", "checkpoint_frequency", "auto {}", "12h"),
+    "pipeline_balance": Removed("is part of pipeline_cuts", "pipeline_cuts", "measured"),
+    "metrics_host": Removed("is part of metrics_port", "metrics_port", "{}:9400", "0.0.0.0"),
 }
-"""What a message about a removed setting says after its name."""
 
 
 def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return settings without aliases, and (alias, message) for each alias with a wrong value."""
+    """Return settings without aliases, and (name, message) for each alias and each setting with parts that is wrong.
+
+    A wrong one is left out, so that it is not joined with those of other sources.
+    """
     values = {name: value for name, value in given.items() if name not in _MEANINGS}
-    if isinstance(table := values.get("engine_options"), Mapping):
-        values["engine_options"] = as_text(table)
     mistakes = []
+    for name in _PARTS.keys() & values.keys():
+        try:
+            values[name] = _PARTS[name].read(values[name])
+        except ValueError as error:
+            mistakes.append((name, f"{name} = {values.pop(name)!r}: {error}"))
     for name, meaning in _MEANINGS.items():
         value = plain(given.get(name))
         if wrong := problem(ALIASES[name], value) if value is not None else None:
             mistakes.append((name, wrong))
         elif value is not None:  # None: not given
-            values = merge(values, meaning(value))
+            try:
+                meant = meaning(value)
+                split_options(meant.get("engine_options"))
+            except ValueError as error:
+                mistakes.append((name, f"{name} = {value!r}: {error}"))
+                continue
+            mistakes += [(name, f"{name} = {value!r} with {text}") for text in _contradicted(values, meant)]
+            values = merge(values, meant)
         elif name in given and name in OPTIONS and OPTIONS[name].default is None:  # set back what another source gave
             values = merge(values, {"engine_options": f"{name}=none"})
     return values, mistakes
+
+
+def _contradicted(values: Mapping[str, Any], meant: Mapping[str, Any]) -> list[str]:
+    """Return what of one source turns a tracker off that an alias turns on, or the other way round."""
+    opposite = [n for n, v in meant.items() if n in _TRACKERS and n in values and bool(values[n]) != bool(v)]
+    return [f"{name} = {values[name]!r}: leave one of them out." for name in opposite]
+
+
+def _read_options(given: Any) -> str | None:
+    """Return `engine_options` as text, None where it is empty; ValueError says what to write."""
+    text = as_text(given) if isinstance(given, Mapping) else given
+    if not isinstance(text, str | None):
+        raise ValueError("expected 'name=value,name=value', or a table {'name': value}.")
+    split_options(text)
+    return text or None
+
+
+def _read_console(given: Any) -> str:
+    """Return `console`; ValueError says what to write."""
+    parse_console(given if isinstance(given, str) else "")
+    return str(given)
 
 
 def merge(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,32 +148,33 @@ def merge(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]
     for name, value in later.items():
         before = values.get(name)
         if name in _PARTS and before and isinstance(value, str):
-            joined[name] = _PARTS[name](before, value)
+            joined[name] = _PARTS[name].join(before, value)
         elif name in _TRACKERS and value is True and isinstance(before, str):  # on, with the name given before
             joined[name] = before
     return {**values, **later, **joined}
 
 
-def _add_words(text: str, more: str) -> str:
+def join_words(text: str, more: str = "") -> str:
     """Return the words of `console`, of each kind the last, without those that say the default."""
     order = dict.fromkeys(CONSOLE_WORDS.values(), "normal")
     words = {**order, **{CONSOLE_WORDS.get(word, word): word for word in f"{text} {more}".split()}}
     return " ".join(word for word in words.values() if word not in ("normal", "progress", "rank-0")) or "normal"
 
 
-def count_ranks(given: Mapping[str, Any], is_range: bool) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def count_ranks(given: Mapping[str, Any], ranges: Container[str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return settings with num_gpus and gpus_per_node as num_workers and device, and (name, message) for mistakes.
 
-    For example num_nodes = 2 and gpus_per_node = 4 are num_workers = 8 and device = "cuda". `is_range`: num_gpus is a
-    pair (least, most), which is checked as num_workers.
+    For example num_nodes = 2 and gpus_per_node = 4 are num_workers = 8 and device = "cuda". `ranges`: those that
+    are a pair (least, most); num_gpus is then checked as num_workers.
     """
     values = dict(given)
     gpus, per_node = plain(values.pop("num_gpus", None)), plain(values.pop("gpus_per_node", None))
-    checked = {"num_gpus": None if is_range else gpus, "gpus_per_node": per_node}
+    checked = {"num_gpus": None if "num_gpus" in ranges else gpus, "gpus_per_node": per_node}
     mistakes = [(n, text) for n, v in checked.items() if v is not None and (text := problem(ALIASES[n], v))]
-    if mistakes or (gpus is None and per_node is None):
-        return values, mistakes
     workers, nodes = values.get("num_workers"), values.get("num_nodes", 1)
+    is_wrong = "num_workers" not in ranges and problem(FIELDS["num_workers"], plain(workers))  # `check` reports it
+    if mistakes or is_wrong or (gpus is None and per_node is None):
+        return values, mistakes
     total, name = (gpus, "num_gpus") if workers is None else (workers, "num_workers")
     if None not in (workers, gpus) and workers != gpus:
         mistakes = [(name, f"num_workers = {workers} and num_gpus = {gpus} name the same thing: give one of them.")]
@@ -145,8 +192,16 @@ def count_ranks(given: Mapping[str, Any], is_range: bool) -> tuple[dict[str, Any
 
 
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
-_PARTS: dict[str, Callable[[str, str], str]] = {"console": _add_words, "engine_options": join_options}
-"""Settings with parts, and how a later source's value changes an earlier one's."""
+
+
+class _Parts(NamedTuple):
+    """How a setting with parts is read, and how a later source's value changes an earlier one's."""
+
+    read: Callable[[Any], str | None]
+    join: Callable[[str, str], str]
+
+
+_PARTS = {"console": _Parts(_read_console, join_words), "engine_options": _Parts(_read_options, join_options)}
 
 
 def of_earlier_run(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,6 +211,21 @@ def of_earlier_run(given: Mapping[str, Any]) -> dict[str, Any]:
     return rename(kept)[0]
 
 
-def removed(name: str, as_written: str) -> str:
-    """Return the message about a removed setting; empty for another name."""
-    return f"{as_written} {REMOVED[name]}" if name in REMOVED else ""
+def removed(name: str, as_written: str, given: Any = None) -> str:
+    """Return the message about a removed setting; empty for another name.
+
+    What to write has the form in which it was written (flag, variable, setting), and the value that was given.
+    """
+    if name not in REMOVED:
+        return ""
+    became, setting, value, example = REMOVED[name]
+    if not setting:
+        return f"{as_written} {became}: leave it out."
+    value = value.format(example if given in (None, "") else given)
+    if as_written.startswith("--"):
+        instead = f"--{setting.replace('_', '-')} {shlex.quote(value)}"
+    elif as_written.startswith(ENV_PREFIX):
+        instead = f"{ENV_PREFIX}{setting.upper()}={shlex.quote(value)}"
+    else:
+        instead = f"{setting} = {value!r}"
+    return f"{as_written} {became}: write {instead}, or leave it out."

@@ -1,7 +1,7 @@
 """Rules between settings: reject values that contradict each other or have no effect.
 
 A rule is a function of `Settings` that yields (field, message). `@rule` names the fields that must be correct before it
-can judge: with a wrong one it would only report what follows from that mistake. `distributed` runs the rules in order
+can judge: with a wrong one it would only report what follows from that mistake. `checking` runs the rules in order
 and drops what a rule reports about a field that was wrong before.
 """
 

@@ -128,7 +128,6 @@ _TEXTS = {
     "max_time": "max_seconds",
     "metrics_port": "metrics_address",
     "activation_checkpointing": "recompute",
-    "console": "shown",
 }
 """Settings that are read from text, and the property that reads one: its ValueError says what to write."""
 

@@ -10,7 +10,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
@@ -24,14 +24,17 @@ from phalanx.config.fields import (
     Training,
 )
 from phalanx.config.option import load_entry_point, read_options
-from phalanx.config.profile import Profiling, parse_profile
 from phalanx.config.run_fields import OPTIONS, AdvancedOptions, Checkpointing, Elasticity, Engines, Monitoring
 from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
 
+if TYPE_CHECKING:
+    from phalanx.config.profile import Profiling
+
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?\]")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
 _AUTO = re.compile(r"^\s*auto(?:[\s:]+(\S.*))?$")
@@ -92,9 +95,10 @@ class Settings(
 
     def changed(self, *names: str) -> list[str]:
         """Return which of these settings and options differ from their defaults."""
-        return [name for name in names if self._value(name) != (FIELDS.get(name) or OPTIONS[name]).default]
+        return [name for name in names if self.value(name) != (FIELDS.get(name) or OPTIONS[name]).default]
 
-    def _value(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
+        """Return the value of a setting or of an option that all engines have."""
         return getattr(self if name in FIELDS else self.options, name)
 
     def given(self) -> dict[str, Any]:
@@ -102,14 +106,14 @@ class Settings(
         return {name: getattr(self, name) for name in self.changed(*FIELDS)}
 
     def mistake(self, name: str, text: str) -> tuple[str, str]:
-        """Return what a rule yields about a setting or an option: its field, and its value with what is wrong."""
-        return name if name in FIELDS else "engine_options", f"{name} = {self._value(name)!r}{text}"
+        """Return what a rule yields about a setting or an option: its name, and its value with what is wrong."""
+        return name, f"{name} = {self.value(name)!r}{text}"
 
     @property
     def total_ranks(self) -> int | None:
         """Ranks of the whole job as configured, or None when the machine decides."""
         if self.num_workers is not None or self.hosts is None:
-            return self.num_workers
+            return self.num_workers if isinstance(self.num_workers, int) else None  # else `problem` reports it
         try:
             return sum(host.slots for host in parse_hosts(self.hosts))
         except ValueError:  # a rule reports it
@@ -183,7 +187,7 @@ class Settings(
             return 1, "auto"
         match = _FREQUENCY.match(str(self.checkpoint_frequency))
         if match is None or int(match[1]) == 0:
-            raise ValueError("expected a number of epochs (10), '500 steps', 'auto', or 'auto 12h'.")
+            raise ValueError(f"expected {FIELDS['checkpoint_frequency'].metadata['expects']}.")
         return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
     @property
@@ -237,11 +241,17 @@ class Settings(
         host, _, port = str(self.metrics_port).rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
             raise ValueError("a port is a number up to 65535 (9400); with a host: '0.0.0.0:9400'.")
+        if host and not (_HOST.fullmatch(host) or _IPV6.fullmatch(host)):
+            raise ValueError(f"{host!r} is not a host: write '0.0.0.0:9400', 'node1:9400' or '[::1]:9400'.")
         return host.strip("[]") or "127.0.0.1", int(port)
 
     @property
     def profiling(self) -> Profiling | None:
         """What `profile` records, or None where it is off; ValueError says what to write."""
+        if self.profile is False:
+            return None
+        from phalanx.config.profile import parse_profile
+
         return parse_profile(self.profile)
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,7 +282,7 @@ CONSOLE_WORDS = {
 def parse_console(text: str) -> Shown:
     """Read the words of `console`; ValueError says what to write."""
     found = dict.fromkeys(CONSOLE_WORDS.values(), "")
-    for word in text.split():
+    for word in text.split() or [""]:
         if word not in CONSOLE_WORDS:
             close = nearest(word, CONSOLE_WORDS)
             guess = f" Did you mean {close!r}?" if close else ""

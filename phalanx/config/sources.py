@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.backend_rules import engine_rules, missing_engine
-from phalanx.config.distributed import DistributedConfig, check, ranges, translate, unknown_field
+from phalanx.config.checking import check, ranges, translate, unknown_field
+from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
 from phalanx.config.meanings import like
-from phalanx.config.option import kinds, parse_text
-from phalanx.config.renamed import NAMES, merge, of_earlier_run, removed, rename
+from phalanx.config.option import kinds, parse_text, split_options
+from phalanx.config.renamed import ENV_PREFIX, NAMES, REMOVED, merge, of_earlier_run, removed, rename
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
-ENV_PREFIX = "PHALANX_"
-RECORD_HEADER = "# The resolved settings of this run."
-"""The beginning of the file that each run writes."""
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
     *("CONTROL_FD", "FAILURES", "GENERATION", "HEARTBEATS", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT"),
     *("SWITCH", "TF_ROLES"),
-    *(
-        "CHAOS",
-        "FAULTS",
-        "FAULTS_LINK",
-        "FAULTS_OBJECTS",
-        "RAY_FORK_SERVER",
-        "TRIAL",
-        "TRIAL_RESUMES_AFTER",
-        "UNDER_RAY",
-    ),
+    *("FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS", "FAULTS_RUN", "RAY_FORK_SERVER"),
+    *("TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
@@ -79,20 +69,18 @@ def resolve(
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
     mistakes = misspelt_variables(environ)
-    for origin, written in layers:
+    wrong_before: set[str] = set()
+    for source, written in layers:
         layer, wrong = rename(written)
-        mistakes += [f"{text} ({origin})" for _, text in wrong]
+        origins |= _origins(source, written)
+        mistakes += [f"{text} ({origins[name]})" for name, text in wrong]
+        wrong_before |= {name for name, _ in wrong}
         # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
         if layer.keys() & RANK_COUNTS or layer.get("hosts"):
             replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
             values = {name: value for name, value in values.items() if name not in replaced}
-        for name, value in layer.items():
-            if name not in NAMES:
-                mistakes.append(f"{unknown_field(name)} ({origin})")
-                continue
-            values = merge(values, {name: value})
-            is_variable = origin == "environment" and variables[name] in environ
-            origins[name] = f"environment {variables[name]}" if is_variable else origin
+        mistakes += [f"{unknown_field(name, layer[name])} ({source})" for name in layer if name not in NAMES]
+        values = merge(values, {name: value for name, value in layer.items() if name in NAMES})
     for engine in engine_rules(values):
         for name in engine.settled(values) if hasattr(engine, "settled") else ():
             if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
@@ -102,18 +90,30 @@ def resolve(
         chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
         origins |= dict.fromkeys(chosen, origins[counted[-1]])
     values, contradictions = translate(values)
-    complete, wrong = check(values)
+    complete, wrong = check(values, wrong_before)
     wrong = contradictions + wrong
     config = DistributedConfig.trusted(complete)
     if not wrong:
-        wrong = [(name, text) for name, text in config.unused.items() if origins[name] == given_as]
-    mistakes += [text if origins[name] == "default" else f"{text} ({origins[name]})" for name, text in wrong]
+        wrong = [(name, text) for name, text in config.unused.items() if origins.get(name) == given_as]
+    for name, text in wrong:
+        origin = origins.get(name, "default")
+        mistakes.append(text if origin == "default" else f"{text} ({origin})")
     if mistakes:
         missing = missing_engine(values)
         raise ConfigError([*([". ".join(missing)] if missing else []), *mistakes])
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
     return Resolved(config, {name: origins[name] for name in FIELDS})
+
+
+def _origins(source: str, written: Mapping[str, Any]) -> dict[str, str]:
+    """Return where a source has each setting and option: PHALANX_STOP_GRACE has stop_grace and engine_options."""
+    found: dict[str, str] = {}
+    for name, value in written.items():
+        origin = f"environment {ENV_PREFIX}{name.upper()}" if source == "environment" else source
+        meant = rename({name: value})[0]
+        found |= dict.fromkeys((name, *meant, *split_options(meant.get("engine_options"))), origin)
+    return found
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
@@ -123,12 +123,13 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
         name = variable.removeprefix(ENV_PREFIX)
         if name == variable or name in NOT_SETTINGS or name.lower() in NAMES or _OF_KUBERNETES.search(name):
             continue
-        if message := removed(name.lower(), variable):
+        if message := removed(name.lower(), variable, environ[variable]):
             found.append(message)
-        elif (close := like(name.lower(), NAMES)) is not None:  # else it belongs to another program
+        elif (close := like(name.lower(), {*NAMES, *REMOVED})) is not None:  # else it belongs to another program
             setting, _, value = close.partition("=")
             meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
-            found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
+            answer = removed(close, meant, environ[variable]) or f"Did you mean {meant}?"
+            found.append(f"unknown environment variable {variable}. {answer}")
     return found
 
 
@@ -208,30 +209,3 @@ def _from_file(name: str, value: Any) -> Any:
         return None
     numeric = {"int", "float"} & set(members) and "str" not in members
     return parse_text(NAMES[name], value) if numeric else value
-
-
-def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:
-    """Return the config as TOML that `--config` reads back; unset values and those in `as_comments` become comments."""
-    lines = []
-    for name, field in FIELDS.items():
-        value = getattr(config, name)
-        lines.append(f"# {field.metadata['help']}")
-        if value is None and field.default is None:
-            lines.append(f"# {name} = (unset)")
-        else:
-            lines.append(f"{'# ' if name in as_comments else ''}{name} = {toml_value(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
-    return repr(value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
     from phalanx.data.device import to_device
@@ -14,19 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GatherDataset", "MicroInfo", "ShardedLoader", "epoch_order", "load", "names", "shard_loader", "to_device"]
 
-_HOMES = {
-    "GatherDataset": "fetch",
-    "MicroInfo": "order",
-    "ShardedLoader": "loader",
-    "epoch_order": "order",
-    "load": "sets",
-    "names": "sets",
-    "shard_loader": "loader",
-    "to_device": "device",
+_NAMES = {
+    ".device": "to_device",
+    ".fetch": "GatherDataset",
+    ".loader": "ShardedLoader shard_loader",
+    ".order": "MicroInfo epoch_order",
+    ".sets": "load names",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _NAMES)

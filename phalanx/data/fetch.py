@@ -18,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from phalanx.data.rng import derive_seed, rng_scope, seed_process
+from phalanx.world.seed import derive_seed, rng_scope, seed_process
 
 
 class GatherDataset(Dataset[tuple[torch.Tensor, ...]], ABC):

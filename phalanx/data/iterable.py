@@ -18,7 +18,7 @@ from phalanx import torch_compat
 from phalanx.data.device import batch_length
 from phalanx.data.fetch import is_deterministic, return_as_is
 from phalanx.data.order import BatchSplit, Order
-from phalanx.data.rng import derive_seed, rng_scope, seed_process
+from phalanx.world.seed import derive_seed, rng_scope, seed_process
 
 
 class StreamBlock(NamedTuple):

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.data.device import staged
-from phalanx.data.mapped import MappedBatches
-from phalanx.data.order import BatchSplit, DrawnOrder, IndexOrder, MicroInfo, Order, order_of
+from phalanx.data.mapped import Batches, MappedBatches
+from phalanx.data.order import BatchSplit, DrawnOrder, MicroInfo, Order, order_of
 from phalanx.data.source import Source, read_source
 from phalanx.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from phalanx.data.streamed import StreamedBatches
-
-    Batches = MappedBatches | StreamedBatches
 
 
 def open_source(
@@ -37,11 +32,10 @@ def open_source(
         from phalanx.data.streamed import StreamedBatches
     if source.is_stream:
         return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
-    order: Order
     if source.batch_sampler is not None:
-        order = DrawnOrder(source.batch_sampler, seed=seed, batches=True)
+        order: Order = DrawnOrder(source.batch_sampler, seed=seed, batches=True)
     elif source.sampler is None:
-        order = IndexOrder(len(source.dataset), seed=seed, shuffle=training)
+        order = Order(len(source.dataset), seed=seed, shuffle=training)
     else:
         order = order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
     if source.ready_batches:
@@ -127,18 +121,12 @@ class ShardedLoader:
         training: bool,
         pin_first: bool,
     ) -> None:
-        self.layout = layout
-        self.device = device
-        self.notes = notes
+        self.layout, self.device, self.notes = layout, device, notes
         self.epoch = 0
         self.current = MicroInfo(0, 0, 0.0, boundary=False, offset=0)
-        self._batches = batches
-        self._training = training
-        self._pin_first = pin_first
-        self._samples = 0
-        self._micro_steps = 0
-        self._resuming = False
-        self._finished = False
+        self._batches, self._training, self._pin_first = batches, training, pin_first
+        self._samples = self._micro_steps = 0
+        self._resuming = self._finished = False
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.utils.data import DataLoader
 from phalanx import torch_compat
 from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
-from phalanx.data.rng import derive_seed
 from phalanx.data.source import Source
 from phalanx.errors import OrderError
+from phalanx.world.seed import derive_seed
 
 
 class _Requests:
@@ -31,12 +32,62 @@ class _Requests:
                 yield BatchRequest(cut.indices, self.epoch, cut.info.offset)
 
 
-class MappedBatches:
-    """Read a map-style data set in the order of each epoch's plan."""
+class Batches(ABC):
+    """The micro-batches of a source, fetched here or by worker processes."""
 
     shards: list[int] | None = None
+    """What a position in data that shard themselves is valid for: ranks, workers, batch size."""
     fixes_ranks = False
     """Whether a position within an epoch is valid for this number of ranks only."""
+
+    def __init__(self, source: Source, layout: BatchSplit, seed: int, drop_last: bool) -> None:
+        self._source, self._layout, self._seed, self._drop_last = source, layout, seed, drop_last
+        self._workers = source.workers
+        self.num_workers = source.workers.num_workers
+        self._loader: DataLoader[Any] | None = None
+
+    @abstractmethod
+    def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
+        """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
+
+    @abstractmethod
+    def micro_batches(self, epoch: int) -> int | None:
+        """Micro-batches of this rank in the epoch; None where the length is not known."""
+
+    @abstractmethod
+    def steps(self, epoch: int) -> int | None:
+        """Optimizer steps in the epoch; None where the length is not known."""
+
+    @abstractmethod
+    def num_samples(self, epoch: int) -> int | None:
+        """Samples that all ranks together visit in the epoch; None where the length is not known."""
+
+    def fingerprint(self, epoch: int) -> str | None:
+        """Return a hash of what the user's sampler drew for the epoch; None for orders of Phalanx, and streams."""
+        return None
+
+    def check_order(self, epoch: int, saved: str | None) -> None:  # noqa: B027 - a stream's order is not known before
+        """Raise where an epoch that was begun cannot be continued, because its order is not what it was."""
+
+    def close(self) -> None:
+        """Stop worker processes kept between epochs."""
+        torch_compat.shutdown_workers(self._loader)
+        self._loader = None
+
+    def _loader_for(self, dataset: Any, epoch: int, sampler: Any = None) -> DataLoader[Any]:
+        loader = self._loader
+        if loader is None:
+            # A separate generator: the DataLoader would otherwise draw the workers' base seed from the process's
+            # generator, and in a resumed epoch, which starts workers once more, dropout would get other numbers.
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
+            loader = self._workers.build(dataset, generator=generator, sampler=sampler)
+        if self._workers.persistent_workers:
+            self._loader = loader
+        return loader
+
+
+class MappedBatches(Batches):
+    """Read a map-style data set in the order of each epoch's plan."""
 
     def __init__(
         self,
@@ -49,15 +100,10 @@ class MappedBatches:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`group`: the data ranks, for comparing what the user's sampler draws on them."""
+        super().__init__(source, layout, seed, drop_last)
         self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed)
-        self._workers = source.workers
-        self.num_workers = source.workers.num_workers
         self._order = order
-        self._layout = layout
-        self._drop_last = drop_last
-        self._seed = seed
         self._requests = _Requests()
-        self._loader: DataLoader[Any] | None = None
         self._planned: tuple[int, EpochPlan] | None = None
         self._group = group
         self._compared = -1
@@ -117,11 +163,6 @@ class MappedBatches:
         """Samples that all ranks together visit in the epoch."""
         return self.plan(epoch).num_samples
 
-    def close(self) -> None:
-        """Stop worker processes kept between epochs."""
-        torch_compat.shutdown_workers(self._loader)
-        self._loader = None
-
     def _fetch_here(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         fetch = self._fetcher.__getitem__
         for indices, info in plan.cuts(start):
@@ -129,23 +170,14 @@ class MappedBatches:
 
     def _fetch_by_workers(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         self._requests.plan, self._requests.epoch, self._requests.start = plan, epoch, start
-        loader = self._loader if self._loader is not None else self._build_loader(epoch)
-        if self._workers.persistent_workers:
-            self._loader = loader
+        loader = self._loader_for(self._fetcher, epoch, self._requests)
         for cut, batch in zip(plan.cuts(start), loader, strict=True):
             yield cut.info, batch
-
-    def _build_loader(self, epoch: int) -> DataLoader[Any]:
-        # A separate generator: the DataLoader would otherwise draw the workers' base seed from the process's generator,
-        # and in a resumed epoch, which starts workers once more, the model's dropout would get other numbers.
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
-        return self._workers.build(self._fetcher, generator=generator, sampler=self._requests)
 
 
 def order_changed(order: Order, what: str) -> OrderError:
     """Return the error for a sampler whose draws depend on more than the seed and the epoch."""
-    name = getattr(order, "name", "the sampler")
     return OrderError(
-        f"{name}: {what}: it draws by something that a new rank, or a resumed run, does not have.",
+        f"{order.name}: {what}: it draws by something that a new rank, or a resumed run, does not have.",
         hint="Give it a method set_epoch(epoch), and let the order depend on that and on random numbers alone.",
     )

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from phalanx import torch_compat
-from phalanx.data.rng import derive_seed, rng_scope
+from phalanx.world.seed import derive_seed, rng_scope
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FEW = 64
@@ -190,32 +190,16 @@ EpochPlan = SamplePlan | BatchPlan
 """One epoch of one rank, cut into micro-batches."""
 
 
-class Order(Protocol):
-    """The order of the samples in each epoch, the same on every rank."""
+class Order:
+    """The order of the samples in each epoch, the same on every rank: all of `length` samples, shuffled or not."""
 
-    def indices(self, epoch: int) -> Sequence[Any]:
-        """Return what the epoch visits, one entry per sample (per batch, for a batch sampler)."""
-        ...
-
-    def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
-        """Cut the epoch for one rank."""
-        ...
-
-    def fingerprint(self, epoch: int) -> str | None:
-        """Return what tells the order of an epoch from another one; None where (seed, epoch) is known to decide it."""
-        ...
-
-
-class IndexOrder:
-    """All of `length` samples, shuffled or not."""
+    name = "the order"
 
     def __init__(self, length: int, *, seed: int, shuffle: bool) -> None:
-        self._length = length
-        self._seed = seed
-        self._shuffle = shuffle
+        self._length, self._seed, self._shuffle = length, seed, shuffle
 
-    def indices(self, epoch: int) -> list[int]:
-        """Return what the epoch visits."""
+    def indices(self, epoch: int) -> list[Any]:
+        """Return what the epoch visits, one entry per sample (per batch, for a batch sampler)."""
         return list(self._order(epoch).tolist())
 
     def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
@@ -223,14 +207,14 @@ class IndexOrder:
         return SamplePlan(self._order(epoch), layout, drop_last=drop_last)
 
     def fingerprint(self, epoch: int) -> str | None:
-        """Return None: the order is a function of (seed, epoch)."""
+        """Return what tells the order of an epoch from another one; None where (seed, epoch) is known to decide it."""
         return None
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
 
-class DrawnOrder:
+class DrawnOrder(Order):
     """What the user's sampler draws with random numbers from (seed, epoch).
 
     A sampler may have other state that changes with every draw, such as a counter. Then ranks that were replaced, and
@@ -238,16 +222,10 @@ class DrawnOrder:
     """
 
     def __init__(self, sampler: Any, *, seed: int, batches: bool = False) -> None:
-        self._sampler = sampler
-        self._seed = seed
-        self._batches = batches
+        self._sampler, self._seed, self._batches = sampler, seed, batches
+        self.name = type(sampler).__name__
         self._arrays: tuple[int, list[Any]] | None = None
         self._fingerprint: tuple[int, str] | None = None
-
-    @property
-    def name(self) -> str:
-        """The sampler's class."""
-        return type(self._sampler).__name__
 
     def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
         """Cut the epoch for one rank."""
@@ -286,11 +264,11 @@ def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: li
     """Return the order of a DataLoader's sampler: a shuffle of Phalanx if the sampler only shuffles, else its draws."""
     if isinstance(sampler, DistributedSampler):
         notes.append(f"{type(sampler).__name__} replaced: Phalanx shards the data itself.")
-        return IndexOrder(len(dataset), seed=seed, shuffle=training and sampler.shuffle)
+        return Order(len(dataset), seed=seed, shuffle=training and sampler.shuffle)
     if type(sampler) is SequentialSampler:
-        return IndexOrder(len(sampler), seed=seed, shuffle=False)
+        return Order(len(sampler), seed=seed, shuffle=False)
     if type(sampler) is RandomSampler and torch_compat.draws_each_once(sampler):
-        return IndexOrder(len(sampler), seed=seed, shuffle=training)
+        return Order(len(sampler), seed=seed, shuffle=training)
     return DrawnOrder(sampler, seed=seed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
@@ -28,32 +28,13 @@ class WorkerOptions:
     @staticmethod
     def of(loader: DataLoader[Any]) -> WorkerOptions:
         """Copy the options of the user's DataLoader."""
-        return WorkerOptions(
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            multiprocessing_context=loader.multiprocessing_context,
-            worker_init_fn=loader.worker_init_fn,
-            timeout=loader.timeout,
-        )
+        return WorkerOptions(**{option.name: getattr(loader, option.name) for option in fields(WorkerOptions)})
 
     def build(self, dataset: Dataset[Any], *, generator: Any, sampler: Any = None) -> DataLoader[Any]:
         """Return a DataLoader with these options over a data set whose items are micro-batches."""
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=sampler,
-            collate_fn=return_as_is,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            multiprocessing_context=self.multiprocessing_context,
-            worker_init_fn=WorkerInit(self.worker_init_fn),
-            timeout=self.timeout,
-            generator=generator,
-        )
+        options: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        options |= {"worker_init_fn": WorkerInit(self.worker_init_fn), "collate_fn": return_as_is, "batch_size": None}
+        return DataLoader(dataset, sampler=sampler, generator=generator, **options)
 
 
 @dataclass(frozen=True, slots=True)

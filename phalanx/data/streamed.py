@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
-from phalanx import torch_compat
 from phalanx.data.iterable import BlockStream, StreamBlock
+from phalanx.data.mapped import Batches
 from phalanx.data.order import BatchSplit, MicroInfo
-from phalanx.data.rng import derive_seed
 from phalanx.data.source import Source
 from phalanx.errors import DataError
 
@@ -91,7 +89,7 @@ def _reducing_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if "cpu:" in config else torch.accelerator.current_accelerator() or "cpu")
 
 
-class StreamedBatches:
+class StreamedBatches(Batches):
     """Read a stream of unknown length: every rank takes part in every step until no rank has data."""
 
     def __init__(
@@ -104,32 +102,19 @@ class StreamedBatches:
         group: dist.ProcessGroup | None,
         in_order: bool = False,
     ) -> None:
-        self.num_workers = workers = source.workers.num_workers
+        super().__init__(source, layout, seed, drop_last)
         self._stream = BlockStream(
             source.dataset,
             layout,
             source.collate_fn,
             seed=seed,
             ready=source.ready_batches,
-            workers=workers,
+            workers=self.num_workers,
             in_order=in_order,
         )
-        self._source = source
-        self._layout = layout
-        self._seed = seed
-        self._drop_last = drop_last
         self._group = group
-        self._loader: DataLoader[Any] | None = None
-        # A position in a stream that shards itself is valid for the same shards only.
-        self.shards = [layout.dp_size, workers, layout.batch_size] if self._stream.shards_itself else None
+        self.shards = [layout.dp_size, self.num_workers, layout.batch_size] if self._stream.shards_itself else None
         self.fixes_ranks = self._stream.may_shard
-
-    def fingerprint(self, epoch: int) -> str | None:
-        """Return None: what a stream yields is not known before it is read."""
-        return None
-
-    def check_order(self, epoch: int, saved: str | None) -> None:
-        """Do nothing, as for `fingerprint`."""
 
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
@@ -164,24 +149,9 @@ class StreamedBatches:
         length = len(self._source.dataset)
         return length - length % self._layout.global_batch if self._drop_last else length
 
-    def close(self) -> None:
-        """Stop worker processes kept between epochs."""
-        torch_compat.shutdown_workers(self._loader)
-        self._loader = None
-
     def _read(self, epoch: int, start: int, skipped: int) -> Iterator[StreamBlock]:
         self._stream.seek(epoch, start, skipped)
-        if self._source.workers.num_workers == 0:
-            yield from self._stream
-            return
-        loader = self._loader
-        if loader is None:
-            # As for map-style data: starting workers must not draw from the process's generator.
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
-            loader = self._source.workers.build(self._stream, generator=generator)
-        if self._source.workers.persistent_workers:
-            self._loader = loader
-        yield from loader
+        yield from self._loader_for(self._stream, epoch) if self.num_workers else self._stream
 
     def _is_whole(self, step: AgreedStep) -> bool:
         layout = self._layout

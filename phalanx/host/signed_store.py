@@ -12,7 +12,6 @@ import functools
 import hmac
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CommunicationError
@@ -34,8 +33,11 @@ def sign_store(store: Store, environ: Mapping[str, str] = os.environ) -> Store:
     return _signed_store_class()(store, secret.encode()) if secret else store
 
 
-def _of_the_inner_store(name: str) -> Any:
-    """Return a method that calls the same method of the wrapped store."""
+def inner_method(name: str) -> Any:
+    """Return a method that calls the same method of the store that another one wraps.
+
+    torch calls overrides by name, so a store that wraps another has all of them.
+    """
 
     def method(self: Any, *arguments: Any) -> Any:
         return getattr(self._inner, name)(*arguments)
@@ -77,19 +79,10 @@ def _signed_store_class() -> Any:
             """Write several signed values."""
             self._inner.multi_set(keys, [self._sealed(key, value) for key, value in zip(keys, values, strict=True)])
 
-        # torch calls overrides by name, so each has to be there.
-        add = _of_the_inner_store("add")
-        check = _of_the_inner_store("check")
-        wait = _of_the_inner_store("wait")
-        delete_key = deleteKey = _of_the_inner_store("delete_key")
-        num_keys = _of_the_inner_store("num_keys")
-        set_timeout = _of_the_inner_store("set_timeout")
-
-        @property
-        def timeout(self) -> timedelta:
-            """How long `get` and `wait` take at most."""
-            found: timedelta = self._inner.timeout
-            return found
+        add, check, wait = inner_method("add"), inner_method("check"), inner_method("wait")
+        num_keys, set_timeout = inner_method("num_keys"), inner_method("set_timeout")
+        delete_key = deleteKey = inner_method("delete_key")
+        timeout: Any = property(lambda self: self._inner.timeout)
 
         def clone(self) -> Store:
             """Return another connection to the same store."""

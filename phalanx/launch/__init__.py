@@ -29,19 +29,15 @@ if TYPE_CHECKING:
     from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget, check_endpoint
     from phalanx.launch.supervisor import launch
 
-_HOMES = {
-    "CallTarget": "phalanx.launch.spec",
-    "FailureReport": "phalanx.launch.failure",
-    "LaunchResult": "phalanx.launch.spec",
-    "LaunchSpec": "phalanx.launch.spec",
-    "ModuleTarget": "phalanx.launch.spec",
-    "PlainConsole": "phalanx.launch.output",
-    "RankConsole": "phalanx.launch.output",
-    "ScriptTarget": "phalanx.launch.spec",
-    "check_endpoint": "phalanx.launch.spec",
-    "launch": "phalanx.launch.supervisor",
-    "prestart": "phalanx.launch.forkserver.client",
+_NAMES = {
+    ".failure": "FailureReport",
+    ".forkserver.client": "prestart",
+    ".output": "PlainConsole RankConsole",
+    ".spec": "CallTarget LaunchResult LaunchSpec ModuleTarget ScriptTarget check_endpoint",
+    ".supervisor": "launch",
 }
+__getattr__ = lazy_names(__name__, _NAMES)
+
 __all__ = [
     "CallTarget",
     "FailureReport",
@@ -55,4 +51,3 @@ __all__ = [
     "launch",
     "prestart",
 ]
-__getattr__ = lazy_names(__name__, _HOMES)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
-from phalanx.host.processes import how_it_ended
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox, how_it_ended
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.elastic import ElasticControl
 from phalanx.launch.environment import NodeInfo
@@ -20,9 +19,18 @@ from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.inquiry import Diagnosis
-from phalanx.launch.launcher_loop import SUCCESS_CODES, LauncherLoop, Outcome, ended_well, stopped
+from phalanx.launch.launcher_loop import (
+    SUCCESS_CODES,
+    LauncherLoop,
+    Outcome,
+    ProcessExited,
+    ProcessRefused,
+    ProcessStarted,
+    ended_well,
+    parse,
+    stopped,
+)
 from phalanx.launch.output import RankConsole
-from phalanx.launch.protocol import ProcessExited, ProcessRefused, ProcessStarted, parse
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.roles import LauncherContext
 from phalanx.launch.spec import LaunchSpec

@@ -10,9 +10,9 @@ from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.gpus import sharing_environment
-from phalanx.host.signals import JOINS_LATE
+from phalanx.host.processes import JOINS_LATE
 from phalanx.launch.spec import LaunchSpec
-from phalanx.observe.collectives import KEPT, VARIABLE
+from phalanx.observe.call_ring import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
 from phalanx.observe.heartbeat import BOARD_VARIABLE, board_path
 

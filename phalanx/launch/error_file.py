@@ -21,7 +21,7 @@ from phalanx.host.files import replace_file
 from phalanx.host.lost_peers import is_of_collectives
 from phalanx.host.messages import Message
 from phalanx.observe import heartbeat
-from phalanx.observe.collectives import is_users
+from phalanx.observe.call_ring import is_users
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LAUNCHER_FILE = re.compile(rf"{re.escape(_PACKAGE)}(launch/|engines/\w+/(rank|worker)\.py$)|<frozen (runpy|importlib)")

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.host.lost_peers import reports_lost_peer, reports_mismatch
 from phalanx.launch.stacks import main_stack
-from phalanx.observe.collectives import is_users
+from phalanx.observe.call_ring import is_users
 from phalanx.observe.memory_breakdown import MemoryBreakdown
 
 

@@ -18,14 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.host import messages
-from phalanx.host.processes import kill_group
-from phalanx.host.signals import JOINS_LATE
+from phalanx.host.processes import JOINS_LATE, kill_group
 from phalanx.launch.collectives import calls_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
+from phalanx.launch.launcher_loop import ProcessExited, ProcessRefused, ProcessStarted
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
-from phalanx.launch.protocol import ProcessExited, ProcessRefused, ProcessStarted
 from phalanx.launch.spec import CallTarget, LaunchSpec, target_to_message
 
 _EVENT_BYTES = 1 << 18

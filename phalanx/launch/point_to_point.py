@@ -13,7 +13,7 @@ from time import time as now
 from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.records import Joined
-from phalanx.observe.collectives import CallRing, PairCalls, call_ring
+from phalanx.observe.call_ring import CallRing, PairCalls, call_ring
 
 if TYPE_CHECKING:
     from torch import Tensor

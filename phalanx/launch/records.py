@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
-from phalanx.observe.collectives import GRADIENTS, call_ring, pick_line
+from phalanx.observe.call_ring import GRADIENTS, call_ring, pick_line
 from phalanx.observe.sinks import announce
 
 _DTYPES = {

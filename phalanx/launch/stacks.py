@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from phalanx.launch.error_file import is_launchers
-from phalanx.observe.collectives import is_loops, is_users
+from phalanx.observe.call_ring import is_loops, is_users
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from phalanx.errors import ForkServerDiedError, UsageError
 from phalanx.host.files import make_private, scratch_folder
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import fork_server
 from phalanx.launch.launcher_loop import Outcome, run_attempts
+from phalanx.launch.nccl import sharing_gpus
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.shared_gpus import sharing_gpus
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 
 

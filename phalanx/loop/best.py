@@ -11,7 +11,7 @@ from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Watched, parse_metric
 from phalanx.errors import UsageError, unknown_name
-from phalanx.observe.best import Best, mark_best, read_mark
+from phalanx.observe.best_mark import Best, mark_best, read_mark
 from phalanx.observe.history import History
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import uuid
 import warnings
 from collections.abc import Callable
@@ -30,12 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
 from phalanx.comm import register_backend
-from phalanx.config import DistributedConfig, resolve
+from phalanx.config import DistributedConfig
 from phalanx.data.loader import shard_loader
-from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.loop.forward import Forward, decide_forward
+from phalanx.loop.forward import decide_forward
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.prepare import (
@@ -48,10 +46,10 @@ from phalanx.loop.prepare import (
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
-from phalanx.strategies.base import claim_layout, local
+from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
-from phalanx.world.seed import seed_everything
+from phalanx.world.seed import derive_seed, seed_everything
 from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
@@ -71,7 +69,12 @@ class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
-        config = resolve(settings).config if config is None else config.replace(**settings) if settings else config
+        if config is None:
+            from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
+
+            config = resolve(settings).config
+        elif settings:
+            config = config.replace(**settings)
         config.refuse_keras(type(self).__name__)
         register_backend()
         world = join_world(config)
@@ -198,19 +201,6 @@ class Formation(Prepared):
         self.clock.enter("other")
         return loss
 
-    def weighs_labels(self, forward: Forward, model: nn.Module, batch: Any, loader: PreparedLoader) -> bool:
-        """Whether batches count by their labels, not by their samples: as the config says, or as the loss averages.
-
-        Decided on the first batch, by all ranks together. A step of one micro-batch has no shares to weigh.
-        """
-        if self.config.loss_weighting == "tokens":
-            return True
-        if self._weighs_labels is None:
-            # Without a wait for each other in every step, ranks cannot add up the labels of all.
-            found = self.config.resolved_server_mode == "sync" and forward.averages_labels(self.unwrap(model), batch)
-            self._weighs_labels = bool(self.reduce(float(found), "max") > 0)
-        return self._weighs_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
-
     def clip_grad_norm(
         self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None
     ) -> torch.Tensor | None:
@@ -224,28 +214,6 @@ class Formation(Prepared):
         """Return the one global gradient norm, equal on all ranks; after backward, before the step."""
         return self.gradients.norm(self.optimizers)
 
-    def weights_are_finite(self) -> bool:
-        """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
-        parts = [local(p).detach() for model in self.models for p in model.parameters() if p.requires_grad]
-        parts = [part for part in parts if part.numel()]
-        finite = torch.tensor(True)
-        if parts:
-            finite = torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all()
-        return bool(self.reduce(finite.int(), "min") if self.strategy.shards else finite)
-
-    def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
-        """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
-        reduce_op = dist.ReduceOp
-        operations = {"mean": reduce_op.SUM, "sum": reduce_op.SUM, "min": reduce_op.MIN, "max": reduce_op.MAX}
-        if op not in operations:
-            raise UsageError(f"reduce: unknown op {op!r}. Allowed: {', '.join(operations)}.")
-        tensor = torch.as_tensor(value, device=self.device).detach().clone()
-        if op == "mean" and not tensor.is_floating_point():
-            tensor = tensor.double()
-        if self.world_size > 1:
-            dist.all_reduce(tensor, op=operations[op])
-        return tensor / self.world_size if op == "mean" else tensor
-
     def reseed(self, step: int, offset: int) -> None:
         """Seed the device's random numbers for the forward pass of the samples at a position of the epoch."""
         seed = derive_seed(self.config.seed, step, offset)
@@ -258,10 +226,6 @@ class Formation(Prepared):
         """Print on the main rank only."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own model from a prepared one."""
-        return self.strategy.unwrap(model)
 
     def save(self, directory: str | Path, **shared: Any) -> SavedCheckpoint:
         """Publish a checkpoint of everything prepared (weights, optimizers, schedulers, data position, RNG)."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,15 @@ from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
 from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe import rank_table
-from phalanx.observe.events import RanksReported
+from phalanx.observe.events import Goodput, RanksReported
+from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.heartbeat import Gauges, current, read_beats
+from phalanx.observe.history import History
 from phalanx.observe.step_clock import StepClock
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
 
 _EVERY = 1.0
 _REPORT_SECONDS = 10.0
@@ -130,6 +135,70 @@ class TokenRate:
         """Return the model's operations as a share of all devices' peak."""
         tokens = self.tokens(samples_per_second)
         return None if tokens is None or self.peak_share_per_token is None else tokens * self.peak_share_per_token
+
+
+class RunSpeed:
+    """How fast the run is: throughput, tokens, MFU, and the share of the time in which it trains (goodput)."""
+
+    def __init__(self, formation: Formation, run_dir: Path, emit: Callable[[Goodput], None]) -> None:
+        self._formation, self._run_dir, self._emit = formation, run_dir, emit
+        self.clock = formation.clock
+        self.clock.communication = self._communication
+        env = formation.world.env
+        self._ledger = Ledger(self.clock, attempt=env.attempt + env.generation, launched=formation.world.is_launched)
+        self.tokens = TokenRate()
+        self._first_step = self._first_samples = 0
+
+    def begin(self, step: int, samples: int) -> None:
+        """Start the clock; `step`, `samples`: taken before."""
+        self._first_step, self._first_samples = step, samples
+        self.clock.start()
+        self._ledger.begin()
+
+    def _communication(self) -> float | None:
+        sent = self._formation.strategy.comm_stats()
+        return sent.waited_s if sent else None
+
+    def report_if_due(self, samples: int) -> None:
+        """Report the goodput now and then; `samples`: of the run so far."""
+        if self._ledger.is_due:
+            self.report(samples)
+
+    def report(self, samples: int) -> Goodput:
+        """Report where the time of this attempt went so far."""
+        rate, step = self.clock.steady, self._first_step + self.clock.steps
+        counts = (self._first_samples, samples)
+        event = self._ledger.event(step, self._first_step, counts, rate, self.tokens.mfu(rate))
+        self._emit(event)
+        return event
+
+    def close(self, samples: int, history: History) -> None:
+        """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
+        last = self.report(samples)
+        if not self._formation.is_main:
+            return
+        found = account([*read_events(self._run_dir / EVENTS), last.to_dict()])
+        if found is not None:
+            history.goodput, history.whole_throughput, history.whole_mfu = found.seconds, found.throughput, found.mfu
+
+    def speedup(self, rate: float) -> float | None:
+        """Return a throughput over that of `reference_throughput`, where it is given."""
+        reference = self._formation.config.options.reference_throughput
+        return None if reference is None else rate / reference
+
+    def write_to(self, history: History) -> None:
+        """Write throughput and traffic so far into the history."""
+        history.throughput = rate = self.clock.steady
+        history.first_steps_seconds = self.clock.warm_up.seconds
+        history.slow_seconds = self.clock.slow_seconds
+        history.tokens_per_second = self.tokens.tokens(rate)
+        history.mfu = self.tokens.mfu(rate)
+        history.speedup = self.speedup(rate)
+        sent = self._formation.strategy.comm_stats()  # of this run only, also after a resumption
+        history.sent_bytes = sent.sent_bytes if sent else None
+        history.plain_bytes = sent.plain_bytes if sent else None
+        history.exchange_hidden = sent.hidden_s if sent else None
+        history.exchange_waited = sent.waited_s if sent else None
 
 
 class PeakMemory:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.loss_log import LossWeights
 from phalanx.loop.precision import LossScale, Precision
-from phalanx.loop.sharing import HeldParameters, KeptGradients, check_read_together
+from phalanx.loop.sharing import HeldParameters, ReadTogether, UnfinishedSteps
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.world import World
@@ -26,14 +26,33 @@ if TYPE_CHECKING:
     from phalanx.world.gate import StepGate
 
 
-_wants_gradient = attrgetter("requires_grad")
-
-
 def _one_pass(strategy: str) -> UsageError:
     return UsageError(
         f"backward was called twice for one micro-batch, and {strategy} does not add the gradients of the calls up",
         hint="Add the losses up and call backward once: f.backward(first + second).",
     )
+
+
+def _one_step() -> UsageError:
+    return UsageError(
+        "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
+        hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
+    )
+
+
+class StepCounts:
+    """How often the step of each optimizer, by its id, was tried, and skipped because its gradient was not finite."""
+
+    def __init__(self) -> None:
+        self.tried: dict[int, int] = {}
+        self.skipped: Counter[int] = Counter()
+
+    def taken(self, key: int, scale: LossScale | None) -> int | None:
+        """Return how many steps an optimizer has taken; None before the first call of its step."""
+        if key not in self.tried:
+            return None
+        overflows = scale.skipped(key) if scale is not None else 0
+        return self.tried[key] - self.skipped[key] - overflows
 
 
 class Gradients:
@@ -48,20 +67,15 @@ class Gradients:
         followed: Callable[[], None] = lambda: None,
     ) -> None:
         """`followed`: called after parameters were frozen or unfrozen during training."""
-        self._config = config
-        self._world = world
         self._strategy = strategy
         self._take_scale = strategy.takes_loss_scale
         self.scale: LossScale | None = None
         if precision.scaler is not None:
-            agree = strategy.shards and world.world_size > 1
-            self.scale = LossScale(precision.scaler, world.device, agree=agree)
+            self.scale = LossScale(precision.scaler, world.device, agree=strategy.shards and world.world_size > 1)
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
         self._wrapped: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
-        self._wanted: list[bool] = []
         self._followed = followed
         self.held = HeldParameters(strategy, unused_allowed=config.find_unused_parameters)
         self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size)
@@ -69,24 +83,19 @@ class Gradients:
         self._direct = False
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []
-        self._accumulating: set[int] = set()
-        self._kept: dict[int, KeptGradients] = {}
+        self._unfinished = UnfinishedSteps()
         self._calls = self._passes = 0
-        self._read: dict[ShardedLoader, MicroInfo] = {}
-        self._read_at = 0
+        self._read = ReadTogether()
         self.steps = 0
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
-        self._tried: dict[int, int] = {}
-        self._skipped: dict[int, int] = {}
+        self._counts = StepCounts()
         self.gate: StepGate | None = None
         """Where lost ranks are replaced and gradients are reduced on a GPU: a step waits there for complete ones."""
 
     def watch(self, wrapped: nn.Module) -> None:
         """Add a wrapped model."""
         self._wrapped.append(wrapped)
-        self._parameters += wrapped.parameters()
-        self._wanted = list(map(_wants_gradient, self._parameters))
         self.held.add_model(wrapped)
         if self._accumulation > 1:
             self._strategy.set_sync(wrapped, False)
@@ -101,11 +110,7 @@ class Gradients:
 
     def begin(self, micro: MicroInfo, loader: ShardedLoader) -> None:
         """Set the loader's description of the batch it is about to yield."""
-        if self._read_at != self._passes or loader in self._read:
-            self._read, self._read_at = {}, self._passes
-        self._read[loader] = micro
-        if len(self._read) > 1:
-            check_read_together(self._read)
+        self._read.add(loader, micro, self._passes)
         self.micro = micro
         self._calls = 0
         if micro.boundary is not self.boundary:
@@ -120,9 +125,7 @@ class Gradients:
 
     def _follow(self) -> None:
         """Let the strategy adapt where parameters were frozen or unfrozen since the last backward pass."""
-        wanted = list(map(_wants_gradient, self._parameters))
-        if wanted != self._wanted:
-            self._wanted = wanted
+        if self.held.were_frozen():
             for wrapped in self._wrapped:
                 self._strategy.follow(wrapped)
             self._followed()
@@ -157,7 +160,7 @@ class Gradients:
         scale: torch.Tensor | None = None
         if self.scale is not None:
             # While an optimizer waits for its step with micro-batches of this scale, another's must not change it.
-            if not (self._accumulating and self.boundary) or self.scale.is_removed_from(self._adopted):
+            if not (self._unfinished and self.boundary) or self.scale.is_removed_from(self._adopted):
                 self.scale.update()
             scale = self.scale.current()
             factor = scale * factor
@@ -171,9 +174,9 @@ class Gradients:
             # Here, for DDP reads its flag in forward, and FSDP in backward.
             self._set_sync((self._counted + 1) % self._accumulation == 0)
         if not self.boundary:
-            self._accumulating.update(self._adopted)
+            self._unfinished.add(self._adopted)
         elif len(self._adopted) == 1:  # the gradient is complete: it may be dropped without a step
-            self._accumulating.clear()
+            self._unfinished.clear()
 
     def zeroed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Do what zero_grad must do instead of dropping all of an optimizer's gradients, if that is something else.
@@ -181,10 +184,7 @@ class Gradients:
         Between the micro-batches of one step it drops what was added since the optimizer's last call of `step`, such as
         another optimizer's loss; an engine drops its own buffers.
         """
-        if id(optimizer) in self._accumulating:
-            kept = self._kept.get(id(optimizer))
-            if kept is not None and kept.passes != self._passes:
-                kept.put_back()
+        if self._unfinished.put_back(optimizer, self._passes):
             return True
         if self._strategy.owns_step:
             self._strategy.step(None)
@@ -195,8 +195,7 @@ class Gradients:
         if self._ready or not self.boundary:
             return
         self._ready = True
-        weight = self._weight.mean()
-        if weight is not None:
+        if (weight := self._weight.mean()) is not None:
             self._strategy.divide_gradients(self.held.trained, weight)
         self._weight.clear()
 
@@ -248,18 +247,14 @@ class Gradients:
         if self._direct:
             inner()
             return
-        self._tried.setdefault(id(optimizer), 0)
+        self._counts.tried.setdefault(id(optimizer), 0)
         if not self.boundary:
             if len(self._adopted) > 1 and not self._strategy.owns_step:
-                self._kept[id(optimizer)] = KeptGradients(optimizer, self._passes)
+                self._unfinished.keep(optimizer, self._passes)
             return
-        if self._accumulating and self.scale is not None and self.scale.has_stepped(optimizer):
-            raise UsageError(
-                "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
-                hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
-            )
-        self._accumulating.discard(id(optimizer))
-        self._kept.pop(id(optimizer), None)
+        if self._unfinished and self.scale is not None and self.scale.has_stepped(optimizer):
+            raise _one_step()
+        self._unfinished.discard(optimizer)
         self.held.check(optimizer)
         self.finish()
         self._unscale(optimizer)
@@ -270,10 +265,10 @@ class Gradients:
             self._strategy.after_step()
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
-        self._tried[id(optimizer)] += 1
+        self._counts.tried[id(optimizer)] += 1
         if self._skip_nonfinite and not bool(torch.isfinite(self._norm_of(optimizer))):
             raise_if_aborted()  # the norm may be that of a part of a sum
-            self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
+            self._counts.skipped[id(optimizer)] += 1
             return
         self._direct = True  # not `with self.direct()`, which costs a microsecond per step
         try:
@@ -295,23 +290,18 @@ class Gradients:
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because the gradient was not finite; waits for the device with fp16."""
-        return sum(self._skipped.values()) + (self.scale.skipped() if self.scale is not None else 0)
+        return sum(self._counts.skipped.values()) + (self.scale.skipped() if self.scale is not None else 0)
 
     def taken(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return how many steps an optimizer has taken; None before the first call of its step."""
-        key = id(optimizer)
-        if key not in self._adopted:  # an engine has replaced the user's optimizer by its own
-            key = id(self._primary)
-        if key not in self._tried:
-            return None
-        overflows = self.scale.skipped(key) if self.scale is not None else 0
-        return self._tried[key] - self._skipped.get(key, 0) - overflows
+        # An engine replaces the user's optimizer by its own.
+        key = id(optimizer) if id(optimizer) in self._adopted else id(self._primary)
+        return self._counts.taken(key, self.scale)
 
     def abandon(self) -> None:
         """Drop the gradients of micro-batches whose step will not come: their epoch was interrupted."""
         for parameter in (*self.held.trained, *self.held.strays):
             parameter.grad = None
         self._strategy.step(None)
-        self._accumulating.clear()
-        self._kept.clear()
+        self._unfinished.clear()
         self._weight.clear()

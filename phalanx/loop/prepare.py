@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx import torch_compat
@@ -22,17 +24,18 @@ from phalanx.loop.precision import Precision
 from phalanx.models.contract import Adapter, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
-from phalanx.strategies.base import Strategy
+from phalanx.strategies.base import Strategy, local
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.loop.ema import WeightAverage
+    from phalanx.loop.forward import Forward
 
 
 class Prepared:
-    """What was prepared for a run on this rank."""
+    """What was prepared for a run on this rank, and what can be asked of it over all ranks."""
 
     def __init__(self, strategy: Strategy, world: World, run_id: str) -> None:
         self.strategy = strategy
@@ -93,6 +96,45 @@ class Prepared:
     def step(self) -> int:
         """Optimizer steps taken; checkpoints are named after it."""
         return self.gradients.steps
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own model from a prepared one."""
+        return self.strategy.unwrap(model)
+
+    def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
+        """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
+        reduce_op = dist.ReduceOp
+        operations = {"mean": reduce_op.SUM, "sum": reduce_op.SUM, "min": reduce_op.MIN, "max": reduce_op.MAX}
+        if op not in operations:
+            raise UsageError(f"reduce: unknown op {op!r}. Allowed: {', '.join(operations)}.")
+        tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        if op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.double()
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=operations[op])
+        return tensor / self.world_size if op == "mean" else tensor
+
+    def weights_are_finite(self) -> bool:
+        """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
+        parts = [local(p).detach() for model in self.models for p in model.parameters() if p.requires_grad]
+        parts = [part for part in parts if part.numel()]
+        finite = torch.tensor(True)
+        if parts:
+            finite = torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all()
+        return bool(self.reduce(finite.int(), "min") if self.strategy.shards else finite)
+
+    def weighs_labels(self, forward: Forward, model: nn.Module, batch: Any, loader: PreparedLoader) -> bool:
+        """Whether batches count by their labels, not by their samples: as the config says, or as the loss averages.
+
+        Decided on the first batch, by all ranks together. A step of one micro-batch has no shares to weigh.
+        """
+        if self.config.loss_weighting == "tokens":
+            return True
+        if self._weighs_labels is None:
+            # Without a wait for each other in every step, ranks cannot add up the labels of all.
+            found = self.config.resolved_server_mode == "sync" and forward.averages_labels(self.unwrap(model), batch)
+            self._weighs_labels = bool(self.reduce(float(found), "max") > 0)
+        return self._weighs_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
 
 
 _END = object()

@@ -21,7 +21,7 @@ from torch import nn
 
 from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
-from phalanx.host.signals import STOPS
+from phalanx.host.processes import STOPS
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.run_state import Committed, RunState, capture, restore
 from phalanx.loop.trainer import TrainLoop
@@ -318,8 +318,9 @@ class _ReportRecovery(Callback):
 Result = TypeVar("Result")
 
 
-def run_recovering(member: membership.Member, run_once: Callable[[Survivor], Result]) -> Result:
+def run_recovering(run_once: Callable[[Survivor], Result]) -> Result:
     """Run, and after lost or added ranks run again with those present, until a run succeeds or fails by itself."""
+    member = membership.Member.from_environment()
     survivor = Recovering(member)
     with survivor.listening():
         if member.joins_late:

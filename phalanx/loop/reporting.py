@@ -19,14 +19,13 @@ from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
 from phalanx.data.order import BatchSplit
 from phalanx.loop.formation import Formation
-from phalanx.loop.gauges import RankGauges, TokenRate, token_rate
+from phalanx.loop.gauges import RankGauges, RunSpeed, token_rate
 from phalanx.loop.hooks import StepInfo
 from phalanx.loop.loss_log import Losses, LossLog, totals
 from phalanx.models.contract import recorded_dimensions
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
-    Goodput,
     Message,
     MetricsReported,
     Phase,
@@ -36,7 +35,6 @@ from phalanx.observe.events import (
     StepDone,
 )
 from phalanx.observe.format import speed_note
-from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.world.mesh import layout_words
@@ -57,9 +55,7 @@ class Reporter:
         self.events = events
         self.loss_log = LossLog(self._world)
         self.clock = formation.clock
-        self.clock.communication = self._communication
-        attempt = self._world.env.attempt + self._world.env.generation
-        self.ledger = Ledger(self.clock, attempt=attempt, launched=self._world.is_launched)
+        self._speed = RunSpeed(formation, run_dir, events.emit)
         self._every = self._config.log_every_n_steps
         self._first_steps = _FIRST_STEPS_COMPILED if self._config.compile else 1
         self.history = History()
@@ -67,13 +63,12 @@ class Reporter:
         self._time_before = 0.0
         self._first_step = 0
         self._total_steps: int | None = None
-        self.samples = self._first_samples = self._epoch_samples = 0
+        self.samples = self._epoch_samples = 0
         self._epoch_began = time.monotonic()
         self._loss_sum = self._loss_count = 0.0
         self._said: set[str] = set()
         self.next_commands: list[str] = []
         """What the summary of the run proposes to run next."""
-        self._token_rate = TokenRate()
         self._gauges = RankGauges(self._world, self.clock, events.emit if self._world.is_main else None)
         self._resumed_from: str | None = None
 
@@ -94,16 +89,14 @@ class Reporter:
         already.
         """
         self._first_step, self._total_steps = step, total_steps
-        self._first_samples = self.samples
         count = self._formation.strategy.count_parameters  # all ranks call it
         parameters = count(model), count(model, trained=True)
-        self.clock.start()
-        self.ledger.begin()
+        self._speed.begin(step, self.samples)
         self._began = self._epoch_began = time.monotonic()
         if not announce:
             return
         self.events.emit(self._run_started(model, *parameters))
-        self._report_goodput()
+        self._speed.report(self.samples)
         self.say(self._config.unused_note, "warning")
         for note in self._formation.notes:
             self.say(note)
@@ -143,16 +136,16 @@ class Reporter:
     def recovered(self, event: Recovered) -> None:
         """Report that the group of ranks changed in place."""
         self.events.emit(event)
-        self._report_goodput()
+        self._speed.report(self.samples)
 
     def interrupted(self) -> None:
         """Report where the time went until the group of ranks changed."""
         if self.samples:
-            self._report_goodput()
+            self._speed.report(self.samples)
 
     def first_batch(self, model: nn.Module, batch: Any) -> None:
         """Find from the first batch how many tokens a sample has."""
-        self._token_rate = token_rate(model, batch, self._world, self._formation.precision.name)
+        self._speed.tokens = token_rate(model, batch, self._world, self._formation.precision.name)
 
     def to_keep(self) -> dict[str, Any]:
         """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
@@ -184,8 +177,7 @@ class Reporter:
                 self.events.emit(Phase("compile", "end", self.clock.warm_up.seconds))
         self.samples += samples
         self._epoch_samples += samples
-        if self.ledger.is_due:
-            self._report_goodput()
+        self._speed.report_if_due(self.samples)
 
     def losses(self, losses: Losses) -> float | None:
         """Add losses to the epoch's mean over samples; return their own mean."""
@@ -214,9 +206,9 @@ class Reporter:
             step_seconds=seconds,
             memory_bytes=self._gauges.memory.bytes(),
             samples=self.samples,
-            tokens_per_second=self._token_rate.tokens(rate),
-            mfu=self._token_rate.mfu(rate),
-            speedup=self._speedup(rate),
+            tokens_per_second=self._speed.tokens.tokens(rate),
+            mfu=self._speed.tokens.mfu(rate),
+            speedup=self._speed.speedup(rate),
             gpu_utilization=self._gauges.gpu.utilization,
         )
         self.history.steps.append(
@@ -269,7 +261,7 @@ class Reporter:
         self.history.status, self.history.reason = status, reason
         self._update_totals()
         self._gauges.end()
-        self._close_goodput()
+        self._speed.close(self.samples, self.history)
         if status in ("finished", "stopped"):
             event = self._formation.strategy.closing_event() if self._world.is_main else None
             if event is not None:
@@ -287,43 +279,8 @@ class Reporter:
         self.events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
 
     def _update_totals(self) -> None:
-        history = self.history
-        history.total_time = self._time_before + time.monotonic() - self._began
-        history.throughput = rate = self.clock.steady
-        history.first_steps_seconds = self.clock.warm_up.seconds
-        history.slow_seconds = self.clock.slow_seconds
-        history.tokens_per_second = self._token_rate.tokens(rate)
-        history.mfu = self._token_rate.mfu(rate)
-        history.speedup = self._speedup(rate)
-        sent = self._formation.strategy.comm_stats()  # of this run only, also after a resumption
-        history.sent_bytes = sent.sent_bytes if sent else None
-        history.plain_bytes = sent.plain_bytes if sent else None
-        history.exchange_hidden = sent.hidden_s if sent else None
-        history.exchange_waited = sent.waited_s if sent else None
-
-    def _communication(self) -> float | None:
-        sent = self._formation.strategy.comm_stats()
-        return sent.waited_s if sent else None
-
-    def _report_goodput(self) -> Goodput:
-        rate = self.clock.steady
-        step = self._first_step + self.clock.steps
-        samples = (self._first_samples, self.samples)
-        event = self.ledger.event(step, self._first_step, samples, rate, self._token_rate.mfu(rate))
-        self.events.emit(event)
-        return event
-
-    def _close_goodput(self) -> None:
-        """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
-        last = self._report_goodput()
-        found = account([*read_events(self._run_dir / EVENTS), last.to_dict()]) if self._world.is_main else None
-        if found is not None:
-            history = self.history
-            history.goodput, history.whole_throughput, history.whole_mfu = found.seconds, found.throughput, found.mfu
-
-    def _speedup(self, rate: float) -> float | None:
-        reference = self._config.options.reference_throughput
-        return None if reference is None else rate / reference
+        self.history.total_time = self._time_before + time.monotonic() - self._began
+        self._speed.write_to(self.history)
 
 
 def _job(model: object, config: DistributedConfig, world: World) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,9 @@ from phalanx.strategies.base import Strategy
 if TYPE_CHECKING:
     from phalanx.data.loader import ShardedLoader
     from phalanx.data.order import MicroInfo
+
+
+_wants_gradient = attrgetter("requires_grad")
 
 
 class HeldParameters:
@@ -28,16 +32,25 @@ class HeldParameters:
         self._group_sizes: list[int] | None = None
         self._trained: list[nn.Parameter] = []
         self._strays: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
+        self._wanted: list[bool] = []
 
     def add_model(self, wrapped: nn.Module) -> None:
         """Add a prepared model."""
         self._models.append(wrapped)
         self._group_sizes = None
+        self._parameters += wrapped.parameters()
+        self._wanted = list(map(_wants_gradient, self._parameters))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a prepared optimizer."""
         self._optimizers.append(optimizer)
         self._group_sizes = None
+
+    def were_frozen(self) -> bool:
+        """Whether parameters were frozen or unfrozen since the last call."""
+        before, self._wanted = self._wanted, list(map(_wants_gradient, self._parameters))
+        return self._wanted != before
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -123,7 +136,62 @@ class KeptGradients:
                 parameter.grad.copy_(gradient)
 
 
-def check_read_together(read: Mapping[ShardedLoader, MicroInfo]) -> None:
+class UnfinishedSteps:
+    """Optimizers that have micro-batches and no step yet, by their ids; true where there are any."""
+
+    def __init__(self) -> None:
+        self._waiting: set[int] = set()
+        self._kept: dict[int, KeptGradients] = {}
+        """Where several optimizers share gradients: those of each at its last call of `step` between boundaries."""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, optimizers: Iterable[int]) -> None:
+        """Note that a micro-batch was added for these optimizers, by their ids."""
+        self._waiting.update(optimizers)
+
+    def keep(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
+        """Keep the gradients that an optimizer has after this many backward passes."""
+        self._kept[id(optimizer)] = KeptGradients(optimizer, passes)
+
+    def put_back(self, optimizer: torch.optim.Optimizer, passes: int) -> bool:
+        """Drop what was added since its gradients were kept; return whether the optimizer waits for its step."""
+        if id(optimizer) not in self._waiting:
+            return False
+        kept = self._kept.get(id(optimizer))
+        if kept is not None and kept.passes != passes:
+            kept.put_back()
+        return True
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer takes its step."""
+        self._waiting.discard(id(optimizer))
+        self._kept.pop(id(optimizer), None)
+
+    def clear(self) -> None:
+        """Note that no optimizer waits for its step."""
+        self._waiting.clear()
+        self._kept.clear()
+
+
+class ReadTogether:
+    """The loaders that are read between two backward passes, with their latest batches."""
+
+    def __init__(self) -> None:
+        self._read: dict[ShardedLoader, MicroInfo] = {}
+        self._passes = 0
+
+    def add(self, loader: ShardedLoader, micro: MicroInfo, passes: int) -> None:
+        """Add a batch that is read after this many backward passes."""
+        if self._passes != passes or loader in self._read:
+            self._read, self._passes = {}, passes
+        self._read[loader] = micro
+        if len(self._read) > 1:
+            _check_read_together(self._read)
+
+
+def _check_read_together(read: Mapping[ShardedLoader, MicroInfo]) -> None:
     """Raise for batches of several loaders that one backward call cannot weigh: it takes the last one's share.
 
     A loader whose end is ragged, and comes first, is found with its first batch.

@@ -1,35 +1,31 @@
-"""Stop requests (signals, notices, tuning trials), agreed by all ranks at a step boundary.
-
-Notices say that a run has to end soon: a Slurm time limit, or a file that an agent of the cloud provider creates. A
-thread watches for them and asks all ranks to stop, as SIGTERM does: a checkpoint at the next step, exit code 75.
-"""
+"""When and why a run ends: a stop request that all ranks agree on after a step, `max_time`, early stopping, a tuner."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
-import re
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config import DistributedConfig
-from phalanx.observe import control
-from phalanx.observe.control import TrialControl
+from phalanx.errors import PreemptedError
+from phalanx.host.processes import stop_reason
+from phalanx.loop.best import MetricWatch
 from phalanx.observe.format import duration
-from phalanx.observe.goodput import LAUNCHED_AT
 from phalanx.world.abort import raise_if_aborted
-from phalanx.world.env import read_rank_env, stop_signals
+from phalanx.world.env import stop_signals
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from phalanx.world.world import World
+    from phalanx.loop.formation import Formation
+    from phalanx.loop.notices import EpochControl, StopNotices
 
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
@@ -60,7 +56,7 @@ class StopRequest:
     def listen(self, notices: StopNotices | None = None) -> None:
         """Install the handlers, and watch for notices that the run has to end soon.
 
-        Outside the main thread Python allows no handlers, and only `control` and notices stop the run.
+        Outside the main thread Python allows no handlers, and only `request_stop` and notices stop the run.
         """
         self._notices = notices
         if notices is not None:
@@ -85,7 +81,7 @@ class StopRequest:
     @property
     def from_outside(self) -> str | None:
         """The request to stop from outside the process, such as SIGTERM; None where there is none, or only `ask`."""
-        self._signal = self._signal or control.stop_reason()
+        self._signal = self._signal or stop_reason()
         return self._signal
 
     def ask(self, reason: str, *, regroup: bool = False) -> None:
@@ -138,126 +134,143 @@ class StopRequest:
         return step > int(requested_after)
 
 
-_POLL_SECONDS = 0.02
+@dataclass
+class RunEnding:
+    """Why and how a run ends."""
+
+    early: bool = False
+    """Whether it ends before its last step."""
+    status: str = "finished"
+    reason: str = ""
+    reported: bool = False
+    """Whether the end was reported: only the result is left to return."""
 
 
-class EpochControl:
-    """Decides after epochs whether a tuning trial continues."""
+class RunControl:
+    """Decides when a run ends; every rank comes to the same decision at the same step."""
 
-    def __init__(self, store: dist.Store | None, *, asks: bool, given_up: Callable[[], bool] = lambda: False) -> None:
-        """`store`: shares the answer of the rank that `asks` (None: one rank); `given_up`: the run ends anyway."""
-        self._control = TrialControl.from_environment()
-        self._store = store
-        self._asks = asks
-        self._given_up = given_up
+    def __init__(self, formation: Formation, ranks_synced: Callable[[int], bool] | None) -> None:
+        """`ranks_synced`: where ranks are not in lock-step, whether they have waited for each other in a step."""
+        config, world = formation.config, formation.world
+        self._formation = formation
+        self.stop = StopRequest(world, ranks_synced)
+        self.ending = RunEnding()
+        self.before_stop: Callable[[], None] | None = None
+        """Called when all ranks have agreed to stop, before saving; it may raise instead."""
+        self._trial = self._trial_control()
+        self._time_limit = TimeLimit(config.max_seconds)
+        self._time_before = 0.0
+        watched = config.stopping_metric
+        self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.options.min_delta)
+
+    def _trial_control(self) -> EpochControl | None:
+        if "PHALANX_GATE" not in os.environ:
+            return None
+        from phalanx.loop.notices import EpochControl
+
+        world = self._formation.world
+        return EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
+
+    def begin(self, say: Callable[[str, str], None]) -> None:
+        """Start the clock of `max_time`, and receive signals and notices; `say`: shows the user a message."""
+        self._time_limit.begin(self._time_before)
+        self.stop.listen(self._notices(say))
+
+    def _notices(self, say: Callable[[str, str], None]) -> StopNotices | None:
+        config = self._formation.config
+        if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
+            return None
+        from phalanx.loop.notices import StopNotices
+
+        return StopNotices(config, self._formation.world, self.stop.ask, say)
+
+    def end_early(self, reason: str, status: str = "finished") -> None:
+        """End training after this step; the first reason counts."""
+        self.ending.early, self.ending.reason = True, self.ending.reason or reason
+        if status != "finished":
+            self.ending.status = status
+
+    def judge(self, values: dict[str, float], step: int) -> None:
+        """End training where the watched metric no longer improves."""
+        watch, patience = self._early, self._formation.config.patience
+        if watch is not None and watch.judge(values, step) is False and watch.since >= patience:
+            unit = "epoch" if watch.watched.name.startswith("train/") else "evaluation"
+            times = f"{watch.since} {unit}{'s' * (watch.since > 1)}"
+            self.end_early(f"early stopping, {watch.watched.name} has not improved for {times}")
+
+    def must_stop(self, step: int) -> bool:
+        """Whether all ranks stop after this step, to be resumed later; `max_time` ends training instead."""
+        if self._formation.is_main and self._time_limit.is_over:
+            self.stop.ask(self._time_limit.reason)
+        if not self.stop.agreed(step):
+            return False
+        if self.stop.reason == self._time_limit.reason:
+            self.end_early(self._time_limit.reason)
+            return False
+        if self.before_stop is not None:
+            self.before_stop()
+        return True
+
+    def after_epoch(self, epochs: int) -> None:
+        """Ask the tuner, if any, whether to continue after this many epochs."""
+        if self._trial is None:
+            return
+        with self._formation.clock.paused("idle"):
+            goes_on = self._trial.should_continue(epochs)
+        if not goes_on:
+            self.end_early("stopped by the tuner", "stopped")
+
+    def stopped(self) -> tuple[str, str]:
+        """Return the status and the reason of a run that a request has stopped."""
+        if self.stop.reason == "SIGINT":
+            return "interrupted", "stopped by Ctrl-C"
+        return "preempted", f"stopped by {self.stop.reason}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive: the time spent, the ending, and the state of early stopping."""
+        early = None if self._early is None else self._early.state_dict()
+        return {"time_spent": self._time_limit.spent, "ending": dataclasses.asdict(self.ending), "stopping": early}
+
+    def load_state_dict(self, state: dict[str, Any], epochs: int, *, same_run: bool) -> None:
+        """Continue after `epochs`; `same_run`: with other ranks, so that the time counts on."""
+        if same_run:
+            self._time_before = state["time_spent"]
+            self.ending = RunEnding(**state["ending"])
+        if self._early is not None:
+            self._early.load_state_dict(state["stopping"])
+        if self._trial is not None:
+            self._trial.start_after(epochs)
+
+
+class TimeLimit:
+    """The time after which training ends (`max_time`); the main rank watches it, and asks all ranks to stop."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._began, self._ends = 0.0, math.inf
+        self.reason = "" if seconds is None else f"max_time of {duration(seconds)} reached"
+
+    def begin(self, spent: float = 0.0) -> None:
+        """Start the clock; `spent`: seconds that count already."""
+        self._began = time.monotonic() - spent
+        if self._seconds is not None:
+            self._ends = self._began + self._seconds
 
     @property
-    def is_active(self) -> bool:
-        """Whether this run is a trial that may be stopped."""
-        return self._control is not None
+    def spent(self) -> float:
+        """The seconds that count so far."""
+        return time.monotonic() - self._began if self._began else 0.0
 
-    def start_after(self, epochs: int) -> None:
-        """Note the epochs that a resumed run has completed."""
-        if self._control is not None:
-            self._control.start_after(epochs)
-
-    def should_continue(self, epochs: int) -> bool:
-        """Whether training continues after this many epochs; every rank calls this, and gets the same answer."""
-        if self._control is None or not self._control.is_due(epochs):
-            return True
-        if self._store is None:
-            return self._control.wait(epochs, given_up=self._given_up)
-
-        env = read_rank_env()
-        key = f"trial_control/{env.attempt if env is not None else 0}/{epochs}"
-        if self._asks:
-            goes_on = self._control.wait(epochs, given_up=self._given_up)
-            self._store.set(key, "on" if goes_on else "stop")
-            return goes_on
-        # Not store.get, which has a timeout: the answer may take hours, until other trials have come this far.
-        while not self._store.check([key]):
-            time.sleep(_POLL_SECONDS)
-        return bool(self._store.get(key) == b"on")
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._ends
 
 
-_NOTICE_SECONDS = 1.0
-_ASK_SECONDS = 10.0
-_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
-
-
-class StopNotices:
-    """Watches for notices in a thread: the file on every machine, the time limit for the whole job on the main rank."""
-
-    def __init__(
-        self,
-        config: DistributedConfig,
-        world: World,
-        ask: Callable[[str], None],
-        say: Callable[[str, str], None],
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        """`ask`: requests that all ranks stop, with the reason; `say`: shows the user a message of a level."""
-        self._ask, self._say = ask, say
-        self._environ = os.environ if environ is None else environ
-        watches_file = config.preemption_file is not None and world.env.local_rank == 0
-        self._file = Path(config.preemption_file) if watches_file and config.preemption_file else None
-        self._margin = config.options.preemption_margin
-        self._watches_limit = world.is_main and self._margin > 0 and "SLURM_JOB_ID" in self._environ
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def watch(self) -> None:
-        """Start the thread, where there is something to watch."""
-        before, launched = _changed(self._file), float(self._environ.get(LAUNCHED_AT) or time.time())
-        if before is not None and before > launched * 1e9:  # it came while ranks were started or replaced
-            before = None
-        if before is not None:
-            old = f"preemption_file {self._file} existed before this run: it counts once it is written again"
-            self._say(old, "warning")
-        if self._file is not None or self._watches_limit:
-            self._thread = threading.Thread(target=self._run, args=(before,), daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(_NOTICE_SECONDS)
-
-    def _run(self, before: int | None) -> None:
-        stop_at, margin = None, self._margin
-        if self._watches_limit and (ends := job_end(self._environ)) is not None:
-            left = max(0.0, ends - time.time())
-            margin = margin if margin < left else left / 2  # a job of a minute trains, too
-            stop_at = ends - margin
-        while not self._ended.wait(_NOTICE_SECONDS):
-            if stop_at is not None and time.time() >= stop_at:
-                self._ask(f"the time limit of the Slurm job, {duration(margin)} before its end")
-                return
-            if self._file is not None and _changed(self._file) not in (None, before):
-                self._ask(f"the preemption notice {self._file}")
-                return
-
-
-def _changed(path: Path | None) -> int | None:
-    """Return when a file was last changed; None where there is none."""
-    try:
-        return None if path is None else path.stat().st_mtime_ns
-    except OSError:  # not there, or a mount that does not answer now
-        return None
-
-
-def job_end(environ: Mapping[str, str]) -> float | None:
-    """Return when the Slurm job of this process ends, in seconds since the epoch; None without a limit."""
-    if (given := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
-        return float(given)
-    command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no squeue in this container, or a controller that is down
-        return None
-    left = _LEFT.fullmatch(asked.stdout.strip())
-    if left is None:  # UNLIMITED, NOT_SET, or an error
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in left.groups())
-    return time.time() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> PreemptedError:
+    """Return the error of a run that was stopped, with the checkpoint to resume from."""
+    kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint_dir was set, so nothing was kept"
+    hint = "Set checkpoint_dir to keep the progress of a run that is stopped."
+    if checkpoint:
+        hint = f"To resume, add resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."
+    return PreemptedError(f"stopped by {reason} after step {step}: {kept}", hint=hint)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
-from phalanx.loop.control import RunControl, preempted_error
 from phalanx.loop.evaluate import Evaluation, begin_training
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
@@ -19,7 +19,7 @@ from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
 from phalanx.loop.step import train_step
-from phalanx.loop.stopping import StopRequest
+from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
@@ -51,29 +51,20 @@ class TrainLoop:
         self.hooks = Hooks(task.callbacks)
         for sink in self.hooks.sinks if formation.is_main else ():
             events.add(sink)
-        synced = None if formation.strategy.in_lockstep else self._ranks_synced
+        synced = None if formation.strategy.in_lockstep else partial(_ranks_synced, formation)
         self.control = RunControl(formation, synced)
         self.saving = Saves(self, run_dir, synced)
         formation.start_average()
         formation.clock.data_wait = lambda: self.train_loader.waited_s
         self.report = Reporter(formation, task.name, self.train_loader.sharded.layout, run_dir, events)
-        self.checks = self._make_checks(events)
+        self.checks = _make_checks(formation, self.model, events)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.reseed = formation.reseed if self.config.fixed_order else None
         """Makes dropout a function of the step and the samples, so that it is equal on any rank and when done again."""
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
-        self._forward: Forward | None = None
-        self._by_labels = False
-
-    def _make_checks(self, events: EventStream) -> RankChecks | None:
-        config = self.config
-        if self.formation.world_size == 1 or (config.check_replicas_every or config.straggler_factor) is None:
-            return None
-        from phalanx.loop.checks import RankChecks
-
-        return RankChecks(self.formation, self.model, events.emit)
+        self._call = ModelCall(self)
 
     @property
     def config(self) -> DistributedConfig:
@@ -152,8 +143,9 @@ class TrainLoop:
         config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
         report, hooks, checks = self.report, self.hooks, self.checks
         begin_training(self.model, self.formation.unwrap(self.model))
-        batches = self._first_batch_seen(iter(self.train_loader))
-        while self._forward is not None and not self.is_finished(within_epoch=True):
+        call = self._call
+        batches = call.decided(iter(self.train_loader))
+        while call.forward is not None and not self.is_finished(within_epoch=True):
             step = self.step + 1
             self.schedule.apply(step - 1)
             due = report.is_due(step)
@@ -161,10 +153,10 @@ class TrainLoop:
                 self.formation,
                 self.model,
                 self.optimizer,
-                self._forward,
+                call.forward,
                 batches,
                 report.loss_log,
-                by_tokens=self._by_labels,
+                by_tokens=call.by_labels,
                 clip=config.gradient_clipping,
                 measure_norm=due,
                 reseed=self.reseed,
@@ -218,22 +210,6 @@ class TrainLoop:
             self._end_epoch(epoch)
         elif self.step and self.saving.due_after_step(self.step):
             self.saving.save()
-
-    def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
-        """Decide on the first batch how the model is called and batches are weighed, then yield all batches."""
-        if self._forward is None:
-            for first in batches:
-                self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
-                self._by_labels = self.formation.weighs_labels(self._forward, self.model, first, self.train_loader)
-                if not self.continues:
-                    self.report.say(self._forward.note)
-                self.report.first_batch(self.task.model, first)
-                return _chained(first, batches)
-        return batches
-
-    def _ranks_synced(self, step: int) -> bool:
-        """Whether ranks that are not in lock-step have waited for each other in this step."""
-        return step % self.config.log_every_n_steps == 0 or self.formation.strategy.just_synced
 
     def _save_or_stop(self, step: int, epochs: int | None = None) -> None:
         """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one."""
@@ -301,6 +277,45 @@ class TrainLoop:
         """Return the number of optimizer steps of the whole run, where it is known beforehand."""
         left, most = self.train_loader.steps_left(self.max_epochs), self.config.max_steps
         return most if left is None else int(min(self.step + left, most or math.inf))
+
+
+class ModelCall:
+    """How the model is called and batches are weighed: decided on the first batch."""
+
+    def __init__(self, loop: TrainLoop) -> None:
+        self._loop = loop
+        self.forward: Forward | None = None
+        """None where there was no batch."""
+        self.by_labels = False
+
+    def decided(self, batches: Iterator[Any]) -> Any:
+        """Decide on the first batch, if that is to be done, and return all batches."""
+        if self.forward is not None:
+            return batches
+        loop, task = self._loop, self._loop.task
+        for first in batches:
+            self.forward = decide_forward(task.model, task.loss_fn, first)
+            self.by_labels = loop.formation.weighs_labels(self.forward, loop.model, first, loop.train_loader)
+            if not loop.continues:
+                loop.report.say(self.forward.note)
+            loop.report.first_batch(task.model, first)
+            return _chained(first, batches)
+        return batches
+
+
+def _ranks_synced(formation: Formation, step: int) -> bool:
+    """Whether ranks that are not in lock-step have waited for each other in this step."""
+    return step % formation.config.log_every_n_steps == 0 or formation.strategy.just_synced
+
+
+def _make_checks(formation: Formation, model: Any, events: EventStream) -> RankChecks | None:
+    """Return the checks of the ranks that the config asks for, if any."""
+    config = formation.config
+    if formation.world_size == 1 or (config.check_replicas_every or config.straggler_factor) is None:
+        return None
+    from phalanx.loop.checks import RankChecks
+
+    return RankChecks(formation, model, events.emit)
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

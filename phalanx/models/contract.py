@@ -181,8 +181,3 @@ for a parallel loss. With tied weights it shares the shards of the token embeddi
 
 WHOLE = "whole"
 """A module that every rank keeps whole, and feeds with the same whole inputs."""
-
-PLAN_NAMES = frozenset(
-    {COLWISE, ROWWISE, SEQUENCE, GATHER, EMBEDDING_ROWWISE, EMBEDDING_POSITIONS, HEAD_COLWISE, WHOLE}
-)
-"""Every word a plan may use."""

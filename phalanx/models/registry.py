@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 # Module and function, imported when asked for: listing names must not import torch.
 _MODELS = {
-    "convnet": ("phalanx.models.convnet", "ConvNet"),
+    "convnet": ("phalanx.models.small", "ConvNet"),
     "gpt": ("phalanx.models.gpt", "gpt"),
     "llama": ("phalanx.models.llama", "llama"),
-    "mlp": ("phalanx.models.mlp", "MLP"),
+    "mlp": ("phalanx.models.small", "MLP"),
     "moe": ("phalanx.models.moe", "moe"),
     "resnet": ("phalanx.models.resnet", "resnet"),
     "vit": ("phalanx.models.vit", "vit"),
@@ -47,7 +47,7 @@ def build(name: str, **options: Any) -> nn.Module:
     if is_import_path(name):
         return _checked(call_with(load_import(name, "model"), options, f"model '{name}'"), name)
     if _is_path(name):
-        from phalanx.models.hf.folder import from_folder
+        from phalanx.models.hf import from_folder
 
         return from_folder(Path(name), **options)
     module, function = _find(name)

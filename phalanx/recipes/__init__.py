@@ -7,23 +7,195 @@ By name one is found in `./recipes/NAME.toml`, the user's folder, this package, 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import load_entry_point
-from phalanx.config.sources import read_document
-from phalanx.errors import UsageError, unknown_name
-from phalanx.recipes.imports import extend_path, is_import_path, load_import
-from phalanx.recipes.recipe import Recipe, from_document
+from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.recipes.imports import EARLIER, check_import, extend_path, import_path_of, is_import_path, load_import
 
 __all__ = ["Recipe", "find_recipe", "load_recipe", "recipe_names"]
-
 
 GROUP = "phalanx.recipes"
 _BUILT_IN = Path(__file__).parent
 _ENDINGS = (".toml", ".yaml", ".yml")
+_PARTS = ("model", "data")
+_TABLES = ("model", "data", "settings", "sample", "metrics")
+_HINT = 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.'
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train on what, and the settings that suit it."""
+
+    name: str
+    summary: str
+    data: dict[str, Any]
+    """Its `name` is that of a built-in data set, an import path `package.module:function`, or a path of files."""
+    model: dict[str, Any]
+    """Its `name` is that of a built-in model, an import path, or the folder of a Hugging Face model."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    needs_data_dir: bool = False
+    presets: tuple[str, ...] = ()
+    sample: dict[str, Any] = field(default_factory=dict)
+    loss: str = ""
+    """The import path of `loss(output, target)`, or the name of a usual one."""
+    optimizer: str = ""
+    """The import path of a function of the parameters, or of an optimizer class; a name is the setting `optimizer`."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Import paths of `metric(output, target)` by name."""
+    callbacks: tuple[str, ...] = ()
+    """Import paths of callback classes, and of functions that are called after each step."""
+    paths: tuple[str, ...] = ()
+    """Folders with modules of the user: that of the recipe's file, and the current one."""
+    source: str = ""
+    """The name, file or import path that finds it again; empty for one made of --model and --data."""
+
+    def settings_for(self, gpus: int) -> dict[str, Any]:
+        """Return the settings for a number of GPUs: if there are fewer GPUs than ranks, one rank for each."""
+        ranks = self.settings.get("num_workers", 1)
+        return {**self.settings, "num_workers": gpus} if 0 < gpus < ranks else self.settings
+
+    def with_preset(self, preset: str | None) -> Recipe:
+        """Return the recipe with another size of its model; an unknown one is refused with the nearest."""
+        if preset is None:
+            return self
+        if not self.presets:
+            raise UsageError(
+                f"the recipe '{self.name}' names no presets, so --preset has nothing to choose from",
+                hint=f"A preset of its model is an option of it: --set model.preset={preset}",
+            )
+        if preset not in self.presets:
+            raise UsageError(unknown_name(f"preset of the recipe '{self.name}'", preset, self.presets))
+        return replace(self, model={**self.model, "preset": preset})
+
+    def with_parts(self, model: str | None, data: str | None) -> Recipe:
+        """Return the recipe with another model or other data; options of the replaced part go with it."""
+        changes: dict[str, Any] = {}
+        if model is not None:
+            changes = {"model": {"name": _located(model, Path.cwd())}, "presets": (), "sample": {}}
+        if data is not None:
+            changes |= {"data": {"name": _located(data, Path.cwd())}, "needs_data_dir": False}
+        if changes:
+            changes["paths"] = tuple(dict.fromkeys([*self.paths, str(Path.cwd())]))
+        return replace(self, **changes)
+
+    def with_values(self, changes: Mapping[str, Any]) -> Recipe:
+        """Return the recipe with nested values replaced: `{"model.dropout": 0.1}`."""
+        found = self
+        for path, value in changes.items():
+            table, _, key = path.partition(".")
+            if table not in _TABLES or not key:
+                raise UsageError(
+                    f"--set {path}: {unknown_name('table of a recipe', table, _TABLES)}",
+                    hint="Write --set model.dropout=0.1, --set data.seq_len=256, or --set batch_size=32.",
+                )
+            change: dict[str, Any] = {table: _with_nested(getattr(found, table), key.split("."), value)}
+            found = replace(found, **change)
+        return found
+
+    def check(self) -> None:
+        """Raise for import paths that do not exist; makes the user's modules importable in this process."""
+        extend_path(self.paths)
+        parts = [("model", self.model["name"]), ("data", self.data["name"]), ("loss", self.loss)]
+        parts += [("optimizer", self.optimizer), *((f"metrics.{name}", path) for name, path in self.metrics.items())]
+        for what, path in [*parts, *(("callbacks", path) for path in self.callbacks)]:
+            if is_import_path(path):
+                check_import(path, what)
+
+
+def from_document(document: Mapping[str, Any], name: str, folder: Path | None = None) -> Recipe:
+    """Make a recipe from what a file or a function of the user holds; `folder`: where its file is."""
+    allowed = [each.name for each in fields(Recipe) if each.name not in ("paths", "source")]
+    for key in document:
+        if key not in allowed:
+            raise UsageError(
+                f"the recipe '{name}': {unknown_name('key', key, allowed)}", hint="Settings belong in [settings]."
+            )
+    base = folder or Path.cwd()
+    values = {key: value for key, value in document.items() if key not in (*_PARTS, "name", "summary")}
+    values |= {part: _part(document.get(part), part, name, base) for part in _PARTS}
+    for key in ("settings", "sample", "metrics"):
+        if not isinstance(values.get(key, {}), Mapping):
+            raise UsageError(f"the recipe '{name}': {key} is {values[key]!r}, expected a table of values")
+    for key in ("loss", "optimizer"):
+        if callable(values.get(key)):
+            values[key] = import_path_of(values[key], key)
+    if isinstance(values.get("callbacks"), str):
+        values["callbacks"] = [values["callbacks"]]
+    for key in ("presets", "callbacks"):
+        if not isinstance(values.get(key, ()), Sequence):
+            raise UsageError(f"the recipe '{name}': {key} is {values[key]!r}, expected a list")
+        values[key] = tuple(import_path_of(v, key) if callable(v) else str(v) for v in values.get(key, ()))
+    metrics: Mapping[str, Any] = values.get("metrics", {})
+    values["metrics"] = {k: import_path_of(v, f"metrics.{k}") if callable(v) else str(v) for k, v in metrics.items()}
+    paths = tuple(dict.fromkeys(str(each) for each in (base.resolve(), Path.cwd())))
+    return Recipe(str(document.get("name", name)), str(document.get("summary", "")), **values, paths=paths)
+
+
+def _part(given: Any, part: str, name: str, base: Path) -> dict[str, Any]:
+    """Return a recipe's model or data as a table with a `name`."""
+    table = dict(given) if isinstance(given, Mapping) else {} if given is None else {"name": given}
+    value = table.get("name")
+    if callable(value):
+        value = import_path_of(value, part)
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"the recipe '{name}' does not say which {part} it has", hint=_HINT.replace("model", part, 1))
+    return {**table, "name": _located(value, base)}
+
+
+def _located(name: str, base: Path) -> str:
+    """Return a path of files as an absolute one; other names as they are."""
+    is_path = name.startswith((".", "~")) or "/" in name or (not is_import_path(name) and (base / name).is_file())
+    return str((base / Path(name).expanduser()).resolve()) if is_path else name
+
+
+def _with_nested(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any]:
+    if len(keys) == 1:
+        return {**table, keys[0]: value}
+    inner = table.get(keys[0], {})
+    return {**table, keys[0]: _with_nested(inner if isinstance(inner, Mapping) else {}, keys[1:], value)}
+
+
+def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split `--set KEY=VALUE` words into settings and nested values of a recipe; values are read as TOML, else text."""
+    own: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    if words:
+        import tomllib  # 5 ms, which help and completion do not need
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {word}: expected KEY=VALUE", hint="Write --set model.dropout=0.1")
+        key = key.strip().replace("-", "_")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text  # a plain word needs no quotes
+        plain = key.removeprefix("settings.")
+        if settings(plain):
+            own[plain] = value
+        elif "." not in plain:
+            close = nearest(plain, _TABLES)
+            raise UsageError(
+                f"--set {word}: '{plain}' is not a setting{f'; did you mean {close}.<name>?' if close else ''}",
+                hint="Write --set model.NAME=..., --set data.NAME=..., or a setting of `phalanx config show`.",
+            )
+        else:
+            nested[key] = value
+    return own, nested
+
+
+def of_earlier_run(document: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a run's files hold, with the present names of its options."""
+    model, data = document["model"], document["data"]
+    if model.get("name") in ("gpt", "llama", "moe", "vit"):
+        model = {EARLIER.get(name, name): value for name, value in model.items()}
+    if not is_import_path(str(data.get("name"))):
+        data = {EARLIER.get(name, name): value for name, value in data.items()}
+    return Recipe(**{**document, "model": model, "data": data})
 
 
 def folders() -> list[Path]:
@@ -95,6 +267,8 @@ def as_recipe(found: Any, name: str) -> Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a TOML or YAML file; its folder is where modules and data of the user are found."""
+    from phalanx.config.sources import read_document  # ranks, which get the recipe itself, read no file
+
     document = read_document(path, "recipe")
     if path.parent == _BUILT_IN:
         return replace(from_document(document, path.stem), paths=(), source=path.stem)

@@ -12,7 +12,7 @@ from phalanx.engine import ENGINES, engine_of, find_engine
 from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError, UsageError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.launch import check_endpoint
-from phalanx.observe.metrics import import_client
+from phalanx.observe.prometheus import import_client
 from phalanx.observe.sinks import check_sinks
 
 

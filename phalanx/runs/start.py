@@ -1,4 +1,8 @@
-"""Start ranks, show their progress on the terminal, and raise what failed."""
+"""Start ranks, show their progress on the terminal, and raise what failed.
+
+A job from a script or a notebook goes to the ranks as a pickle. Classes and functions of `__main__` are pickled by
+value, so scripts need no main guard, and a notebook works too.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,28 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx import errors
 from phalanx.config import DistributedConfig
 from phalanx.engine import engine_of
-from phalanx.host.files import replace_file
-from phalanx.launch import LaunchResult, LaunchSpec, launch, prestart
+from phalanx.host.files import replace_file, scratch_folder
+from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, launch, prestart
 from phalanx.launch.error_file import any_record, read_record, record_path, recorded_ranks
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.observe.console import Console
 from phalanx.observe.events import KINDS, Phase, from_dict
-from phalanx.observe.metrics import MetricsSink, open_metrics
+from phalanx.observe.prometheus import MetricsSink, open_metrics
+from phalanx.runs.record import log_folder
+from phalanx.runs.result import read_result
+from phalanx.runs.spec import launch_spec
+from phalanx.world.layout import JobLayout
 
 
 def run_on_ranks(
@@ -153,3 +161,36 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
         if result.exit_code == 128 + number:
             text = f"stopped by {number.name}; no checkpoint was saved"
     raise errors.RankFailedError(text, exit_code=result.exit_code)
+
+
+class RemoteJob(Protocol):
+    """What can be sent to ranks: settings, the run's folder, and what a rank does."""
+
+    config: DistributedConfig
+    run_dir: Path | None
+
+    def run(self) -> Any:
+        """Run it on a rank; the result is that of the first rank on this machine."""
+
+
+def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None = None) -> Any:
+    """Start the ranks, let them run the job, and return the result of the first rank on this machine.
+
+    `data`: data sets that the launcher distributes to the ranks, by name.
+    """
+    with scratch_folder("job") as folder, log_folder(job.run_dir) as logs:
+        write_payload(job, folder / "job.pkl")
+        target = CallTarget("phalanx.worker:run_job_file", str(folder / "job.pkl"))
+        spec = launch_spec(job.config, layout, target, logs, env=_tracking_environment(), data=data)
+        run_on_ranks(spec, job.config, waiting=layout.starting)
+        may_have_none = spec.starter is None and spec.elastic is not None and spec.num_nodes > 1
+        return read_result(folder, may_have_none=may_have_none)
+
+
+def _tracking_environment() -> Mapping[str, str]:
+    """Let the ranks join the MLflow run that is active here."""
+    mlflow: Any = sys.modules.get("mlflow")
+    active = mlflow.active_run() if mlflow is not None else None
+    if active is None:
+        return {}
+    return {"MLFLOW_RUN_ID": active.info.run_id, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}

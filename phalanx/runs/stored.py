@@ -18,12 +18,11 @@ from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.remote import RemotePath, as_path
-from phalanx.observe.best import latest_mark
+from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
-from phalanx.recipes import Recipe
-from phalanx.recipes.recipe import of_earlier_run
+from phalanx.recipes import Recipe, of_earlier_run
 from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
 
 RUNS = Path("runs")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.observe.collectives import GRADIENTS
+from phalanx.observe.call_ring import GRADIENTS
 from phalanx.observe.events import Event
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
 from phalanx.world.env import read_rank_env

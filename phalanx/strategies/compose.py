@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.strategies.base import BatchPass, equalise, local, newly_trained, share_weights
-from phalanx.strategies.context.sequence import SequenceSlices
-from phalanx.strategies.context.strategy import install_ring, split_context
+from phalanx.strategies.context_parallel import SequenceSlices, install_ring, split_context
 from phalanx.strategies.expert import expert_parameters, spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.pipeline.placement import (
@@ -28,7 +27,7 @@ from phalanx.strategies.pipeline.placement import (
     share_buffers,
 )
 from phalanx.strategies.pipeline.strategy import Pipeline
-from phalanx.strategies.tensor.strategy import is_split, split_tensors, splits_sequence
+from phalanx.strategies.tensor_parallel import is_split, split_tensors, splits_sequence
 from phalanx.strategies.tensors import average, global_norm, is_meta, scale_to_norm
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = {row.name: row.home for row in TABLE if row.home is not None}
 _COMPOSED = "phalanx.strategies.compose:Composed"
-_AUTO = "phalanx.strategies.auto:Auto"
+_AUTO = "phalanx.strategies.ring_ddp:Auto"
 
 
 def installed_strategies() -> EntryPoints:

@@ -23,8 +23,8 @@ from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
-from phalanx.loop.memory import MemoryWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
+from phalanx.loop.out_of_memory import MemoryWatch
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.sinks import EventStream
@@ -33,11 +33,7 @@ from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.tool import tool
-from phalanx.trainers.auto import settle_here
-from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
-from phalanx.trainers.weights import whole_state, whole_weights
-from phalanx.world.membership import Member
+from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config, settle_here
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
@@ -77,10 +73,10 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
 
     if job.action != "fit":
         return run()
-    if (member := Member.from_environment()) is not None:
+    if "PHALANX_CONTROL_FD" in os.environ:  # the launcher replaces lost ranks
         from phalanx.loop.recover import run_recovering
 
-        return run_recovering(member, run)
+        return run_recovering(run)
     for engine in engines_here():
         run = engine.wrap_run(run)
     return run()
@@ -98,6 +94,8 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         else:
             result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
         return_weights = job.action == "fit" and not in_place
+        if return_weights:
+            from phalanx.trainers.weights import whole_state, whole_weights
         by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
         if return_weights and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
@@ -142,6 +140,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         with own_modes(job.task.model):
             history = loop.run() if survivor is None else survivor.run(loop, run_dir)
         if plan is not None and plan.weights_path is not None:
+            from phalanx.trainers.weights import whole_weights
+
             weights = whole_weights(job.task.model, keep=formation.is_main)
             if formation.is_main:
                 torch.save(weights, plan.weights_path)
@@ -190,6 +190,8 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
     """Return the profile of a run that asks for one, or runs on a GPU, perhaps under nsys."""
     if formation.config.profiling is None and formation.device.type != "cuda":
         return None
+    from phalanx.tool import tool
+
     return tool("step-profile").wanted(formation, run_dir)
 
 

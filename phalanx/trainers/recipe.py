@@ -24,8 +24,8 @@ from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path, is_import_path, load_import
 from phalanx.runs.result import JobResult
-from phalanx.trainers.auto import is_large, rank_bytes
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.session import is_large, rank_bytes
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 

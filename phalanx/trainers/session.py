@@ -1,4 +1,4 @@
-"""What a run needs besides the loop: checks, its folder, its saved config, its sinks."""
+"""What a run needs before its loop: checks, a strategy where none is named, its folder, its saved config, its sinks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx.config import FIELDS, DistributedConfig, write_toml
-from phalanx.config.sources import RECORD_HEADER
+from phalanx.config.backends import DEFAULT_STRATEGY
+from phalanx.config.distributed import RECORD_HEADER
+from phalanx.config.settings import settings_with
 from phalanx.errors import PhalanxError
+from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
+from phalanx.host.processes import host_memory
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
@@ -81,7 +87,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
         sinks.append(to_launcher)
     else:
         from phalanx.observe.console import Console
-        from phalanx.observe.metrics import open_metrics
+        from phalanx.observe.prometheus import open_metrics
 
         sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
         if (served := open_metrics(run_dir.name, None, config.metrics_address)) is not None:
@@ -119,3 +125,57 @@ def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
         for name, value in found.items()
         if value is not None
     }
+
+
+# --- strategy = "auto": ddp where a rank has room for a whole copy of the training state, else fsdp -------------------
+
+_STATE_BYTES = 16
+"""Of one parameter with AdamW: weights, gradients and optimizer states, in fp32 or in mixed precision."""
+
+
+class Settled(NamedTuple):
+    """A config whose strategy is decided, and why it was changed (empty: it was not)."""
+
+    config: DistributedConfig
+    note: str = ""
+
+
+def settle_here(config: DistributedConfig, model: nn.Module, train: Any) -> Settled:
+    """Decide in a rank that a launcher started; see `settle_strategy`."""
+    env = read_rank_env()
+    if env is None:
+        return Settled(config)
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    return settle_strategy(config, model, train, device, env.planned or env.world_size, env.local_world_size)
+
+
+def settle_strategy(
+    config: DistributedConfig, model: nn.Module, train: Any, device: str, ranks: int, ranks_here: int
+) -> Settled:
+    """Choose fsdp for a model whose copies would not fit on the ranks; all else stays as it is.
+
+    The planner decides (`phalanx/tools/plan/auto.py`). It is asked only where nothing was chosen by the user and the
+    parameters are so many that it may matter: all ranks have the same facts, and decide alike.
+    """
+    undecided = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
+    chosen = config.changed("backend", *settings_with("layout"))
+    if ranks == 1 or not undecided or chosen:
+        return Settled(config)
+    memory = rank_bytes(device, ranks_here)
+    if not memory or not is_large(model, memory):
+        return Settled(config)
+    from phalanx.tool import tool
+
+    return Settled(*tool("choose-strategy")(config, model, train, device, ranks, memory))
+
+
+def is_large(model: nn.Module, memory: int) -> bool:
+    """Whether the states of a model's parameters take a quarter of a rank's memory or more."""
+    return sum(parameter.numel() for parameter in model.parameters()) * _STATE_BYTES > memory / 4
+
+
+def rank_bytes(device: str, ranks_here: int) -> int:
+    """Return a rank's share of its GPU's memory, or of the host's; 0: not known."""
+    if device == "cuda":
+        return gpu_memory() // ranks_per_gpu(ranks_here, count_gpus())
+    return host_memory() // ranks_here

@@ -16,7 +16,7 @@ from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import local_path
-from phalanx.config.sources import ENV_PREFIX
+from phalanx.config.renamed import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
@@ -32,8 +32,8 @@ from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
-from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.session import settle_strategy
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
+_REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
+"""Evaluation and prediction report to no tracker and serve no port: a run that trains may hold it."""
 
 
 class TorchTrainer:
@@ -221,6 +223,8 @@ class TorchTrainer:
         __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
         if read_rank_env() is not None:
             return run_job(Job(action, task, config), in_place=True)
+        if action != "fit":
+            config = config.with_trusted(**_REPORTS_OFF)
         layout, note = plan_layout(config, count_gpus()), ""
         if action == "fit":
             ranks = layout.world_size, layout.ranks_per_node
@@ -242,7 +246,7 @@ class TorchTrainer:
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         if run_dir is not None:
             RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
-        from phalanx.runs.remote import send_job  # the parent's side: a rank does not load it
+        from phalanx.runs.start import send_job  # the parent's side: a rank does not load it
 
         try:
             result: JobResult = send_job(

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from phalanx import torch_compat
 from phalanx.errors import CommunicationError
+from phalanx.host.signed_store import inner_method
 from phalanx.world.groups import forget_groups
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -271,45 +272,16 @@ class AbortableStore(dist.Store):
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    # torch calls overrides by name, so each has to be there.
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         if self._noted is not None and not isinstance(value, str):
             self._noted.append(bytes(value))
         self._inner.set(key, value)
 
-    def compare_set(self, *arguments: Any) -> bytes:
-        """Write a value where the key holds the expected one; return what it holds now."""
-        found: bytes = self._inner.compare_set(*arguments)
-        return found
-
-    def add(self, *arguments: Any) -> int:
-        """Add to a counter and return it."""
-        return int(self._inner.add(*arguments))
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys have a value."""
-        return bool(self._inner.check(keys))
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
-        return bool(self._inner.delete_key(key))
-
-    deleteKey = delete_key
-
-    def num_keys(self) -> int:
-        """Return the number of keys."""
-        return int(self._inner.num_keys())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` take at most."""
-        self._inner.set_timeout(timeout)
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long `get` and `wait` take at most."""
-        found: timedelta = self._inner.timeout
-        return found
+    add, check, compare_set = inner_method("add"), inner_method("check"), inner_method("compare_set")
+    num_keys, set_timeout = inner_method("num_keys"), inner_method("set_timeout")
+    delete_key = deleteKey = inner_method("delete_key")
+    timeout: Any = property(lambda self: self._inner.timeout)
 
     def clone(self) -> dist.Store:
         """Return another connection to the same store."""

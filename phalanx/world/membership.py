@@ -21,7 +21,7 @@ import torch
 from phalanx import torch_compat
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
-from phalanx.host.signals import JOINS_LATE
+from phalanx.host.processes import JOINS_LATE
 from phalanx.observe.heartbeat import BusyBeat
 from phalanx.torch_records import has_backend
 from phalanx.world.abort import abort_collectives, begin_group, end_nccl, watch_groups
@@ -88,10 +88,9 @@ class Member:
         threading.Thread(target=self._listen, name="phalanx-member", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> Member | None:
-        """Return this rank's member; None where lost ranks are not replaced. Once per process."""
-        descriptor = os.environ.pop(_VARIABLE, "")
-        return cls(int(descriptor)) if descriptor.isdecimal() else None
+    def from_environment(cls) -> Member:
+        """Return the member of a rank whose launcher replaces lost ranks; once per process."""
+        return cls(int(os.environ.pop(_VARIABLE)))
 
     def _listen(self) -> None:
         while (received := messages.receive(self._control)) is not None:

@@ -1,14 +1,17 @@
-"""Seeds: equal on all ranks for weights, different on each rank for dropout, and states that can be saved."""
+"""Random numbers: seeds as a function of the run, the rank and a position, and generator states that can be saved."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 RNG_FORMAT = 1
+_MASK = (1 << 64) - 1
 
 
 def seed_everything(seed: int, *, rank: int = 0) -> None:
@@ -47,3 +50,91 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def derive_seed(*parts: int) -> int:
+    """Mix integers into one 64-bit seed (SplitMix64): near positions give unrelated seeds."""
+    state = 0
+    for part in parts:
+        state = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_process(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generators of this process."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    # Not torch.manual_seed, which also seeds every accelerator: the data path must not change those.
+    torch.default_generator.manual_seed(seed)
+
+
+class rng_scope:
+    """Run a block with generators seeded by `seed`, and restore this process's generators afterwards."""
+
+    __slots__ = ("_numpy", "_python", "_seed", "_torch")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
+        self._numpy = _NUMPY.lend()
+        seed_process(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)
+        _NUMPY.take_back(*self._numpy)
+
+
+class _NumpyGenerator:
+    """NumPy's global generator, which is replaced by another one while data are read.
+
+    Copying its state takes 100 times longer than replacing it, and this happens once per batch. A replacement only
+    loses the second of two normal numbers that NumPy draws at once. So the state is copied where numbers were drawn
+    since the last replacement, or such a second number is stored.
+    """
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._mark: tuple[int, ...] = ()
+        self._words: Any = None
+
+    def lend(self) -> tuple[Any, Any]:
+        """Install a generator for the data; return what `take_back` needs."""
+        own = mtrand.get_bit_generator()
+        state = None
+        if own is not self._seen or self._mark != self._position():
+            state = np.random.get_state(legacy=False)
+        # A nested scope needs another generator.
+        mtrand.set_bit_generator(_FOR_DATA if own is not _FOR_DATA else np.random.MT19937())
+        return own, state
+
+    def take_back(self, own: Any, state: Any) -> None:
+        """Restore the process's generator."""
+        mtrand.set_bit_generator(own)
+        if state is None:
+            return
+        has_second = bool(state["has_gauss"])
+        if has_second:
+            np.random.set_state(state)
+        known = isinstance(own, np.random.MT19937) and own is not _FOR_DATA and not has_second
+        self._seen = own if known else None
+        if known:
+            self._words = (ctypes.c_uint32 * (_KEY_WORDS + 1)).from_address(own.ctypes.state_address)
+            self._mark = self._position()
+
+    def _position(self) -> tuple[int, ...]:
+        """Return what changes when a number is drawn: MT19937's position in its block of words, and two of them."""
+        words = self._words
+        return words[_KEY_WORDS], words[0], words[_KEY_WORDS - 1]
+
+
+_KEY_WORDS = 624
+"""Words of MT19937's block; its position follows them in memory."""
+_FOR_DATA = np.random.MT19937()
+_NUMPY = _NumpyGenerator()

@@ -99,7 +99,7 @@ def test_ranks_that_torchrun_started(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)

@@ -14,7 +14,7 @@ from command import clean_environment, completions, phalanx
 
 from phalanx.checkpoint import RunLock, Snapshot, list_checkpoints, load, mark_best, save
 from phalanx.cli.parsers import CKPT_ACTIONS
-from phalanx.observe.best import Best
+from phalanx.observe.best_mark import Best
 
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:
@@ -247,7 +247,7 @@ def test_help_and_completion_know_the_actions_and_import_no_torch():
     code = "import sys; from phalanx.cli import main\ntry: main(['ckpt', 'diff', '--help'])\n"
     code += "finally: assert 'torch' not in sys.modules"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "--only ENTRY" in done.stdout

@@ -69,7 +69,7 @@ def test_the_loop_runs_and_learns(name, folder):
 def test_the_horovod_loop_runs_and_learns(folder):
     pytest.importorskip("horovod.torch", reason="Horovod is not built: run make horovod")
     words = ("train", "--script", "with_horovod_loop.py", "--backend", "horovod", "--num-workers", 2, "-q")
-    answer = finish(start(*words, cwd=folder), 100)
+    answer = finish(start(*words, cwd=folder))
     assert answer.code == 0, answer.text
     learned(answer.out)
 

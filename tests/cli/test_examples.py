@@ -44,7 +44,7 @@ def run_command(words, cwd, **env):
     """Run a command with our Python's own commands first on the path."""
     path = os.pathsep.join([env.pop("first_path", str(BIN)), str(BIN), os.environ["PATH"]])
     full = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
-    return subprocess.run(list(map(str, words)), cwd=cwd, env=full, capture_output=True, text=True, timeout=100)
+    return subprocess.run(list(map(str, words)), cwd=cwd, env=full, capture_output=True, text=True, timeout=240)
 
 
 def reports(text):
@@ -182,7 +182,7 @@ def test_launch_on_two_machines(tmp_path):
         node = {"cwd": folder, "env": {**env, "NODE_RANK": str(rank)}, "text": True}
         nodes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **node))
     try:
-        outputs = [node.communicate(timeout=100)[0] for node in nodes]
+        outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

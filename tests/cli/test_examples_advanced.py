@@ -41,7 +41,7 @@ def run_python(path, *args, cwd):
     """Run a script in a process that starts its own ranks; return both of its outputs."""
     env = {**os.environ, "PHALANX_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, str(path), *map(str, args)]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=220, check=False)
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -103,7 +103,6 @@ def test_checkpoints_go_from_two_ranks_to_three_and_to_one(run_example):
 
 
 @long_proof
-@pytest.mark.timeout(240)
 def test_three_axes_are_proved_equal_to_one_process(tmp_path):
     text = run_python(ADVANCED / "hybrid_parallelism.py", "--layers", 2, "--steps", 2, cwd=tmp_path)
     assert "pp 2 x dp_shard 2 x tp 2" in text
@@ -111,7 +110,6 @@ def test_three_axes_are_proved_equal_to_one_process(tmp_path):
 
 
 @long_proof
-@pytest.mark.timeout(240)
 def test_smaller_layouts_by_flags(run_example, tmp_path):
     text = run_python(
         ADVANCED / "hybrid_parallelism.py", "--data", 1, "--tensor", 1, "--schedule", "zero-bubble", cwd=tmp_path

@@ -70,7 +70,6 @@ def test_training_moves_between_stages_and_its_weights_serve(run_example, tmp_pa
         assert float(re.search(r"at most (\S+) from plain torch", text)[1]) < 1e-5
 
 
-@pytest.mark.timeout(240)  # it and its ranks import DeepSpeed four times
 @long_proof
 def test_deepspeeds_launcher_gives_what_phalanx_gives(run_example, tmp_path):
     arguments = ["--config", str(CONFIGS / "zero2_config.json"), "--epochs", "1"]
@@ -81,7 +80,7 @@ def test_deepspeeds_launcher_gives_what_phalanx_gives(run_example, tmp_path):
     words = [BIN / "deepspeed", "--num_gpus", 2, "--master_port", port, EXAMPLES / "deepspeed_train.py", *arguments]
     env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
     env |= {"PHALANX_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(list(map(str, words)), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(list(map(str, words)), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert accuracy(done.stdout) == pytest.approx(ours, abs=0.01)
 

@@ -19,8 +19,6 @@ from long_proofs import long_proof
 if importlib.util.find_spec("grpc_reflection") is None:  # of all that Ray Serve needs, Ray alone brings not this
     pytest.skip("Ray Serve is not installed: pip install 'phalanx[serve]'", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @long_proof
 def test_a_checkpoint_is_served_over_http_on_loopback_and_nothing_stays(tmp_path):

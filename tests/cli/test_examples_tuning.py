@@ -21,7 +21,7 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 def run(*words, cwd):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = clean_environment(PHALANX_DEVICE="cpu", PATH=path)
-    done = subprocess.run([str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

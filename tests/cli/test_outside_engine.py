@@ -133,7 +133,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):
     command = [*COMMAND, *TRAIN, "--device", "cpu", "--backend", "toy", "--run-dir", "toy"]
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     # This launcher gives all ranks one pipe: a rank's line may follow an unfinished line of another.
     for rank in (0, 1):
@@ -166,7 +166,7 @@ def test_a_strategy_of_another_package_gets_what_its_facts_allow(tmp_path, insta
     words = ["digits", "--num-workers", "2", "--device", "cpu", "--max-steps", "30", "--strategy", "toy-ring", *more]
     faults = ["--fault", "kill:rank=1,step=10", "--no-compare", "--out", "out", "--json"]
     command = [*COMMAND, "verify", *words, *faults]  # a run under faults is a process of its own
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     (fault,) = json.loads(done.stdout)["faults"]
     assert (fault["how"], fault["lost_steps"]) == ("in place, 2 ranks", 0)

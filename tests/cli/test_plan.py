@@ -183,7 +183,7 @@ def test_the_page_is_self_contained(tmp_path):
     if browser is None:
         pytest.skip("Chromium is not installed: apt install chromium")
     flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
-    shown = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=100, check=True)
+    shown = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=240, check=True)
     assert "Memory per GPU" in shown.stdout
 
 

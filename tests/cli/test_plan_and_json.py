@@ -9,6 +9,7 @@ import torch
 from command import files_under, finish, phalanx, start, write_script
 from torch import nn
 
+from phalanx.cli import main
 from phalanx.config import DistributedConfig
 from phalanx.recipes import recipe_names
 from phalanx.tools.plan.auto import estimate_memory
@@ -36,6 +37,17 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
     assert "at the peak, with activations and buffers" in answer.out
     assert ["epochs", "2", "flag"] in [line.split() for line in answer.out.splitlines()]
     assert files_under(tmp_path) == set()
+
+
+def test_a_dry_run_checks_where_a_pipeline_is_cut(capsys):
+    words = ["train", "gpt", "--num-workers", "2", "--pipeline-parallel", "2", "--device", "cpu", "--dry-run"]
+    assert main([*words, "--pipeline-cuts", "mesured"]) == 2
+    shown = capsys.readouterr().err
+    assert "unknown unit in pipeline_cuts 'mesured'. Did you mean 'measured'? Allowed: head, layers.0, " in shown
+    assert main([*words, "--pipeline-cuts", "layers.0,layers.1"]) == 2
+    assert "makes 3 stages, and the pipeline has 2" in capsys.readouterr().err
+    assert main([*words, "--pipeline-cuts", "layers.1"]) == 0
+    assert main([*words, "--pipeline-cuts", "measured"]) == 0
 
 
 def test_a_plan_of_own_data_without_a_batch_size_has_the_size_that_the_run_would_take(tmp_path):
@@ -112,7 +124,7 @@ def test_sharding_divides_the_memory(settings, mesh, shares):
 
 def test_train_prints_its_summary_as_json_and_all_else_on_standard_error(tmp_path):
     words = ("train", "digits", "--device", "cpu", "--num-workers", 2, "--epochs", 1, "--json")
-    answer = finish(start(*words, cwd=tmp_path), 100)
+    answer = finish(start(*words, cwd=tmp_path))
     assert answer.code == 0, answer.text
     summary = json.loads(answer.out)
     assert summary["status"] == "finished"

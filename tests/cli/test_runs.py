@@ -309,7 +309,7 @@ def test_ctrl_c_prints_the_command_that_resumes(inside):
     assert "is still running" in phalanx("resume", "last").text
     assert "is running; nothing was removed" in phalanx("runs", "rm", "last", "--yes").text
     program.send_signal(signal.SIGINT)
-    _, err = program.communicate(timeout=60)
+    _, err = program.communicate(timeout=240)
     assert program.returncode == 130
     assert f"To resume: phalanx resume {only_run().name}" in err
     assert only_run().status in ("killed", "interrupted", "preempted")

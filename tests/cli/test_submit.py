@@ -96,11 +96,29 @@ def test_the_planner_refuses_what_does_not_fit():
         (("compose", "digits", "--image", "x", "--time-limit", "soon"), "such as 30m"),
         (("ssh", "digits", "--hosts", "a:1", "--time-limit", "5s"), "leaves hardly any time"),
         (("ray", "digits", "--time-limit", "soon"), "such as 30m"),
+        (("ssh", "digits"), "ssh needs the hosts"),
+        (("ssh", "digits", "--hosts", "a:8,b:4", "--num-workers", "6"), "do not fill machines with different slots"),
+        (
+            ("ssh", "digits", "--hosts", "a:8,b:4", "--strategy", "fsdp", "--sharding", "hybrid"),
+            "hybrid sharding needs shard_size",
+        ),
+        (("ssh", "digits", "--hosts", "a:2,b:2", "--num-workers", "3"), "cannot be spread evenly"),
+        (("ssh", "digits", "--hosts", "./nothing"), "No such file"),
+        (("ssh", "digits", "--hosts", "a,b", "--node-rank", "0"), "leave node_rank out"),
+        (("ssh", "digits", "--hosts", "a,b", "--image", "x"), "give --venv"),
     ],
 )
 def test_bad_input(words, said, tmp_path):
     assert said in refused(*words)
     assert not list(tmp_path.iterdir()), "neither a record nor a run folder"
+
+
+def test_rendering_for_ssh_needs_no_host_and_is_deterministic():
+    words = ("submit", "ssh", "digits", "--hosts", "a:8,b:8", "--job-name", "same", "--render")
+    first = phalanx(*words).out
+    assert first == phalanx(*words).out
+    assert '--node-rank "$1" --rdzv-endpoint "$2"' in first
+    assert "a slots=8" in first
 
 
 def test_targets_without_a_limit_let_the_run_end_itself():

@@ -56,7 +56,7 @@ def test_two_launchers_of_a_node_share_an_environment_that_is_made_once(folder):
     (made,) = re.findall(r"^environment=\"\$HOME\"/(\S+)-\"\$\(uname -m\)\"$", text, re.M)
     waiting = text.replace("flock 9", "sleep 1; flock 9")  # both are there before one begins
     both = [start(waiting, folder) for _ in range(2)]
-    said = [each.communicate(timeout=110)[0] for each in both]
+    said = [each.communicate(timeout=240)[0] for each in both]
     assert [each.returncode for each in both] == [0, 0], said
     assert sum(each.count("Creating virtual environment") for each in said) == 1, said
     assert all(re.search(r"^phalanx \d", each, re.M) for each in said), said
@@ -69,7 +69,7 @@ def test_shipped_code_has_its_environment_inside_and_both_are_removed(folder):
     subprocess.run(["tar", "-czf", folder.parent / "kept/code-1.tar.gz", "."], check=True)
     folder.joinpath("uv.lock").unlink()  # that of the copy is read
     process = start(text, folder, PHALANX_JOB_FOLDER=str(folder.parent / "kept"), SLURM_TMPDIR=str(folder.parent))
-    said = process.communicate(timeout=110)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said
     assert "Creating virtual environment at: .venv" in said
     assert (folder / "runs/job/run.json").exists(), "the run stays"
@@ -81,7 +81,7 @@ def test_a_copy_whose_environment_fails_is_removed(folder):
     subprocess.run(["tar", "-czf", folder.parent / "kept/code-1.tar.gz", "."], check=True)
     text = rendered("slurm", *TRAIN, "--ship", "archive", "--uv-sync", "--extra none")
     process = start(text, folder, PHALANX_JOB_FOLDER=str(folder.parent / "kept"), SLURM_TMPDIR=str(folder.parent))
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 1, "schedulers may try again"
     assert "Extra `none` is not defined" in said
     assert not (folder.parent / "phalanx-7").exists()
@@ -94,14 +94,14 @@ def test_an_environment_that_a_killed_job_left_incomplete_is_made_anew(folder):
     left.mkdir(parents=True)
     (left / ".gitignore").write_text("*")  # uv refuses a folder like this
     process = start(text, folder)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said
     assert (left / "pyvenv.cfg").exists()
 
 
 def test_a_node_without_uv_says_what_to_do(folder):
     process = start(rendered("slurm", *TRAIN), folder, PATH=f"{folder.parent}/home/bin:/usr/bin:/bin")
-    said = process.communicate(timeout=30)[0]
+    said = process.communicate(timeout=120)[0]
     assert process.returncode == 2, "settings are wrong: schedulers do not try again"
     assert "uv is not on the PATH of" in said
     assert "--venv" in said
@@ -111,7 +111,7 @@ def test_uv_in_a_users_own_folder_is_found(folder):
     (folder.parent / "home/.local/bin/uv").symlink_to(find_uv())
     text = rendered("slurm", *TRAIN).replace("phalanx train", "phalanx --version #")
     process = start(text, folder, PATH=f"{folder.parent}/home/bin:/usr/bin:/bin")
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said
 
 

@@ -44,7 +44,7 @@ def test_the_real_command_trains_the_digits_well(tmp_path):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -35,11 +35,11 @@ def served(*words, cwd):
     process = start("ui", "--no-browser", "--port", 0, *words, cwd=cwd)
     try:
         line = process.stdout.readline()
-        assert "http://" in line, process.communicate(timeout=20)
+        assert "http://" in line, process.communicate(timeout=120)
         yield "http://" + line.strip().split("http://")[1]
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
 
 
 def started(name: str = "x", **more) -> RunStarted:

@@ -311,7 +311,7 @@ def test_uneven_shards_exchange_pieces_and_training_continues(ranks):
                     o.zero_grad()
             client.wait()
             loads.append(_loads(client))
-            relocations = formation.strategy.relocations
+            relocations = formation.strategy._group.relocations
         return relocations, loads, [p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()]
 
     for relocations, (before, after), ours, theirs in ranks(run, world_size=2):

@@ -57,7 +57,7 @@ def test_prometheus_scrapes_a_run_and_top_shows_it(tmp_path):
         assert all(int(step) > 0 for step in steps.values())
         assert query(own, "phalanx_running") == {"": "1"}
         shown = subprocess.run([*COMMAND, "top", "--json"], cwd=tmp_path, env=clean_environment(), capture_output=True,
-                               text=True, timeout=60, check=True)  # fmt: skip
+                               text=True, timeout=240, check=True)  # fmt: skip
         document = json.loads(shown.stdout)
         assert (document["run"], document["status"]) == ("seen", "running")
         assert [rank["step"] >= int(steps[str(rank["rank"])]) for rank in document["ranks"]] == [True, True]

@@ -182,7 +182,7 @@ def test_a_rank_that_is_lost_before_the_first_collective(tmp_path):
         )
         for rank in range(2)
     ]
-    answers = [finish(process, 60) for process in processes]
+    answers = [finish(process) for process in processes]
     assert "CommunicationError a rank was lost before the ranks could share memory" in answers[0].out
     assert answers[0].out.strip().endswith("True")
 

@@ -63,7 +63,7 @@ def run_together(commands: list[list[str]], folder: Path, environments: list[dic
         for command, environment in zip(commands, environments, strict=True)
     ]
     try:
-        answers = [finish(process, 90) for process in processes]
+        answers = [finish(process) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -235,7 +235,7 @@ def test_a_crash_on_one_host_is_named_on_the_other(hosts, tmp_path):
         )
         for number in range(2)
     ]
-    for answer in [finish(process, 60) for process in processes]:
+    for answer in [finish(process) for process in processes]:
         assert answer.code == 1, answer.text
         report = next(line for line in answer.err.splitlines() if line.startswith("phalanx: "))
         assert "rank 1 " in report

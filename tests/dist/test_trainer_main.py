@@ -57,7 +57,7 @@ def python(*words: str, cwd: Path, given: str | None = None) -> subprocess.Compl
         input=given,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

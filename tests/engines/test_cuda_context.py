@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.strategies.context.kernels import CUDA_FLASH, PLAIN, choose_kernel
-from phalanx.strategies.context.ring_attention import Ring, RingAttention
-from phalanx.strategies.context.sequence import SequenceSlices
+from phalanx.strategies.context_parallel import SequenceSlices
+from phalanx.strategies.ring_attention import CUDA_FLASH, PLAIN, Ring, RingAttention, choose_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

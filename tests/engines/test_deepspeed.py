@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig, read_settings, resolve, write_toml
 from phalanx.errors import ConfigError, UsageError
-from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
@@ -33,12 +30,7 @@ installed = pytest.mark.skipif(
 SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16, "bias": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imported_once(fork_server: None) -> Iterator[None]:
-    """Fork ranks from a process that has imported DeepSpeed: that takes longer than most of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PRELOAD, f"{os.environ[PRELOAD]},deepspeed")
-        yield
+IMPORTED_BY_RANKS = ("deepspeed",)
 
 
 def make_tokens(*, ignoring: bool) -> TensorDataset:

@@ -35,7 +35,7 @@ def horovodrun(*words: object, cwd: Path) -> str:
         env=clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

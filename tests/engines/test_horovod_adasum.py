@@ -65,7 +65,7 @@ def assert_combined(folder: Path) -> None:
 @with_mpi
 def test_the_command_line_starts_ranks_with_mpi(tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
-    answer = finish(start(*WORDS, "--num-workers", 2, "--run-dir", "run", cwd=tmp_path), seconds=150)
+    answer = finish(start(*WORDS, "--num-workers", 2, "--run-dir", "run", cwd=tmp_path), seconds=300)
     assert answer.code == 0, answer.text
     assert_combined(tmp_path)
 
@@ -81,7 +81,7 @@ def test_mpirun_starts_the_command_line(tmp_path):
         env=clean_environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +91,7 @@ def test_mpirun_starts_the_command_line(tmp_path):
 @with_mpi
 def test_a_rank_that_raised_under_mpi_is_named(tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
-    answer = finish(start(*WORDS, "--num-workers", 2, "--run-dir", "run", "--", "raise", cwd=tmp_path), seconds=150)
+    answer = finish(start(*WORDS, "--num-workers", 2, "--run-dir", "run", "--", "raise", cwd=tmp_path), seconds=300)
     assert answer.code == 1
     assert "rank 1" in answer.err
     assert "raised ValueError: out of luck" in answer.err

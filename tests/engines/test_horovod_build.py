@@ -46,7 +46,7 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
         env=clean_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -77,7 +77,7 @@ def begin(folder: Path, *mode: str, **flags: object) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str]) -> Answer:
     """Wait longer than elsewhere: fresh processes import torch, which takes its time on a busy machine."""
-    return finish(process, seconds=150)
+    return finish(process, seconds=300)
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> str:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,17 +18,16 @@ import torch
 from command import clean_environment, phalanx
 from long_proofs import long_proof
 from tune_parts import train_line
+from waiting import until
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.tools.tune import DistributedTuner, choice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 if importlib.util.find_spec("mlflow") is None:  # importing it takes seconds, which collecting tests need not
     pytest.skip("MLflow is not installed: pip install 'phalanx[mlflow]'", allow_module_level=True)
-
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,22 +56,15 @@ def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         leader = int((folder / "pid").read_text())
         os.killpg(leader, signal.SIGTERM)
-        _wait_until(lambda: not psutil.pid_exists(leader), 20)
+        until(lambda: not psutil.pid_exists(leader))
 
 
 @pytest.fixture
 def server(starting: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the server, which answers; runs go there."""
-    _wait_until(lambda: _answers(starting), 120)
+    until(lambda: _answers(starting))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", starting)
     return starting
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the MLflow server is not as it should be"
-        time.sleep(0.1)
 
 
 def _answers(address: str) -> bool:

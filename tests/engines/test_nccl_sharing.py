@@ -141,7 +141,7 @@ def test_two_machines_share_a_gpu(tmp_path):
     words = ("train", "digits", "--num-workers", 2, "--num-nodes", 2, "--rdzv-endpoint", place, "--strategy", "ddp")
     words = (*words, "--max-steps", 5, "--run-dir", "run", *SHARED)
     nodes = [start(*words, "--node-rank", node, cwd=tmp_path) for node in range(2)]
-    answers = [finish(node, 120) for node in nodes]
+    answers = [finish(node) for node in nodes]
     assert [answer.code for answer in answers] == [0, 0], "\n".join(answer.text for answer in answers)
     if expected(2) > 1:
         assert all("2 ranks share each GPU" in answer.text for answer in answers), [each.text for each in answers]

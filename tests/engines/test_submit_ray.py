@@ -17,7 +17,6 @@ import command
 from long_proofs import long_proof
 from ray_cluster_hosts import TwoMachines, ray_environment, why_no_namespaces
 
-pytestmark = pytest.mark.timeout(600)
 TRAIN = ["digits", "--device", "cpu", "--num-workers", "2"]
 
 

@@ -17,7 +17,6 @@ for _package in ("optuna", "tensorflow", "tf_keras"):  # not imported here: that
     if importlib.util.find_spec(_package) is None:
         pytest.skip(f"{_package} is not installed: pip install 'phalanx[tensorflow,tune]'", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(180)
 THIRD = 1e-6
 
 

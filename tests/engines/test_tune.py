@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import tomllib
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from command import finish, phalanx, start
 from long_proofs import long_proof
 from tune_parts import curve, ends_badly, returns_accuracy, train_line
+from waiting import until
 
 from phalanx.errors import PhalanxError, SearchFailedError, UsageError
 from phalanx.tools.tune import DistributedTuner, choice, quniform, uniform
@@ -216,7 +216,7 @@ def test_an_interrupted_search_resumes_and_ends_as_if_it_had_not_been(tmp_path):
              "--scheduler", "median", "--trials", 1)  # fmt: skip
     process = start(*words, "--study-dir", "study", cwd=tmp_path, PHALANX_DEVICE="cpu")
     third = tmp_path / "study/trials/0002/events.jsonl"
-    wait_for(third.exists)
+    until(third.exists)
     os.kill(process.pid, signal.SIGINT)
     stopped = finish(process)
     assert stopped.code == 130, stopped.text
@@ -234,13 +234,6 @@ def test_an_interrupted_search_resumes_and_ends_as_if_it_had_not_been(tmp_path):
     whole = phalanx(*words, "--study-dir", "whole")
     assert whole.code == 0, whole.text
     assert outline(tmp_path / "study") == outline(tmp_path / "whole")
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def outline(folder):

@@ -17,7 +17,6 @@ from phalanx.errors import UsageError
 if importlib.util.find_spec("wandb") is None:  # importing it takes seconds, which collecting tests need not
     pytest.skip("Weights & Biases is not installed: pip install 'phalanx[wandb]'", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(180)
 DIGITS = ("train", "digits", "--num-workers", "2", "--run-dir", "run", "--log-every-n-steps", "1")
 
 

@@ -12,7 +12,6 @@ from long_proofs import long_proof
 SCRIPT = Path(__file__).parents[1] / "kill_points.py"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind", ["sharded", "copy", *(pytest.param(kind, marks=long_proof) for kind in ("full", "incremental"))]
 )

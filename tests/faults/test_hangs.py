@@ -273,7 +273,7 @@ def test_a_link_that_is_cut_is_reported_with_its_ranks_and_the_line(tmp_path):
                 time.sleep(0.1)
             time.sleep(3)
             hosts[1].cut()
-            answer, _ = launchers[0].communicate(timeout=60)
+            answer, _ = launchers[0].communicate(timeout=240)
         finally:
             for launcher in launchers:
                 if launcher.poll() is None:

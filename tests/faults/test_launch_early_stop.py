@@ -20,7 +20,7 @@ from phalanx.launch import LaunchSpec, ScriptTarget, watches
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.forkserver import client
 from phalanx.launch.group import RankGroup
-from phalanx.launch.protocol import parse
+from phalanx.launch.launcher_loop import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 

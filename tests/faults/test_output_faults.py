@@ -30,7 +30,7 @@ RECIPE = (
 )
 
 
-def _wait(process, seconds=60):
+def _wait(process, seconds=240):
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -125,7 +125,7 @@ def _in_terminal(words, cwd, *, err=None, rows=30, columns=91):
     return process, near
 
 
-def _read_until(descriptor, words, seconds=60.0):
+def _read_until(descriptor, words, seconds=240.0):
     """Read from a terminal until `words` have come, or its end."""
     shown, deadline = b"", time.monotonic() + seconds
     while words not in shown and time.monotonic() < deadline:

@@ -64,7 +64,7 @@ def test_a_link_of_100_mbit_is_found_in_exposed_communication(tmp_path, monkeypa
             host.slow("100mbit")
         endpoint = f"{hosts[0].address}:29433"
         running = [start(host, node, endpoint, tmp_path) for node, host in enumerate(hosts)]
-        printed = [process.communicate(timeout=150)[0] for process in running]
+        printed = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], printed
     answer = phalanx("report", "run", "--profile", "--json")
     assert answer.code == 0, answer.text

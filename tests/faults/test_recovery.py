@@ -15,6 +15,7 @@ from layouts import make_tokens
 from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import Dataset
+from waiting import until
 
 import phalanx
 from phalanx.errors import RankFailedError
@@ -165,10 +166,10 @@ def test_the_number_of_ranks_changes_at_a_step_and_the_global_batch_does_not(tmp
 
     def ask() -> None:
         logs = tmp_path / "hit" / "run" / "logs"
-        wait_for(lambda: count(tmp_path / "hit" / "run", "step") > 0)
+        until(lambda: count(tmp_path / "hit" / "run", "step") > 0)
         for number, ranks in enumerate(wanted):
             request_ranks(logs, ranks)
-            wait_for(lambda expected=number + 1: count(tmp_path / "hit" / "run", "recovered") == expected)
+            until(lambda expected=number + 1: count(tmp_path / "hit" / "run", "recovered") == expected)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -185,13 +186,6 @@ def test_the_number_of_ranks_changes_at_a_step_and_the_global_batch_does_not(tmp
 def count(run: Path, kind: str) -> int:
     path = run / "events.jsonl"
     return sum(json.loads(line)["event"] == kind for line in path.read_text().splitlines()) if path.exists() else 0
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("local-sgd", marks=long_proof), "diloco"])
@@ -359,7 +353,7 @@ def test_spare_ranks_take_over(tmp_path, quiet):
 def test_ranks_that_are_lost_while_the_others_form_a_group(tmp_path, quiet):
     """A rank stops some step times after another was killed: while survivors leave, and while they connect.
 
-    `test_membership` has a second loss in every state, `test_chaos` losses at random moments.
+    `test_membership` has a second loss in every state, `test_fault_runs` losses at random moments.
     """
     faults = [
         fault

@@ -56,7 +56,6 @@ torch.save(model.state_dict(), os.path.join(FOLDER, f"weights-{node}.pt"))
 """
 
 STEPS = 120
-pytestmark = pytest.mark.timeout(240)
 
 
 class Cluster:
@@ -90,7 +89,7 @@ class Cluster:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until rank 0 has logged so many steps."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while max([event["step"] for event in self.events("step")], default=0) < step:
             assert time.monotonic() < deadline, self.outputs()
             assert all(one.poll() in (None, -9) for one in self.launchers.values()), self.outputs()
@@ -99,7 +98,7 @@ class Cluster:
     def end(self, *expected: int) -> None:
         """Wait until these launchers have succeeded."""
         for number in expected:
-            assert self.launchers[number].wait(timeout=90) == 0, self.outputs()
+            assert self.launchers[number].wait(timeout=240) == 0, self.outputs()
 
     def kill(self, number: int) -> None:
         """End everything on a host at once, as when the machine loses its power, but with the network up."""
@@ -123,7 +122,7 @@ class Cluster:
         for number, launcher in self.launchers.items():
             if launcher.poll() is None:
                 self.kill(number)
-            launcher.wait(timeout=20)
+            launcher.wait(timeout=120)
 
 
 @pytest.fixture
@@ -192,7 +191,7 @@ def test_a_machine_that_fails_again_and_again_is_left_out_and_ends(cluster, quie
     for step in (10, 20, 30, 40):
         (two.folder / f"die-3-{step}").write_text("")
     two.start(0, 1)
-    assert two.launchers[1].wait(timeout=90) == 1, two.outputs()  # it does not wait to be started again
+    assert two.launchers[1].wait(timeout=240) == 1, two.outputs()  # it does not wait to be started again
     assert "this machine is left out of the run: 4 ranks of" in (two.folder / "out1").read_text()
     two.end(0)
     assert [event["world_size"] for event in two.events("recovered")] == [4, 4, 4, 2]
@@ -218,7 +217,7 @@ def test_the_others_go_on_when_a_machine_loses_its_fork_server(cluster, quiet, l
     two.wait_for_step(10)
     children = Path(f"/proc/{two.launchers[lost].pid}/task/{two.launchers[lost].pid}/children").read_text()
     os.kill(int(children.split()[0]), signal.SIGKILL)
-    assert two.launchers[lost].wait(timeout=60) == 1, two.outputs()
+    assert two.launchers[lost].wait(timeout=240) == 1, two.outputs()
     two.end(1 - lost)
     assert "fork server" in (two.folder / f"out{lost}").read_text()
     assert_equal(quiet, two.weights(1 - lost))
@@ -232,7 +231,7 @@ def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
     two.wait_for_step(10)
     two.hosts[1].cut()
     two.end(0)
-    assert two.launchers[1].wait(timeout=60) == 1
+    assert two.launchers[1].wait(timeout=240) == 1
     assert "lost contact with" in (two.folder / "out1").read_text()
     assert [event["world_size"] for event in two.events("recovered")] == [2]
     assert_equal(quiet, two.weights(0))
@@ -260,7 +259,7 @@ def test_a_cut_network_does_not_let_both_halves_go_on_where_names_map_to_loopbac
         two.wait_for_step(10)
         two.hosts[1].cut()
         two.end(0)
-        assert two.launchers[1].wait(timeout=60) == 1
+        assert two.launchers[1].wait(timeout=240) == 1
     assert "lost contact with" in (two.folder / "out1").read_text()
     assert not (two.folder / "weights-1.pt").exists()
     assert [event["world_size"] for event in two.events("recovered")] == [2]

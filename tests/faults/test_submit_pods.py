@@ -20,7 +20,6 @@ from network_hosts import HostNamespace, network
 from phalanx.errors import EXIT_PREEMPTED
 
 yaml = pytest.importorskip("yaml")
-pytestmark = pytest.mark.timeout(240)
 
 TRAIN = [
     *("digits", "--num-nodes", "2", "--num-workers", "1:2", "--max-restarts", "3", "--heartbeat-timeout", "2"),
@@ -84,7 +83,7 @@ class Pods:
         return [event for event in (json.loads(line) for line in lines if line.endswith("}")) if event["event"] == kind]
 
     def wait_for_step(self, step: int) -> None:
-        end = time.monotonic() + 90
+        end = time.monotonic() + 240
         while self.step() < step:
             assert time.monotonic() < end, self.output()
             time.sleep(0.05)

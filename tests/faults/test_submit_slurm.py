@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from long_proofs import long_proof
 from slurm_cluster import SlurmCluster, slurm_cluster
 from uv_project import uv_variables, write_project
+from waiting import until
 
 from phalanx.tools.submit.job import ENDED
 
@@ -37,7 +37,7 @@ def phalanx(cluster: SlurmCluster, tmp_path, monkeypatch):
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
 
-    def run(*words: str, code: int = 0, seconds: float = 120.0) -> str:
+    def run(*words: str, code: int = 0, seconds: float = 300.0) -> str:
         found = subprocess.run(
             [sys.executable, "-m", "phalanx", *words], cwd=tmp_path, capture_output=True, text=True, timeout=seconds
         )
@@ -52,19 +52,9 @@ def state_of(phalanx, job: str) -> dict[str, str]:
     return found
 
 
-def wait_for(phalanx, job: str, *states: str, seconds: float = 90.0) -> dict[str, str]:
-    end = time.monotonic() + seconds
-    while (found := state_of(phalanx, job))["state"] not in states:
-        assert time.monotonic() < end, (found, phalanx("jobs", "logs", job))
-        time.sleep(0.5)
-    return found
-
-
-def until(holds: Callable[[], object], otherwise: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.3)
+def wait_for(phalanx, job: str, *states: str) -> dict[str, str]:
+    until(lambda: state_of(phalanx, job)["state"] in states, lambda: phalanx("jobs", "logs", job))
+    return state_of(phalanx, job)
 
 
 def starts(run_dir: Path) -> list[dict[str, str]]:
@@ -113,16 +103,19 @@ def test_ranks_that_srun_starts(phalanx, tmp_path):
 
 def test_a_signal_before_the_limit_saves_requeues_and_continues(phalanx, cluster, tmp_path):
     phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--time-limit", "1h", "--job-name", "again")
-    until(lambda: list((tmp_path / "runs/again").glob("checkpoints/step-*")), "no checkpoint was saved")
+    until(lambda: list((tmp_path / "runs/again").glob("checkpoints/step-*")), lambda: "no checkpoint was saved")
     number = state_of(phalanx, "again")["id"]
     cluster.ask("scancel", "--signal=USR1", number)  # what --signal=USR1@120 does before the limit
     log = tmp_path / "runs/again" / f"slurm-{number}.out"
     pattern = re.compile(r"stopped by SIGUSR1 after step (\d+)")
-    until(lambda: pattern.search(log.read_text()), "the ranks did not stop")
+    until(lambda: pattern.search(log.read_text()), lambda: "the ranks did not stop")
     stopped = pattern.search(log.read_text())
     assert stopped is not None
     saved = f"step-{int(stopped[1]):08}"
-    until(lambda: saved in str(starts(tmp_path / "runs/again")[-1]["resumed_from"]), "it did not continue from there")
+    until(
+        lambda: saved in str(starts(tmp_path / "runs/again")[-1]["resumed_from"]),
+        lambda: "it did not continue from there",
+    )
     phalanx("jobs", "cancel", "again")
     assert state_of(phalanx, "again")["state"] == "cancelled"
 
@@ -131,11 +124,11 @@ def test_a_signal_before_the_limit_saves_requeues_and_continues(phalanx, cluster
 def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path):
     phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--job-name", "lost")
     folder = tmp_path / "runs/lost"
-    until(lambda: list(folder.glob("checkpoints/step-*")), "no checkpoint was saved")
+    until(lambda: list(folder.glob("checkpoints/step-*")), lambda: "no checkpoint was saved")
     cluster.stop_node("n2")
-    until(lambda: state_of(phalanx, "lost")["state"] == "queued", "it was not requeued", seconds=60)
+    until(lambda: state_of(phalanx, "lost")["state"] == "queued", lambda: "it was not requeued")
     cluster.start_node("n2")
-    until(lambda: len(starts(folder)) == 2, "it did not start again", seconds=90)
+    until(lambda: len(starts(folder)) == 2, lambda: "it did not start again")
     assert starts(folder)[-1]["resumed_from"]
     phalanx("jobs", "cancel", "lost")
 
@@ -145,7 +138,7 @@ def test_a_search_is_split_over_an_array(phalanx, tmp_path):
     (tmp_path / "space.toml").write_text("learning_rate = { loguniform = [1e-4, 1e-1] }\n")
     search = ("digits", "--space", "space.toml", "--num-samples", "3", "--max-steps", "4")
     phalanx("submit", "slurm", "--tune", *search, "--array", "0-1", "--job-name", "search")
-    wait_for(phalanx, "search", "finished", seconds=120)
+    wait_for(phalanx, "search", "finished")
     parts = [sorted((tmp_path / f"runs/search/{part}/trials").iterdir()) for part in (0, 1)]
     assert [len(trials) for trials in parts] == [2, 1]
     assert "counted from 0" in phalanx("submit", "slurm", "--tune", *search, "--array", "1-2", code=2)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from command import clean_environment
 from long_proofs import long_proof
 from ssh_hosts import SshHosts, ssh_hosts
 from uv_project import uv_variables, write_project
+from waiting import until
 
-pytestmark = pytest.mark.timeout(300)
 TRAIN = ["digits", "--device", "cpu", "--checkpoint-frequency", "20 steps"]
 LONG = [*TRAIN, "--max-steps", "100000", "--epochs", "100000"]
 
@@ -31,7 +30,10 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture
 def start(hosts: SshHosts, tmp_path):
-    """Return a function that starts the command line on the first host, in a folder of its own."""
+    """Return a function that starts the command line on the first host, in a folder of its own.
+
+    After the test no process may be left on the hosts; what a failed test left is ended, for the sake of the next one.
+    """
 
     def begin(*words: str) -> subprocess.Popen[str]:
         environment = clean_environment(
@@ -46,29 +48,22 @@ def start(hosts: SshHosts, tmp_path):
             text=True,
         )
 
-    return begin
+    yield begin
+    try:
+        until(lambda: not hosts.processes(), hosts.processes, seconds=30)
+    finally:
+        hosts.end_processes()
 
 
 @pytest.fixture
 def phalanx(start):
-    def run(*words: str, code: int = 0, seconds: float = 120.0) -> str:
+    def run(*words: str, code: int = 0, seconds: float = 300.0) -> str:
         process = start(*words)
         said, _ = process.communicate(timeout=seconds)
         assert process.returncode == code, said
         return said
 
     return run
-
-
-def until(holds: Callable[[], object], otherwise: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, otherwise()
-        time.sleep(0.2)
-
-
-def nothing_is_left(hosts: SshHosts) -> None:
-    until(lambda: not hosts.processes(), hosts.processes, seconds=20)
 
 
 def two(hosts: SshHosts, slots: int = 1) -> list[str]:
@@ -85,7 +80,6 @@ def test_train_on_two_hosts_in_the_foreground(phalanx, hosts, tmp_path):
     assert re.search(rf"\[{hosts.names[0]}\].*10/10", said), said
     assert "3 ranks" in said
     assert len(list(tmp_path.glob("runs/*/run.json"))) == 1, "both launchers share one run folder"
-    nothing_is_left(hosts)
 
 
 def test_lines_carry_host_and_rank_and_hosts_may_have_different_slots(phalanx, hosts, tmp_path):
@@ -105,8 +99,7 @@ def test_a_failure_on_one_host_ends_all(phalanx, hosts, tmp_path):
     began = time.monotonic()
     said = phalanx("train", "--script", "fail.py", *two(hosts), "--device", "cpu", code=1)
     assert "broken on purpose" in said
-    assert time.monotonic() - began < 60
-    nothing_is_left(hosts)
+    assert time.monotonic() - began < 300, "the other rank sleeps for ten minutes"
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=long_proof), signal.SIGKILL])
@@ -115,9 +108,8 @@ def test_processes_end_with_the_command(start, hosts, tmp_path, number):
     until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), lambda: "no checkpoint was saved")
     assert any("phalanx train" in line for line in hosts.processes())
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
-    nothing_is_left(hosts)
 
 
 def test_a_job_survives_the_command_and_is_cancelled(phalanx, hosts, tmp_path):
@@ -132,7 +124,6 @@ def test_a_job_survives_the_command_and_is_cancelled(phalanx, hosts, tmp_path):
     assert "is not finished" in phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "long", code=2)
     phalanx("jobs", "cancel", "long")
     assert state_of(phalanx, "long") == "cancelled"
-    nothing_is_left(hosts)
 
 
 def test_a_job_with_shipped_code_runs_to_its_end(phalanx, hosts, tmp_path):
@@ -237,30 +228,6 @@ def test_an_unknown_host_key_is_refused(phalanx, hosts, tmp_path):
     assert "ssh-keyscan" in said
 
 
-def test_rendering_needs_no_host_and_is_deterministic(phalanx):
-    words = ("submit", "ssh", *TRAIN, "--hosts", "a:8,b:8", "--job-name", "same", "--render")
-    first = phalanx(*words)
-    assert first == phalanx(*words)
-    assert '--node-rank "$1" --rdzv-endpoint "$2"' in first
-    assert "a slots=8" in first
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "ssh needs the hosts"),
-        (("--hosts", "a:8,b:4", "--num-workers", "6"), "do not fill machines with different slots"),
-        (("--hosts", "a:8,b:4", "--strategy", "fsdp", "--sharding", "hybrid"), "hybrid sharding needs shard_size"),
-        (("--hosts", "a:2,b:2", "--num-workers", "3"), "cannot be spread evenly"),
-        (("--hosts", "./nothing"), "No such file"),
-        (("--hosts", "a,b", "--node-rank", "0"), "leave node_rank out"),
-        (("--hosts", "a,b", "--image", "x"), "give --venv"),
-    ],
-)
-def test_bad_input(phalanx, words, said):
-    assert re.search(said, phalanx("submit", "ssh", *TRAIN, *words, code=2))
-
-
 @long_proof
 def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
     phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "gone")
@@ -268,7 +235,6 @@ def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
     record = json.loads((tmp_path / "state/phalanx/jobs/gone.json").read_text())
     subprocess.run(["kill", "-KILL", record["id"]], check=True)
     until(lambda: state_of(phalanx, "gone") == "lost", lambda: phalanx("jobs", "show", "gone"))
-    nothing_is_left(hosts)
 
 
 @long_proof
@@ -312,4 +278,3 @@ def test_doctor_measures_the_link_between_hosts_and_names_a_slow_one(hosts: SshH
     pair, rate = re.match(r"(.+): ([\d.e-]+) GB/s by TCP; 1.25 GB/s are expected", slow["text"]).groups()
     assert pair == f"{hosts.names[0]} - {hosts.names[1]}"
     assert float(rate) < 0.03  # 100 Mb/s one way, the other way is fast
-    nothing_is_left(hosts)

@@ -140,7 +140,7 @@ def test_a_preempted_run_resumes_to_the_same_bits(name):
     torch.testing.assert_close(weights(), expected, rtol=0, atol=0)
 
 
-def _wait_for(condition, process, seconds: float = 40) -> None:
+def _wait_for(condition, process, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -166,7 +166,7 @@ def running(tmp_path):
 def test_the_command_answers_a_signal_with_a_checkpoint_and_75(running, number):
     running.send_signal(number)
     began = time.monotonic()
-    answer = finish(running, 20)
+    answer = finish(running)
     assert time.monotonic() - began < 5
     assert answer.code == EXIT_PREEMPTED, answer.text
     assert f"stopped by {number.name} after step" in answer.err
@@ -176,7 +176,7 @@ def test_the_command_answers_a_signal_with_a_checkpoint_and_75(running, number):
 def test_ctrl_c_ends_the_command_with_130_within_5_seconds(running):
     running.send_signal(signal.SIGINT)
     began = time.monotonic()
-    answer = finish(running, 20)
+    answer = finish(running)
     assert time.monotonic() - began < 5
     assert answer.code == 130, answer.text
     assert "Traceback" not in answer.text

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import assert_same
+from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,7 +81,7 @@ LAYOUTS = {
     "context 2 x tensor 2": (4, {"context_parallel": 2, "tensor_parallel": 2, "activation_checkpointing": True}),
 }
 CASES = [
-    ("gpt", "context 2 x tensor 2", "samples", 1, "float64"),
+    pytest.param("gpt", "context 2 x tensor 2", "samples", 1, "float64", marks=long_proof),
     ("llama", "context 2", "samples", 1, "float64"),
     ("llama", "context 2 x fsdp 2", "samples", 1, "float64"),
     ("gpt", "context 2 x pipeline 2", "samples", 1, "float64"),
@@ -127,7 +128,9 @@ def test_every_layout_equals_one_process(ranks, tmp_path, name, layout, weightin
             assert our_losses == pytest.approx(losses, rel=tolerance)
 
 
-@pytest.mark.parametrize(("first", "second"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 4), (4, 2))])
+@pytest.mark.parametrize(
+    ("first", "second"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), pytest.param((4, 4), (4, 2), marks=long_proof)]
+)
 def test_checkpoints_load_at_another_layout(ranks, tmp_path, first, second):
     """Saved mid-run on one layout and finished on another: as if it had never moved. The gpt's weights are tied."""
     place = {"checkpoint_dir": str(tmp_path / "ckpt")}

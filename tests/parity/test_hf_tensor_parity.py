@@ -15,12 +15,12 @@ from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local, whole
-from phalanx.strategies.tensor.strategy import known_plan
-from phalanx.strategies.tensor.styles import FusedColumns
+from phalanx.strategies.tensor_parallel import FusedColumns, known_plan
 from phalanx.trainers.job import Job, run_job
 
 transformers = pytest.importorskip("transformers")
 
+IMPORTED_BY_RANKS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2"))
 VOCABULARY = 61  # cannot be cut evenly
 LLAMA = {
     "vocab_size": VOCABULARY,

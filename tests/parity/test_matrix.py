@@ -12,7 +12,6 @@ from matrix import GLOBAL_BATCH, LAYOUTS, TOLERANCES, Layout, Trained, common, d
 
 RUNS = [("float64", 1), ("float64", 4), ("float32", 1), ("float32", 4)] if ALL else [("float64", 2)]
 """The strictest comparison of each layout, with two passes for a step, or all of them."""
-pytestmark = pytest.mark.timeout(240)  # eight ranks on two cores
 
 
 def runs(layout: Layout) -> list[tuple[str, str, int]]:

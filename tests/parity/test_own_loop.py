@@ -15,15 +15,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import Formation
-from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.trainers.weights import whole_weights
+from phalanx.world.seed import derive_seed
 
 SEED = 5
 SAMPLES = 2 * 16 + 12  # three steps, the last of them ragged
 DATA = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-pytestmark = pytest.mark.timeout(120)
 
 
 class Tied(nn.Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import SHAPE, assert_same, make_tokens, train
+from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +19,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import local
-from phalanx.strategies.pipeline.stages import cut_evenly
+from phalanx.strategies.pipeline.placement import cut_evenly
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import whole_weights
 
@@ -28,9 +29,10 @@ from phalanx.trainers.weights import whole_weights
     [
         ((4, {"pipeline_parallel": 2, "strategy": "fsdp", "batch_size": 4}), (1, {"batch_size": 8})),
         ((1, {"batch_size": 8}), (2, {"pipeline_parallel": 2, "batch_size": 8})),
-        (
+        pytest.param(
             (2, {"pipeline_parallel": 2, "batch_size": 8, "pipeline_schedule": "zero-bubble"}),
             (4, {"pipeline_parallel": 2, "tensor_parallel": 2, "batch_size": 8}),
+            marks=long_proof,
         ),
     ],
 )

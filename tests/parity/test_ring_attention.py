@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import ModelError
-from phalanx.strategies.context.kernels import CPU_FLASH, PLAIN, ROWS
-from phalanx.strategies.context.ring_attention import Ring, RingAttention
-from phalanx.strategies.context.sequence import SequenceSlices
+from phalanx.strategies.context_parallel import SequenceSlices
+from phalanx.strategies.ring_attention import CPU_FLASH, PLAIN, ROWS, Ring, RingAttention
 
 
 def make_heads(time: int, dtype: torch.dtype, kv_heads: int = 2) -> list[torch.Tensor]:

@@ -44,6 +44,7 @@ CORE = {
 LAYERS = {**CORE, "tools": 7, "engines": 8, "worker": 9, "cli": 9, "__main__": 9}
 SIDEWAYS = {
     ("config", "errors"),
+    ("config", "lazy"),
     ("errors", "version"),
     ("observe", "host"),
     ("launch", "host"),

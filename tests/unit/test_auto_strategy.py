@@ -8,15 +8,15 @@ from phalanx.config import DistributedConfig
 from phalanx.host.gpus import gpu_memory
 from phalanx.host.processes import host_memory
 from phalanx.models.llama import llama
-from phalanx.trainers import auto
-from phalanx.trainers.auto import settle_here, settle_strategy
+from phalanx.trainers import session
+from phalanx.trainers.session import settle_here, settle_strategy
 from phalanx.world.env import RankEnv, rank_environment
 
 GIB = 2**30
 
 
-def settled(memory_gib: float, monkeypatch, ranks: int = 8, preset: str = "1b", **settings: object) -> auto.Settled:
-    monkeypatch.setattr(auto, "rank_bytes", lambda *_: round(memory_gib * GIB))
+def settled(memory_gib: float, monkeypatch, ranks: int = 8, preset: str = "1b", **settings: object) -> session.Settled:
+    monkeypatch.setattr(session, "rank_bytes", lambda *_: round(memory_gib * GIB))
     with torch.device("meta"):
         model = llama(preset)
     config = DistributedConfig(num_workers=ranks, **{"batch_size": 1, "mixed_precision": "bf16", **settings})
@@ -54,7 +54,7 @@ def test_what_the_user_has_chosen_stays(monkeypatch):
 
 def test_one_rank_and_small_models_are_not_looked_at(monkeypatch):
     assert settled(4, monkeypatch, ranks=1).note == ""
-    monkeypatch.setattr(auto, "tool", lambda _: pytest.fail("asked the planner about a small model"))
+    monkeypatch.setattr("phalanx.tool.tool", lambda _: pytest.fail("asked the planner about a small model"))
     assert settled(80, monkeypatch, preset="debug").note == ""
 
 
@@ -67,14 +67,14 @@ def test_a_model_that_cannot_be_traced_counts_by_its_parameters(monkeypatch):
         def forward(self, values: dict) -> torch.Tensor:
             return values["x"] * self.weight
 
-    monkeypatch.setattr(auto, "rank_bytes", lambda *_: 2 * GIB)
+    monkeypatch.setattr(session, "rank_bytes", lambda *_: 2 * GIB)
     found = settle_strategy(DistributedConfig(num_workers=4), Odd(), None, "cuda", 4, 4)
     assert found.config.resolved_strategy == "fsdp"
 
 
 def test_a_trainer_shards_what_does_not_fit_and_says_so(monkeypatch, tmp_path, capfd):
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 2))
-    monkeypatch.setattr(auto, "rank_bytes", lambda *_: 1 << 15)
+    monkeypatch.setattr(session, "rank_bytes", lambda *_: 1 << 15)
     data = torch.utils.data.TensorDataset(torch.randn(32, 16), torch.zeros(32, dtype=torch.long))
     before = model[0].weight.detach().clone()
     trainer = PyTorchDDPTrainer(
@@ -88,7 +88,7 @@ def test_a_trainer_shards_what_does_not_fit_and_says_so(monkeypatch, tmp_path, c
 
 
 def test_ranks_of_a_launcher_decide_from_the_same_facts(monkeypatch):
-    monkeypatch.setattr(auto, "rank_bytes", lambda _, here: 64 * GIB // here)
+    monkeypatch.setattr(session, "rank_bytes", lambda _, here: 64 * GIB // here)
     with torch.device("meta"):
         model = llama("1b")
     config = DistributedConfig(device="cpu", batch_size=1)

@@ -12,7 +12,7 @@ import torch
 from phalanx.checkpoint import Request, Saver, Snapshot, choose, find, list_checkpoints, load, publish, save
 from phalanx.checkpoint import publish as names
 from phalanx.errors import CheckpointError
-from phalanx.observe.best import Best, mark_best
+from phalanx.observe.best_mark import Best, mark_best
 
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:

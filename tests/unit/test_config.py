@@ -12,8 +12,8 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import FIELDS, read_settings, resolve, write_toml
-from phalanx.config.renamed import REMOVED
-from phalanx.config.sources import RECORD_HEADER, toml_value
+from phalanx.config.distributed import RECORD_HEADER, toml_value
+from phalanx.config.renamed import REMOVED, Removed
 from phalanx.errors import ConfigError, UsageError
 
 
@@ -298,7 +298,9 @@ def test_options_of_an_engine_in_a_file_are_joined_with_flags_and_checked(tmp_pa
 def test_an_alias_is_checked_as_a_setting_is():
     with pytest.raises(ConfigError, match="mlflow_tracking = 3: expected true or false"):
         DistributedConfig(mlflow_tracking=3)
-    with pytest.raises(ConfigError, match=r"mlflow_tracking = 'maybe': expected true or false. \(environment\)"):
+    with pytest.raises(
+        ConfigError, match=r"mlflow_tracking = 'maybe': expected true or false. \(environment PHALANX_ML"
+    ):
         resolve({}, environ={"PHALANX_MLFLOW_TRACKING": "maybe"})
 
 
@@ -337,9 +339,16 @@ def test_settings_of_a_run_of_an_earlier_version_are_read(tmp_path):
 
 
 def test_a_removed_setting_is_reported_at_every_door(monkeypatch, capsys):
-    monkeypatch.setitem(REMOVED, "old_one", "is now new_one: write new_one = 3.")
-    for given, environ in (({"old_one": 4}, {}), ({}, {"PHALANX_OLD_ONE": "4"})):
-        with pytest.raises(ConfigError, match=r"(old_one|OLD_ONE) is now new_one: write new_one = 3."):
-            resolve(given, environ=environ)
-    assert main(["train", "digits", "--old-one", "4"]) == 2
-    assert "--old-one is now new_one: write new_one = 3." in capsys.readouterr().err
+    """In the form in which it was given, with the value that was given; also where its name is misspelt."""
+    monkeypatch.setitem(REMOVED, "former_one", Removed("is now new_one", "new_one", "at {}", "3"))
+    for name in ("former_one", "formerr_one"):
+        variable, flag = f"PHALANX_{name.upper()}", f"--{name.replace('_', '-')}"
+        with pytest.raises(ConfigError, match="former_one is now new_one: write new_one = 'at 4', or leave it out"):
+            resolve({name: 4}, environ={})
+        with pytest.raises(ConfigError, match="PHALANX_FORMER_ONE is now new_one: write PHALANX_NEW_ONE='at 4'"):
+            resolve({}, environ={variable: "4"})
+        for words in ([flag, "4"], [f"{flag}=4"]):
+            assert main(["train", "digits", *words, "--epochs", "1"]) == 2
+            assert "--former-one is now new_one: write --new-one 'at 4', or" in capsys.readouterr().err
+    assert main(["train", "digits", "--former-one", "--epochs", "1"]) == 2
+    assert "write --new-one 'at 3'" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_a_rank_ends_with_the_launcher(tmp_path, launcher):
         assert json.loads(line.recv(1 << 16)) == {"event": STARTED, "rank": 0, "pid": rank.pid}
         assert rank.poll() is None
         line.close()
-        rank.communicate(timeout=30)
+        rank.communicate(timeout=120)
         assert rank.returncode == -signal.SIGKILL
     finally:
         end(rank)
@@ -53,12 +53,12 @@ def test_a_rank_ends_with_the_launcher(tmp_path, launcher):
 
 def test_a_rank_that_comes_after_the_launchers_end_does_not_begin(tmp_path):
     rank = begin(tmp_path, "phalanx-gone", network(), "print('trained')")
-    out, err = rank.communicate(timeout=30)
+    out, err = rank.communicate(timeout=120)
     assert (rank.returncode, out) == (1, "")
     assert "the launcher had ended" in err
 
 
 def test_a_rank_of_another_machine_runs_without_a_connection(tmp_path):
     rank = begin(tmp_path, "phalanx-elsewhere", "another machine", "print('trained')")
-    out, err = rank.communicate(timeout=30)
+    out, err = rank.communicate(timeout=120)
     assert (rank.returncode, out) == (0, "trained\n"), err

@@ -17,7 +17,7 @@ from phalanx.config import DistributedConfig
 from phalanx.config.settings import parse_metric
 from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.best import MetricWatch
-from phalanx.loop.control import TimeLimit
+from phalanx.loop.stopping import TimeLimit
 
 
 class Weight(nn.Module):

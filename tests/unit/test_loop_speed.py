@@ -14,6 +14,7 @@ import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.loop.gauges import peak_flops, token_rate
 from phalanx.models import build
+from phalanx.tools.plan.presets import gpu, names
 
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 
@@ -54,6 +55,13 @@ def test_what_is_not_known_is_not_reported(monkeypatch):
 )
 def test_peaks_by_device_name(name, precision, teraflops):
     assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_peaks_are_those_of_the_planner():
+    known = [gpu(name) for name in names("gpus") if name.split("-")[0] in ("a100", "h100", "h200", "b200", "l40s")]
+    assert len(known) > 5
+    for each in known:
+        assert peak_flops(each.name.upper().replace("PCIE", "PCIe"), "bf16") == each.tflops["bf16"] * 1e12
 
 
 class Compiles(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.errors import ModelError, UsageError
 from phalanx.models import LMOutput, build
 from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
-from phalanx.models.contract import PLAN_NAMES
+from phalanx.strategies.tensor_parallel import STYLES
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,7 +135,7 @@ def test_float64_is_kept_to_the_loss(decoder):
 def test_the_plan_names_linear_layers_and_norms_that_exist(name):
     model = build(name)
     plan = model.tensor_plan()
-    assert set(plan.values()) <= PLAN_NAMES
+    assert set(plan.values()) <= set(STYLES)
     modules = dict(model.named_modules())
     split = set()
     for pattern, word in plan.items():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.errors import CheckpointError, ModelError, UsageError
 from phalanx.models import build, load_pretrained, save_pretrained
 from phalanx.models.attention import RopeScaling
-from phalanx.models.hf.folder import from_folder
+from phalanx.models.hf import from_folder
 from phalanx.trainers.export import export_model
 
 CASES = {

@@ -261,7 +261,7 @@ def test_stages_of_a_pipeline_differ() -> None:
 
 
 def test_stages_are_cut_as_train_cuts_them() -> None:
-    from phalanx.strategies.pipeline.stages import cut_evenly, parameter_costs, units_of
+    from phalanx.strategies.pipeline.placement import cut_evenly, parameter_costs, units_of
 
     for name, stages in (("gpt:gpt2-medium", 4), ("gpt:gpt2", 2), ("llama:1b", 4), ("gpt:gpt2-medium", 6)):
         family, _, preset = name.partition(":")

@@ -13,7 +13,7 @@ from published import Row, megatron, mpt, nemo, nemo_fp8, published, recomputati
 
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape, estimate
-from phalanx.tools.plan.cluster import Group, bus_bandwidth, collective_seconds, group_of
+from phalanx.tools.plan.cluster import Group, collective_seconds, group_of
 from phalanx.tools.plan.planner import default_goal, make_plan
 from phalanx.tools.plan.presets import link, model
 from phalanx.tools.plan.search import Constraints, search
@@ -128,14 +128,6 @@ def test_collective_time_follows_the_measured_curve(row):
     assert seconds == pytest.approx(
         float(row["time_us_out_of_place"]) * 1e-6, rel=0.25 if int(row["bytes"]) < 10**6 else 0.01
     )
-
-
-def test_bus_bandwidth_identities():
-    size, seconds = 1e9, 0.01
-    assert bus_bandwidth("all_reduce", size, 8, seconds) == pytest.approx(2 * 7 / 8 * 100)
-    assert bus_bandwidth("all_gather", size, 8, seconds) == pytest.approx(7 / 8 * 100)
-    parts = sum(bus_bandwidth(kind, size, 16, seconds) for kind in ("reduce_scatter", "all_gather"))
-    assert parts == pytest.approx(bus_bandwidth("all_reduce", size, 16, seconds))
 
 
 def test_groups_by_their_stride():

@@ -11,7 +11,7 @@ import pytest
 from phalanx.config import resolve
 from phalanx.engines.ray.tune import RayExecutor
 from phalanx.errors import EXIT_PREEMPTED
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.tools.tune.executor import Ending, Slot, Slots, TrialStart
 from phalanx.tools.tune.trainable import FunctionTrainable
 from phalanx.tools.tune.trial import Trial

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.recipes import load_recipe, recipe_names
-from phalanx.recipes.recipe import of_earlier_run
+from phalanx.recipes import load_recipe, of_earlier_run, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -8,8 +8,7 @@ import textwrap
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.recipes import Recipe, find_recipe, load_recipe, recipe_names
-from phalanx.recipes.recipe import from_document, read_changes
+from phalanx.recipes import Recipe, find_recipe, from_document, load_recipe, read_changes, recipe_names
 
 
 @pytest.fixture(autouse=True)

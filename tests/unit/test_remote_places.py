@@ -27,7 +27,7 @@ from phalanx.checkpoint.manifest import dump_manifest
 from phalanx.checkpoint.place import place_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import RemotePath, as_path
-from phalanx.observe.best import Best
+from phalanx.observe.best_mark import Best
 
 pytestmark = pytest.mark.usefixtures("bucket")
 

@@ -16,7 +16,7 @@ from command import phalanx
 import phalanx as px
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.observe.best import Best, mark_best
+from phalanx.observe.best_mark import Best, mark_best
 from phalanx.runs.record import RunRecord, end_record
 from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
 from phalanx.runs.stored import StoredRun, find_run, list_runs

@@ -19,7 +19,7 @@ from phalanx.launch.environment import NodeInfo, rank_environment
 from phalanx.observe import events, format
 from phalanx.runs.spec import identity
 from phalanx.tools.verify.proofs import _layout_name
-from phalanx.trainers.auto import rank_bytes
+from phalanx.trainers.session import rank_bytes
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 from phalanx.world.world import _pick_device

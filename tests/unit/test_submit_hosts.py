@@ -80,6 +80,6 @@ def test_an_order_to_end_does_not_interrupt_the_removal_of_the_code(tmp_path):
     )
     write_plan(plan, tmp_path)
     words = [sys.executable, "-m", "phalanx.tools.submit.hosts", str(tmp_path)]
-    done = subprocess.run(words, env={**os.environ, "HOME": str(tmp_path)}, timeout=60)
+    done = subprocess.run(words, env={**os.environ, "HOME": str(tmp_path)}, timeout=240)
     assert (done.returncode, json.loads((tmp_path / STATE).read_text())["state"]) == (0, "finished")
     assert not (tmp_path / "copy").exists()

@@ -19,7 +19,7 @@ from phalanx.engines.tensorflow.tf_config import check_against, read_task, role_
 from phalanx.errors import ConfigError, UsageError
 from phalanx.launch.forkserver.client import import_settings
 from phalanx.launch.forkserver.preload import extra_modules
-from phalanx.observe.control import CONTROL, TrialControl
+from phalanx.observe.trial_control import CONTROL, TrialControl
 from phalanx.runs.spec import engine_environment
 from phalanx.world.env import RankEnv
 from phalanx.world.layout import plan_layout

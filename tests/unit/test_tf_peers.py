@@ -12,8 +12,7 @@ import sys
 import pytest
 from command import clean_environment, finish, start, write_script
 
-from phalanx.engines.tensorflow.peers import needed_peers, wait_for_peers
-from phalanx.engines.tensorflow.tf_config import Task
+from phalanx.engines.tensorflow.tf_config import Task, needed_peers, wait_for_peers
 from phalanx.errors import CommunicationError
 
 SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
@@ -82,7 +81,7 @@ def test_a_process_that_waits_too_long_is_ended_with_the_reason(tmp_path, silent
 HANGUP = """
     import os, signal, sys, threading
     from phalanx.engines.tensorflow.tf_config import Task
-    from phalanx.engines.tensorflow import peers
+    from phalanx.engines.tensorflow import tf_config as peers
 
     before = sys.argv[1]
     if before != "default":
@@ -119,7 +118,7 @@ def test_sighup_is_handled_only_where_it_had_the_default_and_restored_afterwards
         env=clean_environment(TF_CONFIG=config),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (code, said), done.stderr

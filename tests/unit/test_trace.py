@@ -14,10 +14,10 @@ from command import phalanx
 from phalanx.config.profile import Profiling, is_profile_word, parse_profile
 from phalanx.errors import UsageError
 from phalanx.tools.profile import read
+from phalanx.tools.profile.collect import ClockReading, answer_clocks, compare_clock
 from phalanx.tools.profile.findings import document, lines, verdict, what_if
 from phalanx.tools.profile.pictures import merge
 from phalanx.tools.profile.read import owners_at_peak, top_owners
-from phalanx.tools.profile.record import ClockReading, answer_clocks, compare_clock
 from phalanx.tools.profile.split import Analysis, analyse
 from phalanx.tools.profile.timeline import both, clip, total, union, without
 
@@ -348,23 +348,20 @@ def test_a_misspelt_word_of_the_flag_is_explained_and_a_recipe_or_script_is_not_
 def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
-    import torch
+    from phalanx.tools.profile import collect
 
-    from phalanx.tools.profile import record as profiling
-
-    monkeypatch.setattr(profiling, "_CHUNK", 100)
+    monkeypatch.setattr(collect, "_CHUNK", 100)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(2))]
-    profiles = []
+    exchanges = []
     for rank in range(3):
         env = SimpleNamespace(on_one_machine=False)
         world = SimpleNamespace(rank=rank, world_size=3, is_main=rank == 0, store=stores[rank], env=env)
-        formation = SimpleNamespace(world=world, rank=rank, is_main=rank == 0, device=torch.device("cpu"))
-        run_dir = tmp_path / ("here" if rank != 2 else "elsewhere")
-        profiles.append(profiling.StepProfile(Profiling(3, 5), formation, run_dir))
-        run_dir.mkdir(exist_ok=True)
-        Recorded(rank).write(run_dir / "profile")
-    threads = [threading.Thread(target=profile._collect) for profile in profiles]
+        folder = tmp_path / ("here" if rank != 2 else "elsewhere") / "profile"
+        exchanges.append(collect.TraceExchange(Profiling(3, 5), world, folder))
+        folder.parent.mkdir(exist_ok=True)
+        Recorded(rank).write(folder)
+    threads = [threading.Thread(target=each.collect) for each in exchanges]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.observe.control import CONTROL, TrialControl
+from phalanx.observe.trial_control import CONTROL, TrialControl
 from phalanx.tools.tune import trial as trial_module
 from phalanx.tools.tune import uniform
 from phalanx.tools.tune.engine import IndependentTrials

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CommunicationError
-from phalanx.observe.collectives import GroupCalls
+from phalanx.observe.call_ring import GroupCalls
 
 _THREAD_NAME = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")

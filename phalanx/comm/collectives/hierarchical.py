@@ -27,6 +27,7 @@ from phalanx.comm.collectives.topology import (
     with_switches,
 )
 from phalanx.comm.collectives.tree import climb, descend
+from phalanx.comm.exchange import Exchange
 from phalanx.errors import UsageError
 
 _MEASURABLE = 16
@@ -53,7 +54,7 @@ def all_reduce(
     write_back(flat, tensor)
 
 
-class ChannelExchange:
+class ChannelExchange(Exchange):
     """An `Exchange` over P2PChannel: hierarchical with several ranks per host, else a ring of near neighbours.
 
     `in_fixed_order`: always in the order of `fixed_order`.
@@ -68,7 +69,7 @@ class ChannelExchange:
         self._ring = self._channel.subgroup(ring_order(locations))
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> int:  # type: ignore[override]
         """Bytes of data that this rank has sent."""
         return self._channel.sent_bytes
 
@@ -91,9 +92,6 @@ class ChannelExchange:
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send row r to rank r; return the rows that were sent here."""
         return direct.all_to_all(tensor, self._channel)
-
-    def close(self) -> None:
-        """Do nothing: torch keeps the group."""
 
 
 def _locations(channel: P2PChannel) -> list[RankLocation]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.errors import CommunicationError
-from phalanx.observe.collectives import CallRing, GroupCalls, call_ring
+from phalanx.observe.call_ring import CallRing, GroupCalls, call_ring
 
 _TEXT_BYTES = 124
 _LAYOUT = struct.Struct(f"<ii{_TEXT_BYTES}s{_TEXT_BYTES}s")

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from phalanx.comm.exchange import Exchange
 from phalanx.comm.shm.barrier import has_futexes
 from phalanx.comm.shm.group import SharedGroup
 from phalanx.comm.shm.pages import AllGatherText, machine_id
@@ -14,13 +15,12 @@ from phalanx.errors import SharedMemoryUnavailable
 __all__ = ["SharedExchange", "SharedGroup", "on_one_machine", "share_gradients", "share_memory"]
 
 
-class SharedExchange:
+class SharedExchange(Exchange):
     """An `Exchange` of the ranks of one machine; tensors from `empty` are reduced in place."""
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
-        self.sent_bytes = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory in the shared pages."""

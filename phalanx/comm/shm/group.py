@@ -25,7 +25,7 @@ from phalanx.comm.shm.pages import (
     round_up,
     text_gatherer,
 )
-from phalanx.observe.collectives import CallRing, GroupCalls, call_ring
+from phalanx.observe.call_ring import CallRing, GroupCalls, call_ring
 
 HALF = 2 << 20
 """Bytes of half a rank's staging area: small enough for the cache, large enough that a barrier costs little."""

@@ -13,12 +13,12 @@ from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 # Module and function, imported when asked for: listing names must not import torch.
 _DATASETS = {
-    "digits": ("phalanx.data.sets.digits", "digits"),
+    "digits": ("phalanx.data.sets.images", "digits"),
     "files": ("phalanx.data.sets.files", "files"),
-    "imagefolder": ("phalanx.data.sets.imagefolder", "imagefolder"),
-    "mnist": ("phalanx.data.sets.mnist", "mnist"),
+    "imagefolder": ("phalanx.data.sets.images", "imagefolder"),
+    "mnist": ("phalanx.data.sets.images", "mnist"),
     "synthetic": ("phalanx.data.sets.synthetic", "synthetic"),
-    "text": ("phalanx.data.sets.text", "text"),
+    "text": ("phalanx.data.sets.files", "text"),
 }
 
 _SPLITS = ("train", "val")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError, unknown_name
+from phalanx.world.seed import derive_seed
 
 _TASKS = ("classification", "regression", "tokens")
 _WINDOWS = 1 << 16

@@ -283,7 +283,7 @@ def engine_conflicts(settings: Settings) -> Mistakes:
     elif path != (look_up(engine_settings(settings), _NVME_PATH) or path):
         said = look_up(engine_settings(settings), _NVME_PATH)
         yield (
-            "engine_options",
+            "nvme_path",
             f"nvme_path = {path!r}, but deepspeed_config says {_NVME_PATH} = {said!r}: leave one out.",
         )
     elif settings.offload == "cpu" and settings.zero_stage is None:

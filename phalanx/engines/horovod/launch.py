@@ -18,8 +18,7 @@ from phalanx.engines.horovod.attempt import HorovodAttempt
 from phalanx.engines.horovod.rank import network
 from phalanx.engines.horovod.rules import options_of
 from phalanx.errors import UsageError
-from phalanx.host.processes import own_python
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox, own_python
 from phalanx.launch.environment import shared_environment, threads_per_rank
 from phalanx.launch.launcher_loop import Outcome, run_attempts
 from phalanx.launch.output import RankConsole

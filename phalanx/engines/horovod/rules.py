@@ -70,10 +70,10 @@ def adasum(settings: Settings) -> Mistakes:
         return
     ranks = settings.total_ranks
     if settings.min_workers is not None or options.host_discovery_script is not None:
-        yield "engine_options", "adasum = True: Adasum needs MPI, which cannot lose or add ranks: leave adasum out."
+        yield "adasum", "adasum = True: Adasum needs MPI, which cannot lose or add ranks: leave adasum out."
     elif ranks is not None and ranks.bit_count() != 1:
         yield (
-            "engine_options",
+            "adasum",
             f"adasum = True with {ranks} ranks: Adasum combines pairs, then pairs of pairs, and so on: give it 2, 4, "
             "8, 16, ... ranks, or leave adasum out.",
         )
@@ -108,7 +108,7 @@ def unused(settings: Settings) -> Mistakes:
         )
     if "bucket_cap_mb" in split_options(settings.engine_options):
         yield settings.mistake(
-            "engine_options",
-            ": bucket_cap_mb with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD "
+            "bucket_cap_mb",
+            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD "
             "(bytes) in the environment instead.",
         )

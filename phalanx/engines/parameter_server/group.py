@@ -9,8 +9,17 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.parameter_server import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, StateSlots
+from phalanx.engines.parameter_server import (
+    ParameterClient,
+    Placement,
+    Rules,
+    ShardProcess,
+    ShardSpec,
+    StateSlots,
+    better_placement,
+)
 from phalanx.host.addresses import own_address
+from phalanx.observe.events import ServersReported
 from phalanx.world.abort import abortable
 from phalanx.world.world import World
 
@@ -32,6 +41,8 @@ class ServerGroup:
         self._world = world
         self.shards: dict[int, ShardProcess] = {}
         self._client: ParameterClient | None = None
+        self.relocations = 0
+        """How often the shards have exchanged pieces."""
         try:
             token = _draw_token(world)
             rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0)
@@ -70,6 +81,42 @@ class ServerGroup:
             store.set(f"{_PREFIX}/{name}", value)
         return str(store.get(f"{_PREFIX}/{name}").decode())
 
+    def even_out(self) -> None:
+        """Relocate pieces where one shard has moved far more bytes than another; all ranks call this."""
+        client = self.client
+        if len(client.placement.shards) == 1:
+            return
+        barrier(self._world)
+        chosen: list[Placement | None] = [better_placement(client) if self._world.is_main else None]
+        if self._world.world_size > 1:
+            dist.broadcast_object_list(chosen, src=0)
+        if chosen[0] is None:
+            return
+        if self._world.is_main:
+            client.relocate(chosen[0])
+        barrier(self._world)
+        client.adopt(chosen[0])
+        client.pull()
+        self.relocations += 1
+
+    def report(self, mode: str) -> ServersReported:
+        """Return what the shards counted: staleness, load and throughput."""
+        self.client.wait()
+        shards = self.client.stats()
+        return ServersReported(
+            mode,
+            # Each shard takes part in every step, so the highest count holds for all.
+            updates=max(shard["updates"] for shard in shards),
+            updates_per_second=max(shard["updates_per_second"] for shard in shards),
+            staleness_mean=sum(shard["staleness_mean"] for shard in shards) / len(shards),
+            staleness_max=max(shard["staleness_max"] for shard in shards),
+            ahead_max=max(shard["ahead_max"] for shard in shards),
+            lost=max(shard["lost"] for shard in shards),
+            exchange_seconds=self.client.comm_thread.busy_s,
+            waited_seconds=self.client.comm_thread.waited_s,
+            shards=shards,
+        )
+
     def abort(self, why: str) -> None:
         """Wait only a moment for shards: those of a lost rank do not come back."""
         if self._client is not None:
@@ -81,6 +128,12 @@ class ServerGroup:
             self._client.close()
         for shard in self.shards.values():
             shard.stop()
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks, where there are several."""
+    if world.world_size > 1:
+        dist.barrier()
 
 
 def _draw_token(world: World) -> str:

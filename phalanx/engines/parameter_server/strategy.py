@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
-from phalanx.engines.parameter_server import ParameterClient, Placement, better_placement, plan_placement
+from phalanx.engines.parameter_server import ParameterClient, plan_placement
 from phalanx.engines.parameter_server.gradients import VALUE
-from phalanx.engines.parameter_server.group import LAST_SECONDS, ServerGroup
+from phalanx.engines.parameter_server.group import LAST_SECONDS, ServerGroup, barrier
 from phalanx.engines.parameter_server.state import plain_settings
 from phalanx.errors import UsageError, frozen_later
 from phalanx.observe.events import ServersReported
@@ -53,8 +52,6 @@ class ParameterServer(Strategy):
         self._pushes_early = True
         self._divisor = 1.0
         self._clip = 1.0
-        self.relocations = 0
-        """How often the shards have exchanged pieces."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Start from rank 0's weights; the shards are started when the optimizer is known."""
@@ -183,32 +180,11 @@ class ParameterServer(Strategy):
         if self._group is not None:
             self._group.client.wait()
             if not self._synchronous:
-                self._barrier()
+                barrier(self.world)
                 self._group.client.pull()
-                self._barrier()
-            self._even_out(self._group.client)
+                barrier(self.world)
+            self._group.even_out()
         super().consolidate(wrapped)
-
-    def _even_out(self, client: ParameterClient) -> None:
-        """Relocate pieces where one shard has moved far more bytes than another; all ranks call this."""
-        if len(client.placement.shards) == 1:
-            return
-        self._barrier()
-        chosen: list[Placement | None] = [better_placement(client) if self.world.is_main else None]
-        if self.world.world_size > 1:
-            dist.broadcast_object_list(chosen, src=0)
-        if chosen[0] is None:
-            return
-        if self.world.is_main:
-            client.relocate(chosen[0])
-        self._barrier()
-        client.adopt(chosen[0])
-        client.pull()
-        self.relocations += 1
-
-    def _barrier(self) -> None:
-        if self.world.world_size > 1:
-            dist.barrier()
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Fetch the optimizer's states from the shards, and return all under canonical names."""
@@ -257,36 +233,19 @@ class ParameterServer(Strategy):
         if self.world.is_main:
             client.load({name: {VALUE: p.detach(), **states.get(p, {})} for name, p in self._named.items()})
         states.clear()
-        self._barrier()
+        barrier(self.world)
         client.pull()
 
     def closing_event(self) -> ServersReported | None:
         """Return what the shards counted: staleness, load and throughput."""
-        if self._group is None:
-            return None
-        client = self._group.client
-        client.wait()
-        shards = client.stats()
-        return ServersReported(
-            self.config.resolved_server_mode,
-            # Each shard takes part in every step, so the highest count holds for all.
-            updates=max(shard["updates"] for shard in shards),
-            updates_per_second=max(shard["updates_per_second"] for shard in shards),
-            staleness_mean=sum(shard["staleness_mean"] for shard in shards) / len(shards),
-            staleness_max=max(shard["staleness_max"] for shard in shards),
-            ahead_max=max(shard["ahead_max"] for shard in shards),
-            lost=max(shard["lost"] for shard in shards),
-            exchange_seconds=client.comm_thread.busy_s,
-            waited_seconds=client.comm_thread.waited_s,
-            shards=shards,
-        )
+        return None if self._group is None else self._group.report(self.config.resolved_server_mode)
 
     def return_weights(self, wrapped: nn.Module) -> None:
         """Leave the shards' last values in the model and their states in the optimizer."""
         if self._group is not None and self._optimizer is not None:
             self.consolidate(wrapped)
             self._fetch_state(self._group.client, self._optimizer)
-            self._barrier()
+            barrier(self.world)
 
     def close(self) -> None:
         """Remove the hooks from the model, disconnect, and end the shards that this rank started."""

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.engines.ray.cluster import RayCluster
 from phalanx.engines.ray.controller import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.launch.error_file import record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
 from phalanx.launch.launcher_loop import MOMENTS, SUCCESS_CODES, LauncherLoop, Reminder, duration_text, stopped

@@ -22,10 +22,9 @@ from phalanx.config.option import read_options, without_options
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
-from phalanx.engines.ray.rules import RayClusterOptions
+from phalanx.engines.ray.rules import RayClusterOptions, read_resources
 from phalanx.engines.ray.sources import pack
-from phalanx.errors import UsageError
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.launch.output import RankConsole
 from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
@@ -158,21 +157,3 @@ def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
         options.placement,
         config.options.start_timeout,
     )
-
-
-def read_resources(text: str | None) -> dict[str, float]:
-    """Read 'GPU=0.5,big_memory=1'."""
-    found: dict[str, float] = {}
-    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
-        name, separator, amount = part.partition("=")
-        try:
-            value = float(amount)
-        except ValueError:
-            value = -1.0
-        if not separator or not name.strip() or value < 0:
-            raise UsageError(
-                f"engine_options: resources {text!r}: '{part}' is not name=amount.",
-                hint="Write it like 'resources.GPU=0.5,resources.big_memory=1'.",
-            )
-        found[name.strip()] = value
-    return found

@@ -1,11 +1,13 @@
-"""Options of Ray; it has no rules beyond those of all backends."""
+"""Options of Ray, and the rule that its resources can be read."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from phalanx.config.option import option
-from phalanx.config.rules import Rule
+from phalanx.config.option import option, read_options
+from phalanx.config.rules import Mistakes, rule
+from phalanx.config.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +26,29 @@ class RayClusterOptions:
     )
 
 
-RULES: tuple[Rule, ...] = ()
+def read_resources(text: str | None) -> dict[str, float]:
+    """Read 'GPU=0.5,big_memory=1'; ValueError says what to write."""
+    found: dict[str, float] = {}
+    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
+        name, _, amount = part.partition("=")
+        try:
+            found[name.strip()] = float(amount)
+        except ValueError:
+            found[name.strip()] = math.nan
+        if not name.strip() or not 0 <= found[name.strip()] < math.inf:
+            raise ValueError(f"{part!r} is not a name and an amount: write resources.GPU=0.5,resources.big_memory=1.")
+    return found
+
+
+@rule("engine_options")
+def resources(settings: Settings) -> Mistakes:
+    """Check the amounts of resources."""
+    text = read_options(RayClusterOptions, settings.engine_options).resources
+    try:
+        read_resources(text)
+    except ValueError as error:
+        yield "resources", f"resources = {text!r}: {error}"
+
+
+RULES = (resources,)
 OPTIONS = RayClusterOptions.__dataclass_fields__

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.engines.ray.cluster import check_resources, open_cluster
 from phalanx.engines.ray.follow import describe_death
 from phalanx.errors import EXIT_PREEMPTED, UsageError
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.tools.tune.executor import Ending, Executor, Slot, Slots, TrialStart, run_trial, slots_text
 from phalanx.tools.tune.trainable import Trainable
 

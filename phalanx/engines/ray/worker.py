@@ -25,12 +25,12 @@ from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host import messages
 from phalanx.host.addresses import free_port
 from phalanx.host.files import close_scratch, open_scratch
+from phalanx.host.processes import request_stop
 from phalanx.launch.environment import NodeInfo, rank_environment
 from phalanx.launch.error_file import read_record, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.rank import announce_joining, run_target, run_to_end
 from phalanx.launch.spec import LaunchSpec
-from phalanx.observe import control
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 
 _MOST_RETURNED = 1 << 30
@@ -226,7 +226,7 @@ class LogForwarder:
             if wait:
                 ray.get(sent)
         if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
-            control.request_stop(ray.get(self._stop))
+            request_stop(ray.get(self._stop))
             self._stop = None
 
     def _report_step(self) -> None:

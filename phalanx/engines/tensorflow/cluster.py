@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx.engines.tensorflow.peers import watch_peers
-from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, VARIABLE, Task, read_task, task_of
+from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, VARIABLE, Task, read_task, task_of, watch_peers
 from phalanx.host.addresses import free_port, own_address
-from phalanx.observe.control import TrialControl
 from phalanx.observe.sinks import announce
+from phalanx.observe.trial_control import TrialControl
 from phalanx.world.env import RankEnv, read_rank_env
 
 if TYPE_CHECKING:

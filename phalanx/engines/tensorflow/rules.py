@@ -49,8 +49,7 @@ def unused(settings: Settings) -> Mistakes:
     """Yield (setting, what to write instead) for settings that Keras has its own way for."""
     for name in settings.changed(*_ALL):
         if _ALL[name].metadata["keras"] == "ignored":
-            value = getattr(settings if name in FIELDS else settings.options, name)
-            yield settings.mistake(name, f" {_UNUSED}{_instead(name, value)}")
+            yield settings.mistake(name, f" {_UNUSED}{_instead(name, settings.value(name))}")
 
 
 def _instead(name: str, value: Any) -> str:

@@ -11,8 +11,7 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
 from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
-from phalanx.engines.tensorflow.peers import watch_peers
-from phalanx.engines.tensorflow.tf_config import check_against, read_task
+from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch_peers
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.observe.history import History
@@ -127,7 +126,7 @@ class TensorFlowDistributedTrainer:
 
             self._model, result = train(KerasJob(task, config))
             return result
-        from phalanx.runs.remote import send_job
+        from phalanx.runs.start import send_job
 
         run_dir = make_run_dir(config, task.name)
         try:

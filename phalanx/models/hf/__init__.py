@@ -1,8 +1,7 @@
-"""Load and save Hugging Face checkpoints."""
+"""Load and save Hugging Face checkpoints: GPT-2 and Llama as our own classes, others by transformers."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,18 @@ from torch import Tensor, nn
 
 from phalanx.errors import ModelError, UsageError, unknown_name
 from phalanx.models.decoder import Decoder
-from phalanx.models.hf.files import CONFIG, find_tensors, read_json, read_shapes, read_tensors, write_folder
-from phalanx.models.hf.mapping import HFMapping, TensorRule
+from phalanx.models.hf.files import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    find_tensors,
+    read_json,
+    read_shapes,
+    read_tensors,
+    write_folder,
+)
+from phalanx.models.hf.mapping import LAYOUTS, HFMapping, TensorRule
 from phalanx.models.lora import adapters
-
-_LAYOUTS = {"gpt2": "phalanx.models.hf.gpt", "llama": "phalanx.models.hf.llama"}
 
 
 def save_pretrained(
@@ -66,7 +72,7 @@ def load_pretrained(
     layout = _layout_named(str(document.get("model_type")))
     config = layout.config_from_hf(document)
     with torch.device("meta"):
-        model = layout.build(config)
+        model = layout.model(config)
     rules, places = _matched(layout, config, find_tensors(path))
     _check_shapes(model, rules, read_shapes(places))
     state = {
@@ -80,18 +86,16 @@ def load_pretrained(
 
 
 def _layout_named(model_type: str) -> HFMapping:
-    if model_type not in _LAYOUTS:
-        raise ModelError(unknown_name("model_type in config.json", model_type, _LAYOUTS))
-    layout: HFMapping = importlib.import_module(_LAYOUTS[model_type]).LAYOUT
-    return layout
+    if model_type not in LAYOUTS:
+        raise ModelError(unknown_name("model_type in config.json", model_type, LAYOUTS))
+    return LAYOUTS[model_type]
 
 
 def _layout_of(model: nn.Module) -> HFMapping:
-    known = [_layout_named(name) for name in _LAYOUTS]
-    for layout in known:
+    for layout in LAYOUTS.values():
         if isinstance(model, layout.model):
             return layout
-    names = " and ".join(layout.model.__name__ for layout in known)
+    names = " and ".join(layout.model.__name__ for layout in LAYOUTS.values())
     raise ModelError(
         f"a {type(model).__name__} has no Hugging Face layout here, {names} have.",
         hint="Give the model itself: unwrap it from DDP or torch.compile first.",
@@ -140,3 +144,57 @@ def _check_shapes(model: nn.Module, rules: Mapping[str, TensorRule], shapes: Map
             raise ModelError(
                 f"'{name}' has the shape {list(shapes[name])} in the files, but config.json says {list(expected)}."
             )
+
+
+def from_folder(path: Path, *, weights: bool | None = None, **options: Any) -> nn.Module:
+    """Return the model that a folder (or its config.json) describes, ready to train.
+
+    `weights`: True needs the stored weights, False draws new ones; by default they are read where there are any.
+    Other options replace values of config.json.
+    """
+    if not path.exists():
+        raise UsageError(f"model = '{path}': there is nothing at that path")
+    folder, config_file = (path, path / CONFIG) if path.is_dir() else (path.parent, path)
+    document = {**read_json(config_file), **options}
+    stored = path.is_dir() and any((folder / name).exists() for name in (SINGLE, INDEX))
+    if weights and not stored:
+        raise UsageError(f"model = '{path}': weights = true, but there is neither {SINGLE} nor {INDEX}")
+    use_stored = stored if weights is None else weights
+    if use_stored and options:
+        raise UsageError(
+            f"model = '{path}' reads its stored weights, so {', '.join(options)} cannot be changed",
+            hint="Add weights = false for a new model of that shape.",
+        )
+    if str(document.get("model_type")) not in LAYOUTS:
+        model = _by_transformers(folder, document, use_stored=use_stored)
+    elif use_stored:
+        model = load_pretrained(folder).train()
+    else:
+        layout = _layout_named(str(document["model_type"]))
+        model = layout.model(layout.config_from_hf(document))
+    model.name_or_path = str(folder)  # type: ignore[assignment]  # as transformers does: where its tokenizer is
+    return model
+
+
+def _by_transformers(folder: Path, document: dict[str, Any], *, use_stored: bool) -> nn.Module:
+    named = (document.get("architectures") or [None])[0]
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(
+            f"{folder} holds a {named or document.get('model_type')}, which needs transformers",
+            hint="Run: pip install transformers",
+        ) from None
+    if named is None or not hasattr(transformers, named):
+        raise UsageError(
+            f"{folder / CONFIG}: architectures = {document.get('architectures')!r} is not a class of "
+            f"transformers {transformers.__version__}",
+            hint='Write "architectures": ["BertForSequenceClassification"] or the like into config.json.',
+        )
+    kind = getattr(transformers, named)
+    if use_stored:
+        model: nn.Module = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        return model.train()
+    config = transformers.AutoConfig.for_model(document.pop("model_type"), **document)
+    made: nn.Module = kind(config)
+    return made

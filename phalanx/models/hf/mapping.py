@@ -1,14 +1,18 @@
-"""The Hugging Face layout of a family of models: its config, and a rule for each parameter."""
+"""Hugging Face layouts of GPT and Llama: the config of a family of models, and a rule for each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
+from phalanx.models.attention import RopeScaling
+from phalanx.models.gpt import GPT, GPTConfig
+from phalanx.models.llama import Llama, LlamaConfig
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -41,7 +45,6 @@ class HFMapping:
     """The class that `transformers` builds."""
 
     model: type[nn.Module]
-    build: Callable[[Any], nn.Module]
     config_to_hf: Callable[[Any], dict[str, Any]]
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     rules: Callable[[Any], list[TensorRule]]
@@ -76,3 +79,214 @@ def needed(config: Mapping[str, Any], key: str) -> Any:
     if key not in config:
         raise ModelError(f"config.json has no '{key}', which a model of type '{config.get('model_type')}' needs.")
     return config[key]
+
+
+def _gpt_to_hf(config: GPTConfig) -> dict[str, Any]:
+    if not config.bias:
+        raise ModelError("GPT-2's layout has biases everywhere, this model was built with bias=False.")
+    return {
+        "vocab_size": config.vocab_size,
+        "n_positions": config.seq_len,
+        "n_embd": config.hidden,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "activation_function": "gelu_new",
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tie_weights,
+        "bos_token_id": None,  # the defaults, 50256, do not exist in a smaller vocabulary
+        "eos_token_id": None,
+    }
+
+
+def _gpt_from_hf(config: Mapping[str, Any]) -> GPTConfig:
+    hidden = needed(config, "n_embd")
+    require(
+        config,
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "n_inner": (None, 4 * hidden),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    )
+    return GPTConfig(
+        vocab_size=needed(config, "vocab_size"),
+        seq_len=needed(config, "n_positions"),
+        layers=needed(config, "n_layer"),
+        heads=needed(config, "n_head"),
+        hidden=hidden,
+        dropout=config.get("resid_pdrop", 0.1),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tie_weights=config.get("tie_word_embeddings", True),
+    )
+
+
+def _export_qkv(tensor: Tensor, heads: int) -> Tensor:
+    """Reorder rows (heads, 3, head width) as (3, heads, head width), and a matrix as [in, out]."""
+    split = tensor.unflatten(0, (heads, 3, -1))  # type: ignore[no-untyped-call]
+    return _transposed_matrix(split.transpose(0, 1).flatten(0, 2))
+
+
+def _load_qkv(tensor: Tensor, heads: int) -> Tensor:
+    split = _transposed_matrix(tensor).unflatten(0, (3, heads, -1))  # type: ignore[no-untyped-call]
+    reordered: Tensor = split.transpose(0, 1).flatten(0, 2)
+    return reordered
+
+
+def _transposed_matrix(tensor: Tensor) -> Tensor:
+    return tensor.T if tensor.ndim == 2 else tensor
+
+
+def _gpt_rules(config: GPTConfig) -> list[TensorRule]:
+    rules = [
+        TensorRule("embed.tokens.weight", "transformer.wte.weight"),
+        TensorRule("embed.positions.weight", "transformer.wpe.weight"),
+        TensorRule("norm.weight", "transformer.ln_f.weight"),
+        TensorRule("norm.bias", "transformer.ln_f.bias"),
+        TensorRule("head.weight", "lm_head.weight"),
+    ]
+    qkv = partial(_export_qkv, heads=config.heads), partial(_load_qkv, heads=config.heads)
+    matrix = transposed, transposed
+    for ours, theirs, there_and_back in (
+        ("attention_norm", "ln_1", ()),
+        ("attention.qkv", "attn.c_attn", qkv),
+        ("attention.project", "attn.c_proj", matrix),
+        ("feed_norm", "ln_2", ()),
+        ("feed.expand", "mlp.c_fc", matrix),
+        ("feed.project", "mlp.c_proj", matrix),
+    ):
+        rules.append(TensorRule(f"layers.#.{ours}.weight", f"transformer.h.#.{theirs}.weight", *there_and_back))
+        of_bias = there_and_back if there_and_back is qkv else ()
+        rules.append(TensorRule(f"layers.#.{ours}.bias", f"transformer.h.#.{theirs}.bias", *of_bias))
+    return rules
+
+
+GPT2 = HFMapping(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    model=GPT,
+    config_to_hf=_gpt_to_hf,
+    config_from_hf=_gpt_from_hf,
+    rules=_gpt_rules,
+    prefix="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)
+
+
+def _llama_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.seq_len,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn_hidden,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        # Two entries, as every version of transformers reads them; newer ones merge them.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tie_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _llama_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
+    hidden, heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
+    require(
+        config,
+        {
+            "hidden_act": ("silu", "swish"),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "head_dim": (None, hidden // heads),
+        },
+    )
+    theta, scaling = _rope_from_hf(config)
+    return LlamaConfig(
+        vocab_size=needed(config, "vocab_size"),
+        seq_len=config.get("max_position_embeddings", 2048),
+        layers=needed(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        hidden=hidden,
+        ffn_hidden=needed(config, "intermediate_size"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_weights=config.get("tie_word_embeddings", False),
+    )
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original_seq_len,
+    }
+
+
+def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ModelError(
+            f"config.json has rope_type={kind!r}, which this model does not compute.",
+            hint="Supported: rope_type = 'default' or 'llama3'.",
+        )
+    return theta, RopeScaling(
+        factor=needed(rope, "factor"),
+        low=needed(rope, "low_freq_factor"),
+        high=needed(rope, "high_freq_factor"),
+        original_seq_len=needed(rope, "original_max_position_embeddings"),
+    )
+
+
+def _llama_rules(config: LlamaConfig) -> list[TensorRule]:
+    layer = {
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.project": "self_attn.o_proj",
+        "feed_norm": "post_attention_layernorm",
+        "feed.gate": "mlp.gate_proj",
+        "feed.up": "mlp.up_proj",
+        "feed.down": "mlp.down_proj",
+    }
+    return [
+        TensorRule("embed.weight", "model.embed_tokens.weight"),
+        *(TensorRule(f"layers.#.{ours}.weight", f"model.layers.#.{theirs}.weight") for ours, theirs in layer.items()),
+        TensorRule("norm.weight", "model.norm.weight"),
+        TensorRule("head.weight", "lm_head.weight"),
+    ]
+
+
+LLAMA = HFMapping(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    model=Llama,
+    config_to_hf=_llama_to_hf,
+    config_from_hf=_llama_from_hf,
+    rules=_llama_rules,
+    prefix="model.",
+    ignored=(".rotary_emb.inv_freq",),
+)
+LAYOUTS = {layout.model_type: layout for layout in (GPT2, LLAMA)}
+"""By the model_type of config.json."""

@@ -22,7 +22,7 @@ from phalanx import torch_compat, torch_fakes
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import BatchPass, local
-from phalanx.strategies.context.sequence import TARGET_NAMES, SequenceSlices
+from phalanx.strategies.context_parallel import TARGET_NAMES, SequenceSlices
 from phalanx.strategies.pipeline.loss import LossShare, MicrobatchLoss, cut_rows, fill_rows
 from phalanx.strategies.tensors import count_rows
 from phalanx.torch_compat import pytree

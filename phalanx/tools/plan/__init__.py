@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from phalanx.tools.plan.plans import Candidate, Estimate, Goal, Layout, Plan
     from phalanx.tools.plan.search import Constraints
 
-_HOMES = {
-    "Candidate": "phalanx.tools.plan.plans",
-    "Cluster": "phalanx.tools.plan.cluster",
-    "Constraints": "phalanx.tools.plan.search",
-    "Estimate": "phalanx.tools.plan.plans",
-    "Goal": "phalanx.tools.plan.plans",
-    "Gpu": "phalanx.tools.plan.cluster",
-    "Layout": "phalanx.tools.plan.plans",
-    "Link": "phalanx.tools.plan.cluster",
-    "ModelShape": "phalanx.tools.plan.model",
-    "Plan": "phalanx.tools.plan.plans",
-    "TracedShape": "phalanx.tools.plan.model",
-    "estimate": "phalanx.tools.plan.estimator",
-    "make_plan": "phalanx.tools.plan.planner",
-}
 
 __all__ = [
     "Candidate",
@@ -62,7 +47,15 @@ class _CallableModule(ModuleType):
         return plan
 
 
-__getattr__ = lazy_names(__name__, _HOMES)
+_NAMES = {
+    ".cluster": "Cluster Gpu Link",
+    ".estimator": "estimate",
+    ".model": "ModelShape TracedShape",
+    ".planner": "make_plan",
+    ".plans": "Candidate Estimate Goal Layout Plan",
+    ".search": "Constraints",
+}
+__getattr__ = lazy_names(__name__, _NAMES)
 
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.prepare import adapt
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
+from phalanx.strategies.pipeline.placement import cut_at, units_of
 from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -23,10 +24,11 @@ from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of
 from phalanx.torch_compat import pytree
-from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
+from phalanx.trainers.session import settle_strategy
 from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.splits import SCHEDULES
 
 _SEQ_LEN = 1024
 
@@ -110,14 +112,6 @@ def _seq_len(train: Any) -> int:
     return len(tokens[0]) if tokens else _SEQ_LEN
 
 
-class Memory(NamedTuple):
-    """Bytes per rank, without activations."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
 @dataclass(frozen=True)
 class RunNeeds:
     """What is known of a run before it starts; None: not known."""
@@ -129,7 +123,8 @@ class RunNeeds:
     global_batch: int | None
     steps_per_epoch: int | None
     steps: int | None
-    memory: Memory
+    memory: StateBytes
+    """Bytes per rank, without activations."""
     peak: int
     """Bytes per rank with activations and buffers, by the planner's formulas."""
     strategy: str
@@ -153,6 +148,8 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
     ranks = layout.world_size, layout.ranks_per_node
     config, note = settle_strategy(with_batch_size(config, train), model, train, layout.device, *ranks)
     mesh = plan_mesh(config, *ranks)
+    if config.pipeline_cuts not in (None, "measured"):  # a wrong name ends the run when it starts
+        cut_at(units_of(model), config.pipeline_cuts, SCHEDULES[config.pipeline_schedule].num_stages(mesh.pp))
     each = config.batch_size or getattr(train, "batch_size", None) or 1
     memory = estimate_memory(model, config, mesh, each)
     peak = planned_gib(describe(model), config, layout.device, train, layout_of(config, mesh, each))
@@ -175,14 +172,14 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
         steps_per_epoch=per_epoch,
         steps=steps,
         memory=memory,
-        peak=max(round(peak * 2**30), sum(memory)),
+        peak=max(round(peak * 2**30), int(sum(memory))),
         strategy=config.resolved_strategy,
         mesh=mesh,
         note=note,
     )
 
 
-def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> Memory:
+def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states on each rank, as ZeRO shards them."""
     held = [(parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
     whole = sum(size for size, _ in held) * (1 if config.ema_decay is None else 2)
@@ -194,4 +191,4 @@ def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, bat
         layout = layout_of(config, mesh, batch_size)
         ranks, stage = layout.dp_shard * layout.cp, layout.stage
     sizes = StateBytes(whole, trained, trained * states)
-    return Memory(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))
+    return StateBytes(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))

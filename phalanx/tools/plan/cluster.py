@@ -75,8 +75,6 @@ class Cluster:
     """Memory of each machine, for offload."""
     price_per_gpu_hour: float | None = None
     instance: str | None = None
-    storage_gbps: float = 2.0
-    """GB/s per machine to the storage of checkpoints."""
     name: str = ""
 
     @property
@@ -163,8 +161,3 @@ def share_at(link: Link, size: float) -> float:
     (fewer, low), (more, high) = points[at - 1], points[at]
     part = math.log(size / fewer) / math.log(more / fewer)
     return float(low * (high / low) ** part)
-
-
-def bus_bandwidth(kind: str, size: float, ranks: int, seconds: float) -> float:
-    """Return the bus bandwidth in GB/s of a measured collective, as nccl-tests defines it."""
-    return VOLUME[kind] * size * (ranks - 1) / ranks / seconds / 1e9

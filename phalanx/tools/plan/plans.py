@@ -148,9 +148,6 @@ TIME_PARTS = {
 """Parts of a step's time, which sum to it. Communication here is what computation does not hide; `variation` is the
 wait for the slowest GPU."""
 
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication")
-"""Parts of a rank's memory in GiB; together they are what torch.cuda.max_memory_allocated counts."""
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -165,7 +162,8 @@ class Estimate:
     hfu: float
     """Hardware FLOPs utilisation: with the operations that are computed again."""
     memory_gib: dict[str, dict[str, float]]
-    """Kind of rank ("all", or "first stage", "middle stage", "last stage") to GiB by part (MEMORY_PARTS)."""
+    """Kind of rank ("all", or "first stage", "middle stage", "last stage") to GiB by part. Together the parts are what
+    torch.cuda.max_memory_allocated counts."""
     breakdown: dict[str, float]
     """Seconds by part (TIME_PARTS); the sum is step_seconds."""
     hidden: dict[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.sources import toml_value
+from phalanx.config.distributed import toml_value
 from phalanx.observe.format import span, table
 from phalanx.recipes import recipe_names
 from phalanx.recipes.imports import is_import_path

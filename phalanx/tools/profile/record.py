@@ -15,14 +15,12 @@ import shlex
 import shutil
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from phalanx import torch_compat
@@ -31,6 +29,7 @@ from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import replace_file, replacing
 from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.tools.profile.collect import TraceExchange
 from phalanx.tools.profile.findings import conclude
 from phalanx.tools.profile.read import top_owners
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 _NSYS = ("NSYS_PROFILING_SESSION_ID", "QUADD_INJECTION_PROXY", "NVTX_INJECTION64_PATH")
 """Variables that nsys sets for the programs it starts."""
 _ALLOCATIONS = 200_000
-_CHUNK = 1 << 20
 _KINDS = {"evaluate": "evaluation"}
 
 Maker = Callable[[str], AbstractContextManager[object]]
@@ -77,6 +75,7 @@ class StepProfile(Callback):
     def __init__(self, plan: Profiling, formation: Formation, run_dir: Path) -> None:
         self._plan, self._formation, self._world = plan, formation, formation.world
         self._folder = run_dir / "profile"
+        self._exchange = TraceExchange(plan, formation.world, self._folder)
         self._records = plan.covers(formation.rank)
         self._loop: Any = None
         self._next = 0
@@ -90,7 +89,6 @@ class StepProfile(Callback):
         self._nvtx = PhaseRanges(torch.cuda.nvtx.range) if plan.nvtx else None
         self._hooks: list[Any] = []
         self._modules: list[AbstractContextManager[object]] = []
-        self._clocks: list[ClockReading] = []
 
     @classmethod
     def wanted(cls, formation: Formation, run_dir: Path) -> StepProfile | None:
@@ -146,7 +144,7 @@ class StepProfile(Callback):
 
     def _begin(self) -> None:
         self._recording = True
-        self._compare_clocks("begin")
+        self._exchange.compare_clocks("begin")
         self._formation.clock.on_enter = self._enter
         if self._records and torch_compat.is_profiling():
             self._records = False
@@ -218,7 +216,7 @@ class StepProfile(Callback):
         """Stop recording and write this rank's trace."""
         self._recording, self._finished = False, True
         self._detach()
-        self._compare_clocks("end")
+        self._exchange.compare_clocks("end")
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
@@ -231,7 +229,7 @@ class StepProfile(Callback):
 
     def _write(self, profiler: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        target, raw = self._path(self._world.rank), self._folder / f".rank-{self._world.rank}.json"
+        target, raw = self._exchange.path(self._world.rank), self._folder / f".rank-{self._world.rank}.json"
         try:
             profiler.export_chrome_trace(str(raw))
             with raw.open("rb") as source, replacing(target) as file, gzip.open(file, "wb", compresslevel=3) as packed:
@@ -270,7 +268,7 @@ class StepProfile(Callback):
             "host": socket.gethostname(),
             "device": world.device.type,
             "main_thread": threading.get_native_id(),
-            "clock": [list(reading) for reading in self._clocks],
+            "clock": [list(reading) for reading in self._exchange.clocks],
             "torch": torch.__version__,
             "strategy": self._formation.strategy.name,
             "comm_backend": world.comm_backend or "",
@@ -281,32 +279,16 @@ class StepProfile(Callback):
             "settings": config.given(),
         }
 
-    def _compare_clocks(self, when: str) -> None:
-        """Compare this machine's clock with rank 0's; ranks of one machine have the same."""
-        world, key = self._world, f"profile/{when}"
-        if world.store is None or world.env.on_one_machine:
-            self._clocks.append(ClockReading(0, 0, 0))
-        elif world.is_main:
-            self._clocks.append(answer_clocks(world.store, key, self._others()))
-        elif self._plan.covers(world.rank):
-            self._clocks.append(compare_clock(world.store, key, world.rank))
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(1, self._world.world_size) if self._plan.covers(rank)]
-
-    def _path(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.json.gz"
-
     # The end of the run.
 
     def on_training_end(self, trainer: Any) -> None:
         """Collect the traces of all ranks on the main one, merge them, and report what limits the speed."""
         if self._recording:  # the run ended before the last step that was to be recorded
             self._finish()
-        if self._clocks and self._world.store is not None and not self._world.env.on_one_machine:
-            self._collect()
-        if self._formation.is_main and self._clocks:
-            self._conclude()
+        if self._exchange.clocks:  # else nothing was recorded
+            self._exchange.collect()
+            if self._formation.is_main:
+                self._conclude()
 
     def _conclude(self) -> None:
         run_dir = self._folder.parent
@@ -317,28 +299,6 @@ class StepProfile(Callback):
             self._loop.report.say(f"the profile was not analysed: {error}", "warning")
         else:
             self._loop.report.next_commands.append(f"phalanx report {shlex.quote(name)} --profile")
-
-    def _collect(self) -> None:
-        """Send the main rank the traces that it does not find in the run's folder: machines may not share it."""
-        store, rank = self._world.store, self._world.rank
-        assert store is not None
-        if self._plan.covers(rank) and rank:
-            store.set(f"profile/size/{rank}", str(self._path(rank).stat().st_size if self._path(rank).exists() else 0))
-        if self._formation.is_main:
-            sizes = {other: int(store.get(f"profile/size/{other}")) for other in self._others()}
-            found = {other: self._path(other) for other in sizes}
-            missing = [
-                r for r, path in found.items() if sizes[r] and not (path.exists() and path.stat().st_size == sizes[r])
-            ]
-            store.set("profile/missing", json.dumps(missing))
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for other in missing:
-                keys = [f"profile/{other}/{begin}" for begin in range(0, sizes[other], _CHUNK)]
-                replace_file(self._path(other), b"".join(store.get(key) for key in keys))
-        elif self._plan.covers(rank) and rank in json.loads(store.get("profile/missing")):
-            content = self._path(rank).read_bytes()
-            for begin in range(0, len(content), _CHUNK):
-                store.set(f"profile/{rank}/{begin}", content[begin : begin + _CHUNK])  # type: ignore[arg-type]  # it takes bytes
 
     def close(self) -> None:
         """Stop without communication where the run failed."""
@@ -352,39 +312,3 @@ class StepProfile(Callback):
         mark_jobs(None)
         if self._nvtx is not None:
             self._nvtx.leave()
-
-
-_ROUNDS = 8
-"""Round trips per rank: the fastest one counts, for it waited the least on its way."""
-
-
-class ClockReading(NamedTuple):
-    """At `time` on this machine's clock, rank 0's clock was `offset` ahead; both in nanoseconds since the epoch."""
-
-    time: int
-    offset: int
-    round_trip: int
-
-
-def answer_clocks(
-    store: dist.Store, key: str, ranks: Iterable[int], clock: Callable[[], int] = time.time_ns
-) -> ClockReading:
-    """Answer what the other `ranks` ask with `compare_clock`; rank 0 calls this."""
-    for rank in ranks:
-        for number in range(_ROUNDS):
-            store.get(f"{key}/{rank}/{number}/ask")  # waits for it
-            store.set(f"{key}/{rank}/{number}/answer", str(clock()))
-    return ClockReading(clock(), 0, 0)
-
-
-def compare_clock(store: dist.Store, key: str, rank: int, clock: Callable[[], int] = time.time_ns) -> ClockReading:
-    """Ask rank 0 for its time, several times, and return the reading of the fastest round trip."""
-    found = []
-    for number in range(_ROUNDS):
-        sent = clock()
-        store.set(f"{key}/{rank}/{number}/ask", "")
-        answer = int(store.get(f"{key}/{rank}/{number}/answer"))
-        now = clock()
-        middle = (sent + now) // 2
-        found.append(ClockReading(middle, answer - middle, now - sent))
-    return min(found, key=lambda reading: reading.round_trip)

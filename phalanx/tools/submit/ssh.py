@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import option
-from phalanx.config.sources import ENV_PREFIX, NOT_SETTINGS
+from phalanx.config.renamed import ENV_PREFIX
+from phalanx.config.sources import NOT_SETTINGS
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.observe.guard import say_to_user

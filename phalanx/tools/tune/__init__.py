@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from phalanx.tools.tune.trial import checkpoint_dir, report
     from phalanx.tools.tune.tuner import DistributedTuner
 
-_HOMES = {
-    "DistributedTuner": "phalanx.tools.tune.tuner",
-    "Results": "phalanx.tools.tune.results",
-    "SearchSpace": "phalanx.tools.tune.space",
-    "checkpoint_dir": "phalanx.tools.tune.trial",
-    "report": "phalanx.tools.tune.trial",
-}
 
 __all__ = [
     "DistributedTuner",
@@ -52,5 +45,10 @@ __all__ = [
     "uniform",
 ]
 
-
-__getattr__ = lazy_names(__name__, _HOMES)
+_NAMES = {
+    ".results": "Results",
+    ".space": "SearchSpace",
+    ".trial": "checkpoint_dir report",
+    ".tuner": "DistributedTuner",
+}
+__getattr__ = lazy_names(__name__, _NAMES)

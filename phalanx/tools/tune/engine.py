@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.errors import PreemptedError, UsageError
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.tools.tune.executor import Ending, Executor, Slot, TrialStart, control_of
 from phalanx.tools.tune.record import Record, Tracking
 from phalanx.tools.tune.results import LiveTable, PlainTable

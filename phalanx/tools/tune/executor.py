@@ -11,11 +11,11 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import EXIT_PREEMPTED, PhalanxError, UsageError
 from phalanx.host.gpus import count_gpus
-from phalanx.host.signals import SignalInbox
+from phalanx.host.processes import SignalInbox
 from phalanx.launch import LaunchResult, launch
 from phalanx.launch.error_file import read_record
-from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.observe.guard import Guard, Streams, say_to_user
+from phalanx.observe.trial_control import CONTROL, TrialControl
 from phalanx.runs.preflight import check_packages
 from phalanx.runs.spec import launch_spec
 from phalanx.tools.tune.schedulers import Points

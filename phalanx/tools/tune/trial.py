@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, UsageError, nearest
-from phalanx.observe.control import TrialControl
 from phalanx.observe.events import EpochDone, MetricsReported, RunEnded, StepDone, from_json
 from phalanx.observe.sinks import FdSink, JsonlSink
+from phalanx.observe.trial_control import TrialControl
 from phalanx.world.env import read_rank_env
 
 _MORE_IS_BETTER = ("accuracy", "acc", "auc", "f1", "score", "reward", "bleu", "precision", "recall")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from phalanx.errors import PhalanxError
 from phalanx.host.remote import RemotePath
-from phalanx.observe.best import latest_mark
+from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
 from phalanx.runs.facts import facts
 from phalanx.runs.record import FILE

@@ -17,12 +17,13 @@ from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.host.files import close_scratch, open_scratch
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import CallTarget
-from phalanx.loop.faults import OBJECTS, VARIABLE
+from phalanx.loop.faults import OBJECTS
 from phalanx.observe.guard import say_to_user
-from phalanx.reliability import Fault, Marks, to_json
+from phalanx.reliability import Fault
 from phalanx.runs.record import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
+from phalanx.tools.verify.faults import PlannedFaults
 from phalanx.tools.verify.probe import FLOAT32, Recording, compare, limits_of, same_bits
 from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read_recording
 from phalanx.tools.verify.subject import GivenSubject, Subject
@@ -194,24 +195,21 @@ class Proof:
         """
         exact, precise = self.config.fixed_order, "float32" if self.config.fixed_order else "float64"
         faults, claim = self._planned_faults()
-        objects = {} if self.config.recovery == "restart" else {OBJECTS: "1"}
+        objects = self.config.recovery != "restart"
         averages = objects and self.config.pipeline_parallel == 1
         config = self.config.replace(ema_decay=self.config.ema_decay or _DECAY) if averages else self.config
         quiet = [self._run(f"quiet-{kind}", config, kind) for kind in {precise: 0, "float32": 0}]
-        found = self._launch(config, quiet, objects)
+        found = self._launch(config, quiet, {OBJECTS: "1"} if objects else {})
         undisturbed = _without_first_step(found[f"quiet-{precise}"])
-        plan = self._folder / "faults.json"
-        plan.write_text(to_json(faults))
+        plan = PlannedFaults(self._folder / "faults.json", faults, objects=objects)
         hit = config.replace(**_FAULT_SETTINGS, **self._for_recovery(faults))
-        env = {**objects, VARIABLE: str(plan)}
-        disturbed = self._launch(hit, [self._run("faults", hit, precise, first_step=False)], env)
+        disturbed = self._launch(hit, [self._run("faults", hit, precise, first_step=False)], plan.variables)
         limits = dict.fromkeys(MEASURES, FLOAT32) | {"parameters": 0.0}
         if not exact:
             limits, _ = limits_of(found["quiet-float64"], found["quiet-float32"])
         title = f"{'bits' if exact else precise}: undisturbed, and under faults"
         comparison = compare(title, undisturbed, disturbed["faults"], limits, labels=("undisturbed", "under faults"))
-        happened = Marks(self._folder / "faults.json.marks").read()
-        problems = [f"the fault {fault} did not happen" for n, fault in enumerate(faults) if n not in happened]
+        problems = [f"the fault {fault} did not happen" for fault in plan.missing()]
         if exact and (changed := same_bits(undisturbed.after, disturbed["faults"].after)) is not None:
             problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
         ends = "end with the same bits" if exact else "end with the same weights, within rounding,"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.comm.compress import build_compressor, ring_bytes
-from phalanx.comm.exchange import Bucket
+from phalanx.comm.exchange import Bucket, Exchange
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.format import size, table
@@ -134,13 +134,11 @@ _SETTINGS_OF = {"topk": ("compression_ratio",), "randomk": ("compression_ratio",
 """The settings of single compressors; all have the warm-up."""
 
 
-class EchoExchange:
+class EchoExchange(Exchange):
     """An exchange of ranks that all hold the same tensor: nothing is sent, everything is counted."""
 
     def __init__(self, size: int) -> None:
-        self.rank = 0
         self.size = size
-        self.sent_bytes = 0
         self.messages = 0
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
@@ -158,9 +156,6 @@ class EchoExchange:
         """Send row r to rank r; return the rows that were sent here."""
         self._count((self.size - 1) * tensor.nbytes // self.size, 1)
         return tensor[:1].expand_as(tensor).contiguous()
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _count(self, sent: int, messages: int) -> None:
         self.sent_bytes += sent

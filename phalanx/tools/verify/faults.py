@@ -21,14 +21,34 @@ from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.reliability import Fault, Mark, Marks, to_json
 from phalanx.tools.namespaces import HostNamespace, network
 
-_TOKEN = "PHALANX_CHAOS"
-"""A variable by which processes of a chaos run are recognised."""
+_TOKEN = "PHALANX_FAULTS_RUN"
+"""A variable by which the processes of a run under faults are recognised."""
 _PORT = 29400
 _ENDING_SECONDS = 3.0
 _TAIL_LINES = 25
 _SILENT = ("corrupt", "slow")
 """Faults after which the ranks go on as they are."""
 ROUNDING = 1e-4
+
+
+class PlannedFaults:
+    """Faults in a file that the ranks of a run read; those that happened are marked beside it."""
+
+    def __init__(self, file: Path, faults: Sequence[Fault], *, objects: bool = False) -> None:
+        """`objects`: whether the run has an optimizer and a scheduler object."""
+        self.file, self._faults = file, faults
+        self.variables = {VARIABLE: str(file), **({OBJECTS: "1"} if objects else {})}
+        """The environment of the run."""
+        file.write_text(to_json(faults))
+
+    def marks(self) -> dict[int, Mark]:
+        """Return when each fault happened, by its number."""
+        return Marks(Path(f"{self.file}.marks")).read()
+
+    def missing(self) -> list[Fault]:
+        """Return the faults that did not happen."""
+        marks = self.marks()
+        return [fault for number, fault in enumerate(self._faults) if number not in marks]
 
 
 @dataclass(frozen=True)
@@ -52,7 +72,7 @@ class FaultResult:
 
 
 @dataclass
-class ChaosReport:
+class FaultsReport:
     """A run under faults: what became of them, the weights, and what was left behind."""
 
     run_dir: Path
@@ -114,7 +134,7 @@ def _row(result: FaultResult) -> tuple[str, ...]:
     return (str(result.fault), step, *times, str(result.lost_steps) if result.mark else "-", result.how)
 
 
-def run_chaos(
+def train_under_faults(
     words: Sequence[str],
     faults: Sequence[Fault],
     folder: Path,
@@ -124,29 +144,26 @@ def run_chaos(
     compare: bool,
     checkpoints: bool = True,
     objects: bool = False,
-) -> ChaosReport:
+) -> FaultsReport:
     """Run `phalanx train` with these words under the faults, and without them where the weights are compared.
 
     `checkpoints`: whether the hosts of several nodes get a folder that all of them see. `objects`: whether the runs
     have an optimizer and a scheduler object.
     """
-    own = {OBJECTS: "1"} if objects else {}
     folder.mkdir(parents=True, exist_ok=True)
-    plan, no_faults = folder / "faults.json", folder / "quiet.json"
-    plan.write_text(to_json(faults))
-    no_faults.write_text(to_json([]))
+    plan = PlannedFaults(folder / "faults.json", faults, objects=objects)
+    no_faults = PlannedFaults(folder / "quiet.json", (), objects=objects)
     if compare:
-        quiet = _Run(words, folder / "quiet", folder / "quiet.txt", {**own, VARIABLE: str(no_faults)}, checkpoints)
+        quiet = _Run(words, folder / "quiet", folder / "quiet.txt", no_faults.variables, checkpoints)
         if code := quiet.run([None]):
-            return ChaosReport(folder / "quiet", code, [], quiet.left, exact, output=quiet.output)
-    run = _Run(words, folder / "run", folder / "output.txt", {**own, VARIABLE: str(plan)}, checkpoints)
+            return FaultsReport(folder / "quiet", code, [], quiet.left, exact, output=quiet.output)
+    run = _Run(words, folder / "run", folder / "output.txt", plan.variables, checkpoints)
     with network(nodes) if nodes > 1 else contextlib.nullcontext([None]) as hosts:
         code = run.run(hosts)
-    marks = Marks(Path(f"{plan}.marks")).read()
-    results = judge_faults(faults, marks, run.events())
-    report = ChaosReport(run.run_dir, code, results, run.left, exact, output=run.output)
+    results = judge_faults(faults, plan.marks(), run.events())
+    report = FaultsReport(run.run_dir, code, results, run.left, exact, output=run.output)
     if compare and code == 0:
-        report.difference, report.differs = weights_difference(no_faults, plan)
+        report.difference, report.differs = weights_difference(no_faults.file, plan.file)
     return report
 
 

@@ -1,4 +1,4 @@
-"""Control of a run from outside: continue or stop at agreed points (tuning trials), and a stop request.
+"""Control of a tuning trial from outside: it continues or stops at agreed points.
 
 Progress is counted in iterations: epochs of Phalanx's loop, or what a script reports. The controller reads the run's
 events and writes its answer into one small file.
@@ -73,17 +73,3 @@ class TrialControl:
     def stop_at(self, iteration: int) -> None:
         """Let the run end after this iteration, and pass those before it."""
         replace_file(self.file, json.dumps({"stop": iteration}))
-
-
-_reason: str | None = None
-
-
-def request_stop(reason: str) -> None:
-    """Ask this process's rank to stop; `reason` is what it reports, such as SIGTERM."""
-    global _reason
-    _reason = reason
-
-
-def stop_reason() -> str | None:
-    """Return why this rank has to stop, or None."""
-    return _reason

@@ -1,4 +1,4 @@
-"""Five mixes of random faults on real runs, each compared with a quiet run: `chaos_mixes.py --faults 200`.
+"""Five mixes of random faults on real runs, each compared with a quiet run: `fault_mixes.py --faults 200`.
 
 Each mix has something that faults alone do not show: objects of the user's, no checkpoint, shards, other numbers of
 ranks, several machines. The last one makes network namespaces, which needs root.

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from phalanx.observe import collectives
-from phalanx.observe.collectives import CallRing
+from phalanx.observe import call_ring
+from phalanx.observe.call_ring import CallRing
 
 WHAT = b"all_reduce sum of (4,) float32"
 
@@ -41,8 +41,8 @@ def through(call, depth=1):
 
 @pytest.mark.parametrize("is_users", [True, False], ids=["a script", "a trainer"])
 def test_the_line_is_that_of_this_call_and_not_of_the_last_one_like_it(monkeypatch, is_users):
-    monkeypatch.setitem(collectives._USERS, __file__, is_users)
-    monkeypatch.setattr(collectives, "is_loops", lambda file: file == __file__)
+    monkeypatch.setitem(call_ring._USERS, __file__, is_users)
+    monkeypatch.setattr(call_ring, "is_loops", lambda file: file == __file__)
     group, expected = Group(), []
 
     def one() -> None:
@@ -60,21 +60,21 @@ def test_the_line_is_that_of_this_call_and_not_of_the_last_one_like_it(monkeypat
 
 
 def test_calls_from_several_depths_in_turn_walk_through_the_stack_once_each(monkeypatch):
-    monkeypatch.setitem(collectives._USERS, __file__, False)
-    group, walks, walk = Group(), [], collectives._walk
-    monkeypatch.setattr(collectives, "_walk", lambda *args: walks.append(1) or walk(*args))
+    monkeypatch.setitem(call_ring._USERS, __file__, False)
+    group, walks, walk = Group(), [], call_ring._walk
+    monkeypatch.setattr(call_ring, "_walk", lambda *args: walks.append(1) or walk(*args))
     lines = [through(lambda: (group.reduce(), here())[1], depth) for depth in (1, 4) * 4]
     assert (group.lines, len(walks)) == (lines, 2)
 
 
 def test_the_users_callback_is_named_where_the_loop_makes_the_same_call(monkeypatch):
     """The frame of the loop is where it was the last time; only the stack around it is another one."""
-    monkeypatch.setattr(collectives, "_USERS", collectives._UsersFiles({__file__: False}))
+    monkeypatch.setattr(call_ring, "_USERS", call_ring._UsersFiles({__file__: False}))
     group = Group()
     program = {"reduce": group.reduce, "__name__": "program"}
     exec(compile("def loop():\n    reduce()\n", "loop.py", "exec"), program)
-    monkeypatch.setattr(collectives, "is_loops", lambda file: file == "loop.py")
-    collectives._USERS.update({"loop.py": False, "callback.py": True, **dict.fromkeys(_files_outside(), False)})
+    monkeypatch.setattr(call_ring, "is_loops", lambda file: file == "loop.py")
+    call_ring._USERS.update({"loop.py": False, "callback.py": True, **dict.fromkeys(_files_outside(), False)})
     exec(compile("\ndef callback():\n    loop()\n", "callback.py", "exec"), program)
     for name in ("loop", "loop", "callback", "loop"):
         program[name]()
@@ -89,8 +89,8 @@ def test_a_background_thread_records_the_line_of_the_main_thread(monkeypatch):
     group = Group()
     program = {"reduce": group.reduce}
     exec(compile("def job():\n    reduce()\n", "job.py", "exec"), program)
-    monkeypatch.setitem(collectives._USERS, "job.py", False)
-    monkeypatch.setitem(collectives._USERS, __file__, False)
+    monkeypatch.setitem(call_ring._USERS, "job.py", False)
+    monkeypatch.setitem(call_ring._USERS, __file__, False)
     exec(compile("def main(thread):\n    thread.start()\n    thread.join()\n", "train.py", "exec"), program)
     program["main"](threading.Thread(target=program["job"]))
     (call,) = group.ring.to_dicts()

@@ -1,0 +1,107 @@
+"""`check` finds all mistakes in settings. Ranks get checked settings: they load neither this nor the rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from phalanx.config import rules
+from phalanx.config.backend_rules import BACKEND_RULES, engine_options, engine_rules
+from phalanx.config.backends import DEFAULT_STRATEGY
+from phalanx.config.fields import TORCH_SHARDING
+from phalanx.config.meanings import like
+from phalanx.config.option import plain, problem
+from phalanx.config.renamed import NAMES, REMOVED, count_ranks, join_words, removed, rename
+from phalanx.config.run_rules import RUN_RULES
+from phalanx.config.settings import FIELDS, Settings
+from phalanx.config.strategies import facts_of
+
+_RULES = (
+    rules.sharding,
+    rules.zero_stage,
+    *rules.COMMON_RULES,
+    *BACKEND_RULES,
+    rules.split_adapters,
+    rules.parameter_servers,
+    rules.staleness,
+    rules.rank_counts,
+    *RUN_RULES,
+)
+"""In this order, after those of the engines: a rule does not run where an earlier one found a field wrong that it
+needs."""
+_RANGE = re.compile(r"\d+:\d+")
+
+
+def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the values of all settings, and (name, message) for every mistake in what was given.
+
+    `wrong_before`: names with a mistake that was found in one source.
+    """
+    values, mistakes = translate(given)
+    mistakes += [(name, unknown_field(name, value)) for name, value in values.items() if name not in FIELDS]
+    for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
+        other = f"min_workers = {values['min_workers']}"
+        mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
+        values[name] = most
+    complete = {name: plain(values.get(name, field.default)) for name, field in FIELDS.items()}
+    engines = engine_rules(complete)
+    for engine in engines:
+        if hasattr(engine, "reconcile"):
+            changes, contradictions = engine.reconcile(complete)
+            complete |= changes
+            mistakes += contradictions
+    wrong = [(name, text) for name, field in FIELDS.items() if (text := problem(field, complete[name]))]
+    settings = Settings(**complete)
+    of_engines = (rule for engine in engines for rule in engine.RULES)
+    for rule in (engine_options, *of_engines, *_RULES):  # first that which rules of engines read
+        known = {*wrong_before, *(name for name, _ in mistakes + wrong)}
+        if not rule.needs & known:
+            wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
+    return complete, mistakes + wrong
+
+
+def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the settings with aliases, pairs of workers (least, most), torch's names of sharding and lists translated.
+
+    With them: (alias, message) for each alias with a wrong value.
+    """
+    values, mistakes = rename(given)
+    values, of_counts = count_ranks(values, ranges(values))
+    return _translate_values(values), mistakes + of_counts
+
+
+def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
+    for name, (least, most) in ranges(values).items():
+        if values.get("min_workers") in (None, least):  # another value stays, and is refused
+            values |= {"min_workers": least, name: most}
+    if "console" in values:
+        values["console"] = join_words(values["console"])
+    if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
+        values["profile"] = " ".join(words)
+    given = values.get("sharding")
+    name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
+    strategy = values.get("strategy", "auto")
+    if name == "NO_SHARD" and (strategy == "auto" or facts_of(str(strategy)).axes):
+        return {**values, "strategy": DEFAULT_STRATEGY, "sharding": "auto"}
+    return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
+
+
+def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    """Return the pairs (least, most) of workers that were given; a sequence of another length is not one."""
+    found = {name: values[name] for name in ("num_workers", "num_gpus") if name in values}
+    for name, text in found.items():
+        if isinstance(text, str) and _RANGE.fullmatch(text):
+            found[name] = [int(part) for part in text.split(":")]
+    return {name: pair for name, pair in found.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}
+
+
+def unknown_field(name: str, given: Any = None) -> str:
+    """Return the message about an unknown setting, with the nearest known name."""
+    if message := removed(name.replace("-", "_"), name, given):
+        return message
+    close = like(name.replace("-", "_"), {*NAMES, *REMOVED})
+    if close in REMOVED:
+        return f"unknown setting '{name}'. {removed(close, close, given)}"
+    guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
+    return f"unknown setting '{name}'.{guess}"

@@ -1,1 +1,0 @@
-"""Context parallelism: the sequence split over ranks."""
