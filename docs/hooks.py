@@ -23,7 +23,8 @@ from phalanx.recipes import load_recipe, recipe_names
 
 _PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
 _REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d+/|[:/])(.+?)(?:\.git)?/?$")
-_MARKER = re.compile(r"<!-- table: (\w+) -->")
+_MARKER = re.compile(r"<!-- table: (\w+) -->(\n\*.*)?")
+"""With the line after it, which says in a clone where the table is."""
 _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}
 
 

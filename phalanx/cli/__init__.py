@@ -146,9 +146,9 @@ def _dispatch(words: list[str]) -> int:
 
 def print_help(verb: str, words: list[str]) -> None:
     """Print the help of a verb whose parser is apart from it, and end; the others print it themselves."""
-    from phalanx.cli.parsers import PARSERS, is_about_faults, train_parser
+    from phalanx.cli.parsers import PARSERS, train_parser
 
-    if verb in PARSERS and not (verb == "verify" and is_about_faults(words)):  # they have a parser of their own
+    if verb in PARSERS:
         parser = train_parser(with_recipes=True) if verb == "train" else PARSERS[verb]()
         parser.parse_known_args(words[: words.index("--") if "--" in words else None])
 

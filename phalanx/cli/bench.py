@@ -6,14 +6,14 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag, print_json, write_json
+from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import DistributedConfig
 from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import UsageError, unknown_name
@@ -42,7 +42,7 @@ from phalanx.tools.bench.compression.run import LINKS, RECIPES, bench_table, plo
 from phalanx.tools.bench.compression.run import run_bench as run_recipes
 from phalanx.tools.svg import check_picture
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 SUBJECTS = {
     "comm": "collectives by algorithm and size, links between ranks",
@@ -104,21 +104,17 @@ def _comm(asked: argparse.Namespace) -> int:
     plan = _comm_plan(asked)
     if asked.plot:
         check_picture(asked.plot)
-    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
-        if path and path != "-" and not Path(path).parent.is_dir():
-            raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
+        if not Path(asked.plot).parent.is_dir():
+            raise UsageError(f"--plot {asked.plot}: there is no folder {Path(asked.plot).parent}")
     if read_rank_env() is None:
         prestart()
-    quiet = asked.json == "-"
-    console = PlainConsole(out=sys.stderr if quiet else None)
+    console = PlainConsole(out=sys.stderr if asked.json else None)
     found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
     if found is None:  # a rank of a job that torchrun, srun or mpirun started, and not the first one
         return 0
-    if not quiet:
-        print(_comm_summary(found, link_report=asked.link_report), end="")
+    print(_comm_summary(found, link_report=asked.link_report), end="", file=sys.stderr if asked.json else sys.stdout)
     if asked.json:
-        rows = found.get("rows")
-        write_json(found if rows is None else rows, asked.json)
+        print_json(found.get("rows", found))
     if asked.plot:
         _comm_plot(found, asked.plot)
     return 1 if any(row["wrong"] for row in found.get("rows", ())) else 0
@@ -146,7 +142,7 @@ def _comm_parser() -> FlagParser:
     add("--ranks-per-host", type=int, metavar="N", help="hierarchical: N ranks are one host (default: real hosts)")
     add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
     add("--link-report", action="store_true", help="show the expected bandwidth of the links next to the measured one")
-    add("--json", metavar="FILE", help="write what was measured (- for standard output)")
+    add_json_flag(parser, "what was measured")
     add("--plot", metavar="FILE", help="draw it as SVG; with --p2p as heat maps")
     return parser
 
@@ -223,17 +219,14 @@ def _compression(asked: argparse.Namespace) -> int:
     if asked.plot:
         check_picture(asked.plot)
     prestart()
-    to_stdout = asked.json == "-"
+    say = partial(print, file=sys.stderr if asked.json else sys.stdout, flush=True)
     if asked.advise:
-        records = _advise(recipes, compressors, links, asked, settings)
+        records = _advise(recipes, compressors, links, asked, settings, say)
     else:
-        out = sys.stderr if to_stdout else sys.stdout
-        say = partial(print, file=out, flush=True)
         records = run_recipes(recipes, compressors, links, steps=asked.steps, settings=settings, say=say)
-        if not to_stdout:
-            print(bench_table(records))
+        say(bench_table(records))
     if asked.json:
-        write_json(records, asked.json)
+        print_json(records)
     if asked.plot and not asked.advise:
         plot(records, asked.plot)
         print(f"picture: {asked.plot}", file=sys.stderr)
@@ -254,7 +247,7 @@ def _compression_parser() -> FlagParser:
     add("--advise", action="store_true", help="predict which compressor is worth it, without training")
     add("--ranks", type=int, default=2, metavar="N", help="--advise: ranks of the job [2]")
     add("--latency-us", type=float, default=50.0, metavar="X", help="--advise: delay of a message [50]")
-    add("--json", metavar="FILE", help="write the records (- for standard output)")
+    add_json_flag(parser, "the records")
     add("--plot", metavar="FILE", help="draw the picture as SVG")
     return parser
 
@@ -272,7 +265,12 @@ def _compressor_settings(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _advise(
-    recipes: list[str], compressors: list[str], links: list[str], asked: argparse.Namespace, settings: dict[str, Any]
+    recipes: list[str],
+    compressors: list[str],
+    links: list[str],
+    asked: argparse.Namespace,
+    settings: dict[str, Any],
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Print the adviser's answer for each recipe and link; return all predictions."""
     from phalanx.tools.bench.compression.advise import LinkSpeed, advice, advise, measure_costs  # imports torch
@@ -288,7 +286,6 @@ def _advise(
             speed = measured["link"] if text == _HERE else {}
             link = LinkSpeed(**speed) if speed else LinkSpeed(read_link(text), asked.latency_us / 1e6)
             found = advise(link, costs=costs, **job)
-            if asked.json != "-":
-                print(advice(recipe, link, found, **job) + "\n")
+            say(advice(recipe, link, found, **job) + "\n")
             records += [{"recipe": recipe, "link": text, **asdict(item)} for item in found]
     return records

@@ -13,7 +13,7 @@ from phalanx.runs.spec import given_settings
 if TYPE_CHECKING:
     from phalanx.recipes import Recipe
     from phalanx.tools.plan.auto import RunNeeds
-    from phalanx.world.layout import JobLayout
+    from phalanx.world.mesh import JobLayout
 
 
 def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what: str, *, as_json: bool) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import re
 import shlex
 import sys
@@ -42,8 +43,8 @@ SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS
 """The groups of settings, and the options of every engine."""
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
-_SHORT = {"verbosity": {"-q": "quiet", "-v": "verbose"}}
-"""Short flags that stand for a value of a setting."""
+_SHORT = {"-q": ("quiet", "errors, what ranks print and the result"), "-v": ("verbose", "every event")}
+"""Short flags that stand for a value of `verbosity`, and what is shown with each."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -160,6 +161,9 @@ class FlagParser(argparse.ArgumentParser):
             while end < len(words) and is_profile_word(words[end]):
                 end += 1
             words[place:end] = [f"--profile={' '.join(words[place + 1 : end]) or 'true'}"]
+        for flag, file in itertools.pairwise(words):
+            if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
+                raise UsageError("--json takes no file: it prints on standard output", hint="Write: --json > FILE")
         return super().parse_known_args(words, namespace)
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -296,6 +300,10 @@ def add_config_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
     )
+    for short, (word, shown) in _SHORT.items():
+        text = f"show {shown} (console={word})"
+        add = parser.add_argument
+        add(short, dest="verbosity", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
     for title, group in (*SECTIONS.items(), (ALSO_ACCEPTED, Aliases)):
         section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
@@ -312,10 +320,6 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     nargs = None if "bool" not in members else "?" if "str" in members else 0
     options: dict[str, Any] = {"nargs": nargs, "const": BARE, "metavar": _metavar(field), "help": text}
     section.add_argument(*flags, dest=name, default=argparse.SUPPRESS, action=ValueAction, **options)
-    for short, value in _SHORT.get(name, {}).items():
-        section.add_argument(
-            short, dest=name, action="store_const", const=value, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:

@@ -11,8 +11,6 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
-
 
 def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json, with which a verb prints one JSON value; all other output goes to standard error."""
@@ -30,24 +28,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def check_json_path(path: str | None) -> None:
-    """Raise before the work begins where its result cannot be written."""
-    if path is not None and path != "-" and not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"--json {path}: the folder {Path(path).parent} does not exist")
-
-
-def write_json(value: Any, path: str) -> None:
-    """Write a value where `--json` says; `-` is standard output."""
-    text = json.dumps(value, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
 from phalanx.cli.json_output import add_json_flag
 from phalanx.recipes import load_recipe, recipe_names
+from phalanx.reliability import AT_RANDOM, KINDS
 
 _TUNE = """Search for the best hyperparameters.
 
@@ -25,10 +27,13 @@ _VERIFY = """Prove that a layout gives the same result as one process.
 
 Runs the same global batches on one process and on the layout, in float64 and in float32, with dropout off, and
 compares losses, gradient norms, and each module's outputs, gradients and weights. Exit code 1 when they differ
-beyond rounding; the first module that differs is named.
+beyond rounding; the first module that differs is named. What is compared is a recipe, a reference model (gpt, llama,
+...), or a --script that defines build() -> (model, data set, loss_fn).
 
-With faults that are named, or a number of them, a recipe or a training script is run for real while they happen, and
-each recovery is reported: phalanx verify --fault kill:rank=1,step=5 --help"""
+With faults that are named (--fault, --fault-plan) or drawn at random (--faults N), a recipe or a training script is
+run for real while they happen, and for each is reported: detected after, recovered in, steps lost. Exit code 1 where
+the run failed, where processes or files are left behind, and where the weights differ from those of a quiet run: with
+--strategy ring --fixed-order in any bit, otherwise beyond rounding."""
 
 
 def train_parser(*, with_recipes: bool = False) -> FlagParser:
@@ -81,29 +86,56 @@ def tune_parser() -> FlagParser:
     return parser
 
 
+class VerifyParser(FlagParser):
+    """The parser of `phalanx verify`, in which --faults may have a number or none, and a recipe may follow it."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, with a --faults without a number at the end, where it takes no other word."""
+        words = list(args or ())
+        after = [*words[1:], ""]
+        is_bare = [
+            word == "--faults" and not next_word.lstrip("-").isdecimal()
+            for word, next_word in zip(words, after, strict=True)
+        ]
+        kept = [word for word, bare in zip(words, is_bare, strict=True) if not bare]
+        return super().parse_known_args([*kept, *(["--faults"] if any(is_bare) else [])], namespace)
+
+
 def verify_parser() -> FlagParser:
     """Return the parser of `phalanx verify`."""
-    parser = FlagParser(
+    kinds = "\n".join(f"  {name:<11} {text}" for name, text in KINDS.items())
+    parser = VerifyParser(
         prog="phalanx verify",
         usage="phalanx verify <recipe or model> | --script FILE "
-        "[--resume | --reshard LAYOUT | --faults | --own-loop] [options]",
+        "[--resume | --reshard LAYOUT | --faults [N] | --fault F ... | --own-loop] [options]",
         description=_VERIFY,
+        epilog=f"kinds of faults:\n{kinds}",
     )
-    names = ", ".join(recipe_names())
-    parser.add_argument("subject", nargs="?", help=f"a recipe ({names}) or a reference model (gpt, llama, ...)")
-    parser.add_argument("--preset", metavar="NAME", help="which size of the reference model")
-    parser.add_argument("--script", metavar="FILE", help="a script that defines build() -> (model, data set, loss_fn)")
+    add_target_flags(parser)
     parser.add_argument("--resume", action="store_true", help="stop half-way, resume, and compare bits")
     parser.add_argument("--reshard", metavar="LAYOUT", help="save here, load on another layout: ddp:1, fsdp:4")
-    parser.add_argument(
-        "--faults",
-        action="store_true",
-        help="kill, remove and add ranks, and compare the weights; --faults 10: this many at random, in a real run",
-    )
     parser.add_argument("--own-loop", action="store_true", help="train by loops of a Formation, as users write them")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured (- for standard output)")
+    add_fault_flags(parser)
     add_config_flags(parser)
     return parser
+
+
+def add_fault_flags(parser: FlagParser) -> None:
+    """Add the flags of `phalanx verify` that a run under faults does not share with `phalanx train`, and --json."""
+    add = parser.add_argument
+    random = f"kinds of the random faults, separated by commas [{','.join(AT_RANDOM)}]"
+    add("--faults", type=int, nargs="?", const=True, metavar="N", help="kill, remove and add ranks, and compare the "
+        "weights; with a number: this many at random by --seed, in a real run")  # fmt: skip
+    add("--kinds", metavar="NAMES", help=random)
+    add("--fault", action="append", default=[], metavar="FAULT", help="such as kill:rank=2,step=50; may be repeated")
+    add("--fault-plan", metavar="FILE", help="a TOML file of faults, a table [[fault]] for each")
+    add("--no-compare", action="store_true", help="do not train a second time without faults to compare the weights")
+    add("--own-objects", action="store_true", help="train with an optimizer and a scheduler object, as in Python")
+    add("--no-checkpoints", action="store_true", help="add no checkpoints to a run that has none: only memory is left")
+    add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/faults-<name>-<time>]")
+    add_json_flag(parser, "everything that was measured")
 
 
 CKPT_ACTIONS = {
@@ -155,13 +187,6 @@ def ckpt_parser(action: str = "ls") -> FlagParser:
         add("--all", action="store_true", help="copy all checkpoints, the oldest first")
     add_json_flag(parser, "it")
     return parser
-
-
-def is_about_faults(words: Sequence[str]) -> bool:
-    """Whether a command names faults, or a number of them; `--faults` alone is a proof of `phalanx verify`."""
-    named = any(word.split("=")[0] in ("--fault", "--fault-plan", "--kinds") for word in words)
-    numbers = (word == "--faults" and after.lstrip("-").isdecimal() for word, after in itertools.pairwise(words))
-    return named or any(numbers) or any(word.startswith("--faults=") for word in words)
 
 
 PARSERS: dict[str, Callable[[], FlagParser]] = {"train": train_parser, "tune": tune_parser, "verify": verify_parser}

@@ -34,7 +34,7 @@ from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settin
 from phalanx.runs.start import run_on_ranks
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
-from phalanx.world.layout import JobLayout, plan_layout
+from phalanx.world.mesh import JobLayout, plan_layout
 
 _HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train"
 

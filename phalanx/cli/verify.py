@@ -3,88 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
-from phalanx.cli.json_output import add_json_flag, check_json_path, print_json, write_json
-from phalanx.cli.parsers import is_about_faults, verify_parser
+from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
+from phalanx.cli.json_output import print_json
+from phalanx.cli.parsers import add_fault_flags, verify_parser
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe
-from phalanx.reliability import AT_RANDOM, KINDS, LINKS, Fault, draw_faults, read_faults
+from phalanx.reliability import AT_RANDOM, LINKS, Fault, draw_faults, read_faults
 from phalanx.runs.spec import elastic_sizes
-from phalanx.tools.verify.subject import RecipeSubject, Subject, find_subject
+from phalanx.tools.verify.subject import RecipeSubject, Subject, default_settings, find_subject
 
-_STEPS, _FAULT_STEPS = 5, 12
-_FAULTS_HELP = """Train while faults happen, and report for each: detected after, recovered in, steps lost.
-
-Faults come from --fault, from a file (--fault-plan), or are drawn from a seed (--faults N). Each happens once, after
-the step it names or a part of a step later. Everything else is as with phalanx train. Exit code 1 where the run failed,
-where processes or files are left behind, and where the weights differ from those of a quiet run (--no-compare: there
-is none): with --strategy ring --fixed-order in any bit, otherwise beyond rounding."""
-_EPILOG = "kinds of faults:\n" + "\n".join(f"  {name:<11} {text}" for name, text in KINDS.items())
 _HINT = "Write: phalanx verify digits --num-workers 4 --max-steps 200 --faults 10"
 _EVERY = "10 steps"
+_OF_PROOFS = ("resume", "reshard", "own_loop")
+_OF_FAULTS = ("model", "data", "changes", "module", "no_compare", "own_objects", "no_checkpoints", "out")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    if is_about_faults(arguments):
-        return run_under_faults(arguments)
-    namespace = verify_parser().parse_all(arguments)
-    check_json_path(namespace.json)
-    subject = find_subject(namespace.subject, namespace.script, namespace.preset)
-    resolved = resolve_flags(namespace, _defaults(subject, _FAULT_STEPS if namespace.faults else _STEPS))
+    words, own = split_own(arguments)
+    namespace = verify_parser().parse_all(words)
+    is_drawn = namespace.faults is not None and namespace.faults is not True  # True: without a number
+    if is_drawn or namespace.fault or namespace.fault_plan or namespace.kinds:
+        _refuse(namespace, _OF_PROOFS, "is a proof of its own, without faults that are named or drawn")
+        return run_under_faults(namespace, words, own)
+    _refuse(namespace, _OF_FAULTS, "is for a run under faults, such as --faults 10")
+    if own:
+        raise UsageError(f"a script's own arguments are for a run under faults; got: {shlex.join(own)}", hint=_HINT)
+    return _prove(namespace)
+
+
+def _refuse(namespace: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    if given := [name for name in names if getattr(namespace, name)]:
+        flag = "set" if given[0] == "changes" else given[0].replace("_", "-")
+        raise UsageError(f"--{flag} {why}", hint="See phalanx verify --help")
+
+
+def _prove(namespace: argparse.Namespace) -> int:
+    faults = namespace.faults is not None
+    subject = find_subject(namespace.recipe, namespace.script, namespace.preset)
+    resolved = resolve_flags(namespace, _defaults(subject, default_settings(faults=faults)))
     prestart()
     from phalanx.tools.verify.proofs import prove
 
-    asked = {name: getattr(namespace, name) for name in ("resume", "reshard", "faults", "own_loop")}
-    verdict = prove(subject, resolved.config, **asked)
-    print(verdict)
+    asked = {name: getattr(namespace, name) for name in _OF_PROOFS}
+    with redirect_stdout(sys.stderr) if namespace.json else nullcontext():
+        verdict = prove(subject, resolved.config, faults=faults, **asked)
+        print(verdict)
     if namespace.json:
-        write_json(verdict.to_dict(), namespace.json)
+        print_json(verdict.to_dict())
     return 0 if verdict.agrees else 1
 
 
-def _defaults(subject: Subject, steps: int) -> Recipe:
-    """Return the settings of a recipe with few steps; for other subjects two ranks."""
-    known = load_recipe(subject.name) if isinstance(subject, RecipeSubject) else None
-    settings = {"num_workers": 2, **(known.settings if known is not None else {}), "max_steps": steps}
-    return Recipe(subject.name, "", {}, {}, settings)
+def _defaults(subject: Subject, usual: Mapping[str, int]) -> Recipe:
+    """Return the settings of a recipe, or the usual ones of a proof for other subjects, with few steps."""
+    known = load_recipe(subject.name).settings if isinstance(subject, RecipeSubject) else {}
+    return Recipe(subject.name, "", {}, {}, {**usual, **known, "max_steps": usual["max_steps"]})
 
 
-def faults_parser() -> FlagParser:
-    """Return the parser for a run under faults."""
-    usage = (
-        "phalanx verify <recipe> | --script FILE | -m MODULE --faults N | --fault F ... | --fault-plan FILE [options]"
-    )
-    parser = FlagParser(prog="phalanx verify", usage=usage, description=_FAULTS_HELP, epilog=_EPILOG)
-    add_target_flags(parser)
-    _add_own(parser)
-    add_config_flags(parser)
-    return parser
-
-
-def _add_own(parser: FlagParser) -> None:
-    add = parser.add_argument
-    add("--faults", type=int, metavar="N", help="draw this many faults at random, by --seed")
-    add("--kinds", metavar="NAMES", help=f"kinds of the random faults, separated by commas [{','.join(AT_RANDOM)}]")
-    add("--fault", action="append", default=[], metavar="FAULT", help="such as kill:rank=2,step=50; may be repeated")
-    add("--fault-plan", metavar="FILE", help="a TOML file of faults, a table [[fault]] for each")
-    add("--no-compare", action="store_true", help="do not train a second time without faults to compare the weights")
-    add("--own-objects", action="store_true", help="train with an optimizer and a scheduler object, as in Python")
-    add("--no-checkpoints", action="store_true", help="add no checkpoints to a run that has none: only memory is left")
-    add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/faults-<name>-<time>]")
-    add_json_flag(parser, "the report")
-
-
-def run_under_faults(arguments: Sequence[str]) -> int:
-    """Train under faults, and report what became of them."""
-    words, own = split_own(arguments)
-    namespace = faults_parser().parse_all(words)
+def run_under_faults(namespace: argparse.Namespace, words: Sequence[str], own: Sequence[str]) -> int:
+    """Train under faults, and report what became of them; `own`: the script's own arguments."""
     target = read_target(namespace, own, "train", _HINT)
     recipe = target if isinstance(target, Recipe) else None
     config = resolve_flags(namespace, recipe).config
@@ -120,6 +106,10 @@ def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fa
     faults = [Fault.parse(text) for text in namespace.fault]
     if namespace.fault_plan is not None:
         faults += read_faults(Path(namespace.fault_plan))
+    if namespace.faults is True:
+        raise UsageError(
+            "--faults without a number is a proof of its own", hint="Add how many to draw, or leave it out."
+        )
     if namespace.faults is not None:
         if namespace.faults < 1:
             raise UsageError(f"--faults {namespace.faults}: draw 1 or more.")
@@ -161,7 +151,7 @@ def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Seq
 def _train_words(words: Sequence[str]) -> list[str]:
     """Return the words for `phalanx train`: all but the flags of this verb, and how many hosts there are."""
     own = FlagParser(prog="phalanx verify")
-    _add_own(own)
+    add_fault_flags(own)
     own.add_argument("--num-nodes")
     return own.parse_known_args(list(words))[1]
 

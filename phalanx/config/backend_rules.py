@@ -170,23 +170,3 @@ def _needed_backend(strategy: str) -> str:
 
 BACKEND_RULES = (backend_settings, host_slots, min_workers, strategy_of_backend)
 """The last one comes last: with a wrong strategy the others could not judge."""
-
-
-def unused_settings(settings: Settings) -> Mistakes:
-    """Yield (setting, what to write instead) for settings that the backend ignores.
-
-    A config that several backends share may hold them: the run warns at its start. As an argument or a flag to this
-    backend they are refused.
-    """
-    for rules in engine_rules({"backend": settings.backend}):
-        if hasattr(rules, "unused"):
-            yield from rules.unused(settings)
-
-
-def unused_note(settings: Settings) -> str:
-    """Return the warning about settings that the backend ignores; empty where it uses all."""
-    unused = dict(unused_settings(settings))
-    given = ", ".join(f"{name} = {settings.value(name)!r}" for name in unused)
-    own_lines = {text.rpartition("Keras: ")[2] for text in unused.values() if "Keras: " in text}
-    instead = f" Write in model_fn, by your model's Keras: {'; '.join(sorted(own_lines))}" if own_lines else ""
-    return f"not used by backend = {settings.backend!r}: {given}.{instead}" if unused else ""

@@ -1,7 +1,4 @@
-"""`DistributedConfig`: all settings of a run, checked. Importable without torch.
-
-Checking and other names of settings are imported where they are used: a rank gets a config that was checked.
-"""
+"""`DistributedConfig`: all settings of a run, checked. Ranks, which get a checked one, import no rules with it."""
 
 from __future__ import annotations
 
@@ -50,21 +47,26 @@ class DistributedConfig(Settings):
 
     @property
     def unused(self) -> dict[str, str]:
-        """Settings that the backend ignores, by name, each with what to write instead."""
+        """Settings that the backend ignores, by name, each with what to write instead.
+
+        A config that several backends share may hold them: the run warns at its start. As an argument or a flag to this
+        backend they are refused.
+        """
         if self.backend not in BACKENDS or not BACKENDS[self.backend].engine:
             return {}  # only the rules of engines name such settings
-        from phalanx.config.backend_rules import unused_settings
+        from phalanx.config.backend_rules import engine_rules
 
-        return dict(unused_settings(self))
+        found = [rules.unused(self) for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "unused")]
+        return dict(pair for pairs in found for pair in pairs)
 
     @property
     def unused_note(self) -> str:
         """The warning about settings that the backend ignores; empty where every setting is used."""
-        if not self.unused:
-            return ""
-        from phalanx.config.backend_rules import unused_note
-
-        return unused_note(self)
+        unused = self.unused
+        given = ", ".join(f"{name} = {self.value(name)!r}" for name in unused)
+        own_lines = {text.rpartition("Keras: ")[2] for text in unused.values() if "Keras: " in text}
+        instead = f" Write in model_fn, by your model's Keras: {'; '.join(sorted(own_lines))}" if own_lines else ""
+        return f"not used by backend = {self.backend!r}: {given}.{instead}" if unused else ""
 
     def refuse_unused(self, given: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""

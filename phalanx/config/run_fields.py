@@ -24,7 +24,7 @@ class Checkpointing:
         "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails; "
         "'auto 12h': with this mean time between failures (else: as seen in this run, or on a published cluster)",
         keras="used",
-        expects="a number of epochs (10), '500 steps', 'auto' or 'auto 12h'",
+        expects="a number of epochs (10), '500 steps', 'auto', or 'auto 12h'",
     )
     checkpoint_kind: str = option(
         "sharded",

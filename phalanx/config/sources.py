@@ -20,11 +20,10 @@ from phalanx.errors import ConfigError, UsageError
 
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
-    *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_FOLDER", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RUN_ID"),
-    *("CONTROL_FD", "FAILURES", "GENERATION", "HEARTBEATS", "JOINS_LATE", "LAUNCHED_AT", "PLANNED_RANKS", "SLOT"),
-    *("SWITCH", "TF_ROLES"),
-    *("FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS", "FAULTS_RUN", "RAY_FORK_SERVER"),
-    *("TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+    *("ALL_TESTS", "CONTROL_FD", "ENGINE", "EVENTS_FD", "FAILURES", "FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS"),
+    *("FAULTS_RUN", "GATE", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
+    *("LOG_DIR", "PLANNED_RANKS", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID", "SLOT", "SWITCH", "TF_ROLES", "TRIAL"),
+    *("TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")

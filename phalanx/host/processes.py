@@ -54,11 +54,24 @@ def own_python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", f"{_START}; {code}", *map(str, arguments)]
 
 
+def stat_fields(pid: int) -> list[str]:
+    """Return what Linux says of a process, from its state on (`man 5 proc`); empty where it has ended, or elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
+
+
+def began_at(pid: int) -> int | None:
+    """Return when a process was started or forked, in ticks since boot: a later process may get the same number."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
 def process_began() -> float:
     """Return when this process was started or forked, in seconds since the epoch; now where the system does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except OSError:  # not Linux
+    ticks = began_at(os.getpid())
+    if ticks is None:
         return time.time()
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -88,11 +101,7 @@ def is_same_user(connection: socket.socket) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process does not run because of SIGSTOP, a terminal or a debugger."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] in ("T", "t")
+    return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def holders(paths: Iterable[Path]) -> dict[Path, int]:
@@ -104,25 +113,17 @@ def holders(paths: Iterable[Path]) -> dict[Path, int]:
             for entry in os.scandir(folder):
                 if (path := wanted.get(os.readlink(entry.path))) is not None:
                     found.setdefault(path, set()).add(int(folder.parent.name))
-    return {path: next((pid for pid in pids if parent_of(pid) not in pids), min(pids)) for path, pids in found.items()}
-
-
-def parent_of(pid: int) -> int:
-    """Return the process that started a process; 0 where it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    parents = {pid: int((stat_fields(pid) or ["", "0"])[1]) for pids in found.values() for pid in pids}
+    return {path: next((pid for pid in pids if parents[pid] not in pids), min(pids)) for path, pids in found.items()}
 
 
 def cpu_seconds() -> float:
     """Return the CPU time that this process, and what it has started, have used; that of ended ones is not counted."""
     used: dict[int, int] = {}
     started: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            fields = path.read_bytes().rpartition(b")")[2].split()
-            pid = int(path.parent.name)
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        if fields := stat_fields(pid):
             used[pid] = int(fields[11]) + int(fields[12])
             started.setdefault(int(fields[1]), []).append(pid)
     found = [os.getpid()]

@@ -147,13 +147,9 @@ def _is_open(descriptor: int, opened: os.stat_result) -> bool:
 def write_calls(log_dir: Path, slot: int, *, failed: bool = False) -> None:
     """Write the collectives of this process for the launcher; an answer and an error may come at the same time."""
     with _WRITING:
-        _write_calls(log_dir, slot, failed=failed)
-
-
-def _write_calls(log_dir: Path, slot: int, *, failed: bool) -> None:
-    dist = getattr(sys.modules.get("torch"), "distributed", None)
-    message: dict[str, Any] = {"rank": slot, "calls": [], "groups": {}, "failed": failed, "time": time.time()}
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        message["rank"] = dist.get_rank()
-        message["calls"], message["groups"] = read_calls_here()
-    replace_file(calls_path(log_dir, slot), json.dumps(message))
+        dist = getattr(sys.modules.get("torch"), "distributed", None)
+        message: dict[str, Any] = {"rank": slot, "calls": [], "groups": {}, "failed": failed, "time": time.time()}
+        if dist is not None and dist.is_available() and dist.is_initialized():
+            message["rank"] = dist.get_rank()
+            message["calls"], message["groups"] = read_calls_here()
+        replace_file(calls_path(log_dir, slot), json.dumps(message))

@@ -36,10 +36,10 @@ class Evidence:
     def __init__(self, spec: LaunchSpec, node: NodeInfo) -> None:
         self._spec = spec
         self._world_size = node.world_size
-        self._board = HeartbeatBoard.create(
-            board_path(spec.log_dir, node.node_rank),
-            max(node.world_size, node.first_rank + spec.ranks_per_node) + _extra_slots(spec),
-        )
+        slots = max(node.world_size, node.first_rank + spec.ranks_per_node)
+        if spec.elastic is not None:  # besides the planned ranks: spare ones, and those that take over
+            slots += spec.elastic.spares + spec.ranks_per_node
+        self._board = HeartbeatBoard.create(board_path(spec.log_dir, node.node_rank), slots)
         self._oom_kills = oom_kills()
         self.late: dict[int, dict[str, Any]] = {}
         """By slot, what ranks that run have waited for too long, in the form of an error record."""
@@ -273,11 +273,6 @@ class Evidence:
     def close(self) -> None:
         """Close the heartbeat board."""
         self._board.close()
-
-
-def _extra_slots(spec: LaunchSpec) -> int:
-    """Return how many processes there may be besides the planned ranks: spare ones, and those that take over."""
-    return 0 if spec.elastic is None else spec.elastic.spares + spec.ranks_per_node
 
 
 def _first_line(cause: str) -> str:

@@ -87,10 +87,7 @@ class RankGroup:
     """This node's ranks. `start` puts their sockets and pipes on a selector, whose callbacks update `ranks`."""
 
     def __init__(self, spec: LaunchSpec, node: NodeInfo, session: Session, console: RankConsole) -> None:
-        self._spec = spec
-        self._node = node
-        self._session = session
-        self._console = console
+        self._spec, self._node, self._session, self._console = spec, node, session, console
         self._pumps: dict[str, list[OutputPump]] = {}
         self._logs: dict[str, RankLog] = {}
         self._events, self._events_far = messages.socket_pair()

@@ -130,12 +130,8 @@ class OutputPump:
         err: bool = False,
         terminal: int | None = None,
     ) -> None:
-        self._rank = rank
-        self._label = label
-        self._log = log
-        self._console = console
-        self._err = err
-        self._terminal = terminal
+        self._rank, self._label, self._err = rank, label, err
+        self._log, self._console, self._terminal = log, console, terminal
         self._lines = LineSplitter(eager=terminal is not None)
         self._in_noise = False
         self._read, self.write_end = os.pipe2(os.O_CLOEXEC) if terminal is None else _open_terminal()

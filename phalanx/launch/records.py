@@ -216,7 +216,8 @@ class OverdueWatch:
         if frame is None or place != self._place:
             self._place, self._since = place, now
             return ""
-        limit = group_timeout(self._backend, _group_of(frame))
+        known = frame.f_locals
+        limit = group_timeout(self._backend, known.get("group", known.get("process_group")))
         if limit is None or now - self._since < limit:
             return ""
         stack = []
@@ -243,8 +244,3 @@ def _distributed_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _group_of(frame: FrameType) -> Any:
-    known = frame.f_locals
-    return known.get("group", known.get("process_group"))

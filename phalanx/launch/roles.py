@@ -113,7 +113,8 @@ class MemberRole(LocalRanks):
         super().__init__(context)
         self.leader = leader
         self._ready: dict[str, dict[str, Any]] = {}
-        self._generation = self.failures = 0
+        self.generation = self.failures = 0
+        """The generation of the group that this machine's ranks were in last, and the failures until then."""
         self._told_end = False
         self._late: set[str] = set()
         self._formed_at = time.monotonic()
@@ -124,9 +125,6 @@ class MemberRole(LocalRanks):
         self._late.discard(state.key)  # it has left or joined
         if "ready" in message:
             self._ready[state.key] = message
-        self._pass_on(state, message)
-
-    def _pass_on(self, state: RankState, message: dict[str, Any]) -> None:
         about = {"from": state.key, "slot": state.slot, "local_rank": state.local_rank}
         self._context.rendezvous.post(self.leader, {**about, "message": message})
 
@@ -154,7 +152,7 @@ class MemberRole(LocalRanks):
                 self._formed_at = time.monotonic()
                 form = message["form"]
                 state.rank, state.local_rank = form["rank"], form["local_rank"]
-                self._generation, self.size = form["generation"], form["world_size"]
+                self.generation, self.size = form["generation"], form["world_size"]
                 self.failures = form["failures"]
             elif "end" in message or "wait" in message:
                 self._formed.discard(mail["to"])
@@ -179,7 +177,7 @@ class MemberRole(LocalRanks):
         self.leader = leader
         self._told_end = False  # the report of the end may have been lost with the machine before
         self._context.rendezvous.post(
-            leader, {"hello": self.ranks(), "generation": self._generation, "failures": self.failures}
+            leader, {"hello": self.ranks(), "generation": self.generation, "failures": self.failures}
         )
 
     def ranks(self) -> list[dict[str, Any]]:
@@ -196,11 +194,6 @@ class MemberRole(LocalRanks):
             }
             for state in self._context.group.states
         ]
-
-    @property
-    def generation(self) -> int:
-        """The generation of the group that this machine's ranks were in last."""
-        return self._generation
 
     def all_ended(self) -> bool:
         """Report, once, that this machine has ended; False: the launcher that decides says when all have."""

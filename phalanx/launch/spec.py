@@ -116,7 +116,7 @@ _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 class PlannedRanks(Protocol):
-    """What a starter uses of the layout (`phalanx.world.layout.JobLayout`)."""
+    """What a starter uses of the layout (`phalanx.world.mesh.JobLayout`)."""
 
     @property
     def device(self) -> str:

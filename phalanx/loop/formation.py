@@ -252,9 +252,8 @@ class Formation(Prepared):
         An error of writing it is raised here, on all ranks.
         """
         saved = self.saver.finish()
-        if saved is None:
-            return None
-        self._lock(saved.path.parent)
+        if saved is not None:
+            self._lock(saved.path.parent)
         return saved
 
     def _lock(self, directory: Path) -> None:

@@ -144,8 +144,8 @@ class RunSpeed:
         self._formation, self._run_dir, self._emit = formation, run_dir, emit
         self.clock = formation.clock
         self.clock.communication = self._communication
-        env = formation.world.env
-        self._ledger = Ledger(self.clock, attempt=env.attempt + env.generation, launched=formation.world.is_launched)
+        world = formation.world
+        self.ledger = Ledger(self.clock, attempt=world.env.attempt + world.env.generation, launched=world.is_launched)
         self.tokens = TokenRate()
         self._first_step = self._first_samples = 0
 
@@ -153,22 +153,17 @@ class RunSpeed:
         """Start the clock; `step`, `samples`: taken before."""
         self._first_step, self._first_samples = step, samples
         self.clock.start()
-        self._ledger.begin()
+        self.ledger.begin()
 
     def _communication(self) -> float | None:
         sent = self._formation.strategy.comm_stats()
         return sent.waited_s if sent else None
 
-    def report_if_due(self, samples: int) -> None:
-        """Report the goodput now and then; `samples`: of the run so far."""
-        if self._ledger.is_due:
-            self.report(samples)
-
     def report(self, samples: int) -> Goodput:
-        """Report where the time of this attempt went so far."""
+        """Report where the time of this attempt went so far; `samples`: of the run so far."""
         rate, step = self.clock.steady, self._first_step + self.clock.steps
         counts = (self._first_samples, samples)
-        event = self._ledger.event(step, self._first_step, counts, rate, self.tokens.mfu(rate))
+        event = self.ledger.event(step, self._first_step, counts, rate, self.tokens.mfu(rate))
         self._emit(event)
         return event
 
@@ -191,8 +186,7 @@ class RunSpeed:
         history.throughput = rate = self.clock.steady
         history.first_steps_seconds = self.clock.warm_up.seconds
         history.slow_seconds = self.clock.slow_seconds
-        history.tokens_per_second = self.tokens.tokens(rate)
-        history.mfu = self.tokens.mfu(rate)
+        history.tokens_per_second, history.mfu = self.tokens.tokens(rate), self.tokens.mfu(rate)
         history.speedup = self.speedup(rate)
         sent = self._formation.strategy.comm_stats()  # of this run only, also after a resumption
         history.sent_bytes = sent.sent_bytes if sent else None

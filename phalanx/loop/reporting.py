@@ -177,7 +177,8 @@ class Reporter:
                 self.events.emit(Phase("compile", "end", self.clock.warm_up.seconds))
         self.samples += samples
         self._epoch_samples += samples
-        self._speed.report_if_due(self.samples)
+        if self._speed.ledger.is_due:
+            self._speed.report(self.samples)
 
     def losses(self, losses: Losses) -> float | None:
         """Add losses to the epoch's mean over samples; return their own mean."""

@@ -188,10 +188,10 @@ class ReadTogether:
             self._read, self._passes = {}, passes
         self._read[loader] = micro
         if len(self._read) > 1:
-            _check_read_together(self._read)
+            _check_weights(self._read)
 
 
-def _check_read_together(read: Mapping[ShardedLoader, MicroInfo]) -> None:
+def _check_weights(read: Mapping[ShardedLoader, MicroInfo]) -> None:
     """Raise for batches of several loaders that one backward call cannot weigh: it takes the last one's share.
 
     A loader whose end is ragged, and comes first, is found with its first batch.

@@ -141,9 +141,8 @@ class TrainLoop:
 
     def _epoch(self) -> Iterator[StepInfo]:
         config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
-        report, hooks, checks = self.report, self.hooks, self.checks
+        report, hooks, checks, call = self.report, self.hooks, self.checks, self._call
         begin_training(self.model, self.formation.unwrap(self.model))
-        call = self._call
         batches = call.decided(iter(self.train_loader))
         while call.forward is not None and not self.is_finished(within_epoch=True):
             step = self.step + 1
@@ -285,7 +284,6 @@ class ModelCall:
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
         self.forward: Forward | None = None
-        """None where there was no batch."""
         self.by_labels = False
 
     def decided(self, batches: Iterator[Any]) -> Any:

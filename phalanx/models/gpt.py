@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -82,12 +82,6 @@ class GPT(Decoder):
     def token_embedding(self) -> nn.Embedding | None:
         """Return the token half of the embedding."""
         return self.embed.tokens if isinstance(self.embed, Embedding) else None
-
-    @overload
-    def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> LMOutput: ...
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None

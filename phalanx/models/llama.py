@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -142,12 +142,6 @@ class Llama(Decoder):
         embed = nn.Embedding(config.vocab_size, config.hidden)
         layers = [Block(config) for _ in range(config.layers)]
         super().__init__(config, embed, layers, nn.RMSNorm(config.hidden, eps=config.norm_eps))
-
-    @overload
-    def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> LMOutput: ...
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -222,12 +222,6 @@ class MoE(Decoder):
                 nn.init.normal_(module.gate, std=0.02)
                 nn.init.normal_(module.up, std=0.02)
                 nn.init.normal_(module.down, std=0.02 / (2 * self.config.layers) ** 0.5)
-
-    @overload
-    def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> LMOutput: ...
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None

@@ -24,6 +24,7 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import PhalanxError, RankFailedError, UsageError
 from phalanx.host.files import close_scratch, make_private, open_scratch, replace_file
+from phalanx.host.processes import began_at
 from phalanx.version import __version__
 
 FILE = "run.json"
@@ -66,7 +67,7 @@ class RunRecord:
             started=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            pid_started=_started_at(os.getpid()) or 0,
+            pid_started=began_at(os.getpid()) or 0,
             python=platform.python_version(),
             phalanx=__version__,
             commit=_commit(),
@@ -87,7 +88,7 @@ class RunRecord:
         if self.host != socket.gethostname():
             return False
         if self.pid_started:
-            return _started_at(self.pid) == self.pid_started
+            return began_at(self.pid) == self.pid_started
         try:  # not Linux: its number alone is known
             os.kill(self.pid, 0)
         except OSError:
@@ -136,15 +137,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that does not answer
         return None
     return asked.stdout.strip() or None
-
-
-def _started_at(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot: a later process may get the same number."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):  # it has ended, or this is not Linux
-        return None
 
 
 def make_run_dir(config: DistributedConfig, name: str) -> Path:

@@ -25,7 +25,7 @@ from phalanx.launch.spec import Elastic, ScriptTarget, Target
 from phalanx.recipes import Recipe
 from phalanx.tool import TOOLS
 from phalanx.version import __version__
-from phalanx.world.layout import JobLayout
+from phalanx.world.mesh import JobLayout
 
 
 def launch_spec(

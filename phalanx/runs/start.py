@@ -31,7 +31,7 @@ from phalanx.observe.prometheus import MetricsSink, open_metrics
 from phalanx.runs.record import log_folder
 from phalanx.runs.result import read_result
 from phalanx.runs.spec import launch_spec
-from phalanx.world.layout import JobLayout
+from phalanx.world.mesh import JobLayout
 
 
 def run_on_ranks(

@@ -21,8 +21,7 @@ from phalanx.comm.shm import share_gradients
 from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.config import DistributedConfig
 from phalanx.strategies.base import newly_trained, share_weights
-from phalanx.strategies.compressing import CompressesGradients, Lane
-from phalanx.strategies.ddp import DDP
+from phalanx.strategies.ddp import DDP, CompressesGradients, Lane
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
 

@@ -33,7 +33,7 @@ from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config, settle_here
+from phalanx.trainers.session import agree_run_dir, check_per_node, open_events, save_config, settle_here
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
@@ -115,7 +115,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
 def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
     formation.notes += [note for note in (job.note, kept_in_eval(job.task.model)) if note]
     if not job.checked:
-        check_per_host(formation.world, job.config)
+        check_per_node(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
     folder = before or job.run_dir
     placed = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))

@@ -28,7 +28,7 @@ from phalanx.world.world import World
 _FITS = itertools.count(1)
 
 
-def check_per_host(world: World, config: DistributedConfig) -> None:
+def check_per_node(world: World, config: DistributedConfig) -> None:
     """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
     found: PhalanxError | None = None
     if world.env.local_rank == 0:
@@ -127,8 +127,6 @@ def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
     }
 
 
-# --- strategy = "auto": ddp where a rank has room for a whole copy of the training state, else fsdp -------------------
-
 _STATE_BYTES = 16
 """Of one parameter with AdamW: weights, gradients and optimizer states, in fp32 or in mixed precision."""
 
@@ -152,7 +150,7 @@ def settle_here(config: DistributedConfig, model: nn.Module, train: Any) -> Sett
 def settle_strategy(
     config: DistributedConfig, model: nn.Module, train: Any, device: str, ranks: int, ranks_here: int
 ) -> Settled:
-    """Choose fsdp for a model whose copies would not fit on the ranks; all else stays as it is.
+    """Choose fsdp where strategy = "auto" and whole copies of the training state would not fit on the ranks.
 
     The planner decides (`phalanx/tools/plan/auto.py`). It is asked only where nothing was chosen by the user and the
     parameters are so many that it may matter: all ranks have the same facts, and decide alike.

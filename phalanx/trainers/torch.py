@@ -36,7 +36,7 @@ from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.session import settle_strategy
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings

@@ -18,6 +18,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.host.addresses import is_loopback, loopback_environment, network_environment
+from phalanx.host.processes import began_at
 
 _USUAL_PORT = 29500
 _DERIVED_PORTS = (10000, 19000)
@@ -208,10 +209,10 @@ def _launch_id(env: Mapping[str, str]) -> str:
         return found
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux, or the parent has ended
+    except OSError:  # not Linux
         return found
-    return f"{found}/{boot}/{os.getppid()}/{began}"
+    began = began_at(os.getppid())
+    return found if began is None else f"{found}/{boot}/{os.getppid()}/{began}"
 
 
 def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:

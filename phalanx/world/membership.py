@@ -26,8 +26,6 @@ from phalanx.observe.heartbeat import BusyBeat
 from phalanx.torch_records import has_backend
 from phalanx.world.abort import abort_collectives, begin_group, end_nccl, watch_groups
 
-_VARIABLE = "PHALANX_CONTROL_FD"
-
 
 class Regroup(Exception):
     """The ranks go on with others."""
@@ -90,7 +88,7 @@ class Member:
     @classmethod
     def from_environment(cls) -> Member:
         """Return the member of a rank whose launcher replaces lost ranks; once per process."""
-        return cls(int(os.environ.pop(_VARIABLE)))
+        return cls(int(os.environ.pop("PHALANX_CONTROL_FD")))
 
     def _listen(self) -> None:
         while (received := messages.receive(self._control)) is not None:

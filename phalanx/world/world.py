@@ -22,8 +22,7 @@ from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
 from phalanx.world.env import RankEnv, card_environment, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store
-from phalanx.world.layout import check_device, nothing_to_share
-from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.mesh import Mesh, check_device, nothing_to_share, plan_mesh
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}

@@ -27,27 +27,25 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 PROMISED = {"op", "algo", "ranks", "size_bytes", "dtype", "time_us", "algbw_gbs", "busbw_gbs", "wrong"}
 
 
-def test_every_algorithm_side_by_side(tmp_path):
+def test_every_algorithm_side_by_side():
     algos = ",".join(ALGORITHMS_OF["all_reduce"])
-    answer = phalanx(
-        "bench", "comm", "--algo", algos, "--sizes", "1000,64K", "--iters", 2, "--json", tmp_path / "rows.json"
-    )
+    answer = phalanx("bench", "comm", "--algo", algos, "--sizes", "1000,64K", "--iters", 2, "--json")
     assert answer.code == 0, answer.text
-    assert "nccl             left out: " in answer.out
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert "nccl             left out: " in answer.err
+    rows = json.loads(answer.out)
     assert {row["algo"] for row in rows} == set(ALGORITHMS_OF["all_reduce"]) - {"nccl"}
     for row in rows:
         assert row.keys() >= PROMISED
         assert (row["wrong"], row["ranks"], row["op"]) == (0, 2, "all_reduce")
         assert row["algbw_gbs"] == pytest.approx(row["size_bytes"] / row["time_us"] / 1e3)
         assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"])  # 2 (n-1)/n is 1 on two ranks
-    assert answer.out.count("\n65536") == 1  # the line of the comparison
+    assert answer.err.count("\n65536") == 1  # the line of the comparison
 
 
 @pytest.mark.parametrize("op", [name for name in ALGORITHMS_OF if name != "all_reduce"])
 def test_every_collective_is_correct(op):
     algos = ",".join(set(ALGORITHMS_OF[op]) - {"nccl"})
-    answer = phalanx("bench", "comm", "--op", op, "--algo", algos, "--sizes", "4K", "--iters", 1, "--json", "-")
+    answer = phalanx("bench", "comm", "--op", op, "--algo", algos, "--sizes", "4K", "--iters", 1, "--json")
     rows = json.loads(answer.out)
     assert [row["wrong"] for row in rows] == [0] * (len(ALGORITHMS_OF[op]) - 1)
 
@@ -72,12 +70,12 @@ def test_wrong_elements_are_counted():
 
 def test_links_as_tables_and_heat_map(tmp_path):
     picture = tmp_path / "links.svg"
-    answer = phalanx("bench", "comm", "--link-report", "--plot", picture, "--json", tmp_path / "links.json")
+    answer = phalanx("bench", "comm", "--link-report", "--plot", picture, "--json")
     assert answer.code == 0, answer.text
-    assert "latency, one way (us)" in answer.out
-    assert "memory (loopback)" in answer.out
+    assert "latency, one way (us)" in answer.err
+    assert "memory (loopback)" in answer.err
     assert picture.read_text().count("<rect") == 5, "a background, and two pairs in two maps"
-    found = json.loads((tmp_path / "links.json").read_text())
+    found = json.loads(answer.out)
     assert found["latency_us"][0][1] > 0
     assert found["bandwidth_gbs"][0][1] == found["bandwidth_gbs"][1][0] > 0
 
@@ -92,7 +90,7 @@ def test_rows_as_a_plot(tmp_path):
 
 def test_ranks_that_torchrun_started(tmp_path):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx.cli", "bench"]
-    words += ["comm", "--algo", "ring", "--sizes", "1K", "--iters", "1", "--json", "-"]
+    words += ["comm", "--algo", "ring", "--sizes", "1K", "--iters", "1", "--json"]
     done = subprocess.run(
         [sys.executable, *words],
         env=clean_environment(TMPDIR=str(tmp_path)),
@@ -123,7 +121,8 @@ def test_ranks_that_torchrun_started(tmp_path):
         (("--ranks-per-host", "0"), "--ranks-per-host is 0"),
         (("--sise", "3"), "Did you mean --sizes?"),
         (("--plot", "picture"), "Write --plot picture.svg"),
-        (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
+        (("--plot", "/no/such/folder/x.svg"), "there is no folder /no/such/folder"),
+        (("--json", "-"), "--json takes no file"),
     ],
 )
 def test_mistakes_are_reported_before_anything_starts(words, expected):

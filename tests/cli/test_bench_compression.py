@@ -23,8 +23,8 @@ def _here(tmp_path, monkeypatch, fork_server):
 
 def checked_records(answer, emulation):
     assert answer.code == 0, answer.text
-    assert emulation in answer.out
-    plain, topk = json.loads(Path("out.json").read_text())
+    assert emulation in answer.err
+    plain, topk = json.loads(answer.out)
     assert plain.keys() >= PROMISED
     assert (plain["compressor"], topk["compressor"]) == ("none", "topk")
     assert {plain["emulation"], topk["emulation"]} == {emulation}
@@ -36,10 +36,10 @@ def checked_records(answer, emulation):
 
 def test_an_emulated_link_where_there_are_no_namespaces(monkeypatch):
     monkeypatch.setattr(bench_run, "open_hosts", lambda stack: ([], "not root"))
-    answer = phalanx(*SHORT, "--json", "out.json", "--plot", "out.svg")
+    answer = phalanx(*SHORT, "--json", "--plot", "out.svg")
     checked_records(answer, SLEEPING)
-    assert "not root" in answer.out
-    assert "digits  20Mb  topk" in answer.out
+    assert "not root" in answer.err
+    assert "digits  20Mb  topk" in answer.err
     assert ">20Mb</text>" in Path("out.svg").read_text()
 
 
@@ -48,15 +48,15 @@ def test_a_link_that_the_kernel_shapes():
         if not bench_run.open_hosts(stack)[0]:
             pytest.skip("needs root, ip, tc and a kernel with namespaces and tbf")
     before = set(Path("/run/netns").glob("*"))
-    checked_records(phalanx(*SHORT, "--json", "out.json"), NAMESPACES)
+    checked_records(phalanx(*SHORT, "--json"), NAMESPACES)
     assert set(Path("/run/netns").glob("*")) <= before
 
 
 def test_the_adviser_needs_no_training():
     answer = phalanx("bench", "compression", "--advise", "--recipes", "digits", "--compressors", "bf16,topk",
-                     "--links", "1Mb,here", "--json", "out.json")  # fmt: skip
+                     "--links", "1Mb,here", "--json")  # fmt: skip
     assert answer.code == 0, answer.text
-    records = json.loads(Path("out.json").read_text())
+    records = json.loads(answer.out)
     assert {(record["link"], record["name"]) for record in records} == {
         (link, name) for link in ("1Mb", "here") for name in ("none", "bf16", "topk")
     }
@@ -64,7 +64,7 @@ def test_the_adviser_needs_no_training():
     slow = {record["name"]: record for record in records if record["link"] == "1Mb"}
     assert slow["none"]["send_s"] == pytest.approx(397e3 / 125e3, rel=0.02)
     assert slow["topk"]["verdict"] == slow["bf16"]["verdict"] == "pays"
-    assert "digits: 397 kB of gradients" in answer.out
+    assert "digits: 397 kB of gradients" in answer.err
 
 
 @pytest.mark.parametrize(

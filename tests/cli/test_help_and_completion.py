@@ -33,6 +33,7 @@ def test_the_short_help_shows_the_settings_used_most_and_where_the_rest_is():
     assert 18 <= len(COMMON) <= 25
     assert "phalanx train --help-all" in out
     assert "  digits " in out
+    assert re.search(r"^  -q +show errors.*\n  -v +show every event", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("verb", ["train", "tune", "verify", "config"])
@@ -67,10 +68,13 @@ def test_a_flag_given_twice_with_different_values_is_refused():
     assert phalanx("config", "show", "--epochs", 3, "--epochs", 3).code == 0
 
 
-def test_the_help_of_runs_under_faults_lists_their_kinds():
-    for words in (("--faults", 1), ("--fault", "kill:rank=1,step=5")):
-        assert "kinds of faults:" in phalanx("verify", *words, "--help").out
-    assert "kinds of faults:" not in phalanx("verify", "--faults", "--help").out
+@pytest.mark.parametrize(
+    "words", [(), ("--faults",), ("--faults", "digits"), ("--faults", 1), ("--fault", "kill:step=5")]
+)
+def test_the_help_of_verify_has_the_flags_and_kinds_of_faults(words):
+    out = phalanx("verify", *words, "--help").out
+    assert {"--faults", "--fault", "--fault-plan", "--kinds", "--no-compare", "--own-objects", "--out"} <= flags_in(out)
+    assert "kinds of faults:\n  exception " in out
 
 
 def cpu_seconds(*words: str) -> float:

@@ -14,7 +14,6 @@ from package_tree import modules, parsed
 import phalanx
 from phalanx.cli import VERBS
 from phalanx.cli.completion import _actions, _parser_of
-from phalanx.cli.verify import faults_parser
 from phalanx.config import BACKENDS
 from phalanx.config.backend_rules import _options_of
 from phalanx.config.renamed import NAMES
@@ -63,7 +62,7 @@ def strings(node: ast.AST) -> Iterator[str]:
 
 def flags() -> set[str]:
     """The flags of all verbs."""
-    found = options(faults_parser())
+    found: set[str] = set()
     for verb in VERBS:
         actions = _actions(verb)
         made = [make() for make in actions.values()] if actions else [_parser_of(verb)]
@@ -89,7 +88,8 @@ def arguments() -> set[str]:
     found = {*NAMES, *NAMES_OF_OTHERS, *(name for backend in BACKENDS for name in _options_of(backend))}
     for name in phalanx.__all__:
         kind = getattr(phalanx, name)
-        for function in [kind, *(vars(kind).values() if isinstance(kind, type) else ())]:
+        bases = [base for base in getattr(kind, "__mro__", ()) if base.__module__.startswith("phalanx.")]
+        for function in [kind, *(method for base in bases for method in vars(base).values())]:
             if callable(function):
                 try:
                     found |= inspect.signature(function).parameters.keys()

@@ -64,11 +64,11 @@ def test_loops_of_ones_own_are_compared():
 
 
 def verify(output: str = RIGHT, *words: object, extra: str = "pass", steps: int = 4) -> tuple[Answer, dict]:
-    """Verify the small model with this forward pass; return the answer and what --json wrote."""
+    """Verify the small model with this forward pass; return the answer and what --json printed."""
     write_script(Path("model.py"), MODEL.format(output=output, extra=extra))
-    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", steps, "--json", "found.json", *words)
-    assert Path("found.json").exists(), answer.text
-    return answer, json.loads(Path("found.json").read_text())
+    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", steps, "--json", *words)
+    assert answer.out, answer.text
+    return answer, json.loads(answer.out)
 
 
 def differences(found: dict, precision: int = 0) -> dict[str, float]:
@@ -86,7 +86,7 @@ def differences(found: dict, precision: int = 0) -> dict[str, float]:
 def test_a_right_layout_agrees_to_ten_digits(words):
     answer, found = verify(RIGHT, *words)
     assert answer.code == 0, answer.text
-    assert "AGREES" in answer.out.splitlines()[-1]
+    assert "AGREES" in answer.err.splitlines()[-1]
     assert found["agrees"]
     assert 0 < max(differences(found).values()) < 1e-10, "ranks add in another order, so not a bit less than rounding"
     assert max(differences(found, 1).values()) > 1e-9, "float32 rounds more"
@@ -102,7 +102,7 @@ def test_a_layer_that_depends_on_the_rank_is_named():
     assert answer.code == 1, answer.text
     assert found["first_diverging_module"] == "2"
     assert found["comparisons"][0]["first_diverging_measure"] == "activations"
-    assert "2 (Block): its outputs of the first step differ" in answer.out
+    assert "2 (Block): its outputs of the first step differ" in answer.err
     assert found["comparisons"][1]["agrees"], "float32 rounds more than that: only float64 sees it"
 
 
@@ -121,7 +121,7 @@ def test_batch_normalisation_differs_and_is_explained():
     answer, found = verify(extra="model.insert(1, nn.BatchNorm1d(6))")
     assert answer.code == 1, answer.text
     assert found["first_diverging_module"] == "1"
-    assert "depends on the layout by design" in answer.out
+    assert "depends on the layout by design" in answer.err
 
 
 def test_a_resumed_run_ends_with_the_same_bits():
@@ -138,13 +138,13 @@ def test_state_that_no_checkpoint_holds_is_found_by_resume():
     assert (first, second) == (0.0, 0.0)
     assert third > 0
     assert fourth > 0
-    assert "is not equal to the last bit after step 4" in answer.out
+    assert "is not equal to the last bit after step 4" in answer.err
 
 
 def test_a_checkpoint_continues_at_another_layout():
     answer, found = verify(RIGHT, "--reshard", "fsdp:2", "--gradient-accumulation-steps", 2)
     assert answer.code == 0, answer.text
-    assert "loaded on fsdp, 2 ranks on cpu" in answer.out
+    assert "loaded on fsdp, 2 ranks on cpu" in answer.err
     assert max(differences(found).values()) < 1e-10
 
 
@@ -156,14 +156,14 @@ def test_a_layout_that_continues_differently_is_found_by_reshard():
 def test_a_run_that_loses_and_gets_ranks_ends_with_the_same_bits():
     answer, found = verify(RIGHT, "--faults", "--strategy", "ring", "--fixed-order", steps=12)
     assert answer.code == 0, answer.text
-    assert "end with the same bits when a rank is killed and the 2 ranks become 1, then 2 again" in answer.out
+    assert "end with the same bits when a rank is killed and the 2 ranks become 1, then 2 again" in answer.err
     assert differences(found)["parameters"] == 0.0
 
 
 def test_state_that_a_new_rank_does_not_get_is_found_by_faults():
     answer, _ = verify("x + torch.tanh(self.inner(x)) / self.calls", "--faults", steps=12)
     assert answer.code == 1, answer.text
-    assert "does not end with the same weights, within rounding, when a rank is killed" in answer.out
+    assert "does not end with the same weights, within rounding, when a rank is killed" in answer.err
 
 
 def test_a_reference_model_is_verified_by_name():
@@ -200,6 +200,13 @@ def test_from_python_with_a_loader_and_its_batch_size():
             ("digits", "--faults", "--num-workers", 1),
             "too few to lose any\n  Give at least 2 ranks (--num-workers 2).\n",
         ),
+        (("digits", "--out", "here"), "--out is for a run under faults, such as --faults 10"),
+        (("digits", "--set", "model.dropout=0.1"), "--set is for a run under faults"),
+        (("digits", "--faults", "2", "--own-loop", "--max-steps", 9), "--own-loop is a proof of its own"),
+        (
+            ("digits", "--json", "found.json"),
+            "--json takes no file: it prints on standard output\n  Write: --json > FILE",
+        ),
         (("digits", "--mixed-precision", "bf16"), "verify compares in float64 and float32"),
         (("--script", "nowhere.py"), "no script at nowhere.py"),
         (("--script", "empty.py"), "defines no build()"),
@@ -210,6 +217,11 @@ def test_mistakes_are_reported(words, said):
     answer = phalanx("verify", *words, "--device", "cpu")
     assert answer.code == 2, answer.text
     assert said in answer.err
+
+
+def test_a_recipe_may_follow_faults():
+    answer = phalanx("verify", "--faults", "digits", "--max-steps", 4, "--device", "cpu")
+    assert "4 steps: too few to lose any" in answer.err
 
 
 def test_ranks_that_another_launcher_started_are_refused(monkeypatch):

@@ -14,7 +14,7 @@ from phalanx.config import DistributedConfig, fields
 from phalanx.errors import ModelError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.strategies.compressing import RANK_STATE
+from phalanx.strategies.ddp import RANK_STATE
 from phalanx.trainers.job import Job, run_job
 
 COMPRESSORS = [name for name in fields.COMPRESSORS if name != "none"]

@@ -12,7 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.parameter_server import ParameterClient, Rules, ShardProcess, ShardSpec, move, plan_placement
+from phalanx.engines.parameter_server.client import ParameterClient, move
+from phalanx.engines.parameter_server.membership import Rules, ShardSpec
+from phalanx.engines.parameter_server.placement import plan_placement
+from phalanx.engines.parameter_server.process import ShardProcess
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.trainers.job import Job, run_job

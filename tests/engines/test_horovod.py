@@ -211,7 +211,7 @@ def test_two_names_of_one_setting_that_disagree():
 
 def test_ranks_come_from_the_slots_of_the_hosts():
     from phalanx.config import DistributedConfig
-    from phalanx.world.layout import plan_layout
+    from phalanx.world.mesh import plan_layout
 
     config = DistributedConfig(backend="horovod", hosts="node1:8,node2:4", device="cpu")
     layout = plan_layout(config, gpus_here=0)

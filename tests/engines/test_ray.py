@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from phalanx.engines.ray.sources import PAYLOAD_NAME
 from phalanx.engines.ray.trainer import split_hyperparameters
 from phalanx.engines.ray.worker import made_next_to
 from phalanx.errors import UsageError
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -383,6 +384,31 @@ def test_a_local_ray_that_does_not_start_is_an_error_with_what_to_do(monkeypatch
     assert "--backend pytorch-ddp" in str(caught.value.hint)
     assert "RAY_AUTH_TOKEN" not in os.environ
     assert len(folders) == 2, "it is tried twice, in a folder of its own each time"
+
+
+def test_a_second_local_ray_starts_when_the_processes_of_the_first_have_ended(monkeypatch):
+    """Those with its folder in their arguments; another child of this process stays."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start(address: str, _temp_dir: str, **_: object) -> None:
+        if begun:
+            assert begun[0].wait(0) == -signal.SIGKILL
+            assert begun[1].poll() is None
+            return
+        arguments = (f"--session-dir={_temp_dir}/session_1", os.path.dirname(_temp_dir))
+        waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+        begun.extend(subprocess.Popen([*waits, argument]) for argument in arguments)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", start)
+    try:
+        with cluster.open_cluster(num_cpus=2) as found:
+            assert found.started_here
+    finally:
+        for process in begun:
+            process.kill()
+            process.wait()
 
 
 def test_deaths_of_workers_are_reported_once_and_not_by_ray_too():

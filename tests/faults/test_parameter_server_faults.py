@@ -16,16 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.engines.parameter_server import (
-    ParameterClient,
-    Placement,
-    Rules,
-    ShardProcess,
-    ShardSpec,
-    plan_placement,
-    protocol,
-)
+from phalanx.engines.parameter_server import protocol
+from phalanx.engines.parameter_server.client import ParameterClient
 from phalanx.engines.parameter_server.core import ShardCore
+from phalanx.engines.parameter_server.membership import Rules, ShardSpec
+from phalanx.engines.parameter_server.placement import Placement, plan_placement
+from phalanx.engines.parameter_server.process import ShardProcess
 from phalanx.engines.parameter_server.protocol import FrameKind, introduce, receive, send
 from phalanx.engines.parameter_server.shard import _MAX_UNPROVEN
 from phalanx.errors import ServerError

@@ -92,7 +92,7 @@ def test_hosts_of_ports(given, address):
         ({"engine_options": {"timeline": "a,b"}, "backend": "horovod"}, "timeline = 'a,b': a comma separates options"),
         ({"nvme_path": "/a,b"}, "nvme_path = '/a,b': nvme_path = '/a,b': a comma separates options"),
         ({"resources_per_worker": "GPU=1,GPU=2", "backend": "ray"}, "resources.GPU is given twice"),
-        ({"checkpoint_frequency": [1]}, "expected a number of epochs .10., '500 steps', 'auto' or 'auto 12h'"),
+        ({"checkpoint_frequency": [1]}, "expected a number of epochs .10., '500 steps', 'auto', or 'auto 12h'"),
         ({"console": 5}, "expected words of quiet, normal, verbose"),
         ({"console": ""}, "expected words of quiet, normal, verbose"),
         ({"mlflow": ""}, "the text is empty: give a value, or leave mlflow out"),

@@ -7,7 +7,7 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.runs.spec import launch_spec
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 OURS = CallTarget("phalanx.worker:run_recipe_file", "recipe.json")
 SCRIPT = ScriptTarget("train.py", ())

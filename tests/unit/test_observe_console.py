@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console as Terminal
 
 from phalanx.observe import events, format
-from phalanx.observe.console import Console
+from phalanx.observe.console import Console, PlainView
 from phalanx.observe.format import Pace
-from phalanx.observe.plainview import PlainView
 from phalanx.observe.richview import RichView
 
 RUN = events.RunStarted(

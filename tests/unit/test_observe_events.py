@@ -165,7 +165,7 @@ def test_a_descriptor_that_is_not_a_socket_is_left_alone(tmp_path):
 
 
 def test_observing_imports_neither_torch_nor_rich():
-    modules = "events sinks tensorboard mlflow step_clock history console format control guard heartbeat"
+    modules = "events sinks tensorboard mlflow step_clock history console format trial_control guard heartbeat"
     code = (
         "import sys, importlib\n"
         f"for name in {modules.split()}: importlib.import_module('phalanx.observe.' + name)\n"

@@ -21,7 +21,7 @@ from phalanx.runs.spec import identity
 from phalanx.tools.verify.proofs import _layout_name
 from phalanx.trainers.session import rank_bytes
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 from phalanx.world.world import _pick_device
 
 NOTE = "4 ranks per GPU: speed is not representative"

@@ -22,7 +22,7 @@ from phalanx.launch.forkserver.preload import extra_modules
 from phalanx.observe.trial_control import CONTROL, TrialControl
 from phalanx.runs.spec import engine_environment
 from phalanx.world.env import RankEnv
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 TWO_WORKERS = {"worker": ["a:1", "b:2"]}
 SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}

@@ -12,8 +12,7 @@ import torch
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.world.env import expand_hostlist, read_rank_env
-from phalanx.world.layout import plan_layout
-from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.mesh import Mesh, plan_layout, plan_mesh
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 
 

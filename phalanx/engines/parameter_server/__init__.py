@@ -1,31 +1,11 @@
 """The parameter server: shards that hold parameters and step, workers that push gradients and pull values.
 
-Start with `Placement` (who holds what), then `ShardCore` (when a step is taken), then `ParameterClient`.
+Start with `placement` (who holds what), then `core` (when a step is taken), then `client`.
 """
 
-from __future__ import annotations
-
-from phalanx.engines.parameter_server.client import ParameterClient, better_placement, move
+from phalanx.engines.parameter_server.client import ParameterClient
 from phalanx.engines.parameter_server.membership import Rules, ShardSpec
-from phalanx.engines.parameter_server.placement import Piece, Placement, plan_placement, rebalance, spread
-from phalanx.engines.parameter_server.process import ShardProcess, listen, serve
-from phalanx.engines.parameter_server.shard import ServerShard
-from phalanx.engines.parameter_server.state import StateSlots
+from phalanx.engines.parameter_server.placement import plan_placement
+from phalanx.engines.parameter_server.process import ShardProcess
 
-__all__ = [
-    "ParameterClient",
-    "Piece",
-    "Placement",
-    "Rules",
-    "ServerShard",
-    "ShardProcess",
-    "ShardSpec",
-    "StateSlots",
-    "better_placement",
-    "listen",
-    "move",
-    "plan_placement",
-    "rebalance",
-    "serve",
-    "spread",
-]
+__all__ = ["ParameterClient", "Rules", "ShardProcess", "ShardSpec", "plan_placement"]

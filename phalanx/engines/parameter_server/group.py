@@ -9,15 +9,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.parameter_server import (
-    ParameterClient,
-    Placement,
-    Rules,
-    ShardProcess,
-    ShardSpec,
-    StateSlots,
-    better_placement,
-)
+from phalanx.engines.parameter_server.client import ParameterClient, better_placement
+from phalanx.engines.parameter_server.membership import Rules, ShardSpec
+from phalanx.engines.parameter_server.placement import Placement
+from phalanx.engines.parameter_server.process import ShardProcess
+from phalanx.engines.parameter_server.state import StateSlots
 from phalanx.host.addresses import own_address
 from phalanx.observe.events import ServersReported
 from phalanx.world.abort import abortable
@@ -26,8 +22,6 @@ from phalanx.world.world import World
 _PREFIX = "parameter-server"
 _PATIENCE_SECONDS = 10.0
 """How long a rank retries a shard that does not answer; a restarted one is back in a fraction of it."""
-
-
 LAST_SECONDS = 0.5
 """The same after ranks were lost."""
 

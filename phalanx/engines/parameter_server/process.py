@@ -99,11 +99,6 @@ class ShardProcess:
             self._spec.slots.close()
 
 
-def serve(spec: ShardSpec, listener: socket.socket) -> None:
-    """Serve a shard in this process until the listening socket is closed, in another thread or by a signal."""
-    ServerShard(spec, listener).serve()
-
-
 def _run_child(spec: ShardSpec, listener: socket.socket, parent: int) -> NoReturn:
     """Release everything inherited from the parent, and serve."""
     code = 1
@@ -116,7 +111,7 @@ def _run_child(spec: ShardSpec, listener: socket.socket, parent: int) -> NoRetur
         slots = spec.slots.descriptors if spec.slots is not None else set()
         _close_inherited({0, 1, 2, listener.fileno(), *slots})
         torch.set_num_threads(1)  # the threads of OpenMP are not forked
-        serve(spec, listener)
+        ServerShard(spec, listener).serve()
         code = 0
     except BaseException:
         _log.exception("parameter server shard %d", spec.number)

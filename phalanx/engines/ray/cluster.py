@@ -15,8 +15,9 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.host.processes import send_signal
 
 _BUSY_HEAD = "Starting Ray client server failed"
 _QUIET = {
@@ -39,6 +41,8 @@ _LOCAL = {
     "RAY_enable_metrics_collection": "0",
 }
 """Settings of a Ray that is started for one run."""
+_END_SECONDS = 5.0
+"""How long killed processes may take to end."""
 _LONGEST_TEMP = 24
 """The paths of Ray's sockets are some 80 characters longer than this folder's, and must stay below 108."""
 
@@ -67,7 +71,6 @@ def open_cluster(
     address: str | None = None,
     *,
     num_cpus: float | None = None,
-    num_gpus: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[RayCluster]:
     """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; clean up afterwards.
@@ -82,7 +85,7 @@ def open_cluster(
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
             notice("starting a local Ray")
-            with _local_ray(num_cpus, num_gpus):
+            with _local_ray(num_cpus):
                 yield RayCluster("the local Ray", started_here=True)
             return
         if address == "auto":  # a job of the cluster has its address in the environment
@@ -122,7 +125,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
+def _local_ray(num_cpus: float | None) -> Iterator[None]:
     """Start a Ray for this process and connect to it; end it with the block."""
     ray: Any = import_module("ray")
     usual = tempfile.gettempdir()
@@ -132,14 +135,14 @@ def _local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
     with _environment({"RAY_AUTH_TOKEN": _token(), **_LOCAL}):
         try:
-            _start(num_cpus, num_gpus, folder)
+            _start(num_cpus, folder)
             yield
         finally:
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
+def _start(num_cpus: float | None, folder: Path) -> None:
     """Start Ray; a second time where its processes took longer than Ray's fixed limit of 30 s, as on a busy machine."""
     ray: Any = import_module("ray")
     for session in ("r", "s"):  # one letter: paths of sockets are short
@@ -148,7 +151,6 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                 ray.init(
                     "local",
                     num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
-                    num_gpus=num_gpus,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -156,6 +158,8 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                     _temp_dir=str(folder / session),
                 )
         except Exception as error:  # of no class of its own where Ray's processes take too long
+            ray.shutdown()
+            _end_processes(str(folder / session))
             if session == "s" or "timed out during startup" not in str(error):
                 raise UsageError(
                     f"a local Ray could not be started: {str(error).strip()}",
@@ -163,6 +167,28 @@ def _start(num_cpus: float | None, num_gpus: int | None, folder: Path) -> None:
                 ) from error
         else:
             return
+
+
+def _end_processes(folder: str) -> None:
+    """End the processes of a Ray that did not start, which have its folder, no other's, in their arguments.
+
+    Ray itself ends them with this process only: beside a second Ray they would take the time that the first one lacked.
+    """
+    deadline = time.monotonic() + _END_SECONDS
+    while (found := _processes_with(folder)) and time.monotonic() < deadline:
+        for pid in found:
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _processes_with(argument: str) -> list[int]:
+    """Return the processes that have a text in their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if argument in path.read_text(errors="replace"):
+                found.append(int(path.parent.name))
+    return found
 
 
 @functools.cache

@@ -9,8 +9,7 @@ from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
 from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, check_against, read_task, role_names, roles_of
 from phalanx.errors import UsageError
-from phalanx.world.layout import JobLayout
-from phalanx.world.mesh import Mesh
+from phalanx.world.mesh import JobLayout, Mesh
 
 
 class TensorFlow(Engine):

@@ -15,8 +15,7 @@ from phalanx.engines.tensorflow.callbacks import KerasReport
 from phalanx.engines.tensorflow.cluster import open_store
 from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, validation_feed
 from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
-from phalanx.engines.tensorflow.loop import OwnLoop
-from phalanx.engines.tensorflow.strategies import device_kind, make_strategy, set_precision
+from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.host.files import make_private

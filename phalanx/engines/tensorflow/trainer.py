@@ -18,7 +18,7 @@ from phalanx.observe.history import History
 from phalanx.runs.preflight import check_before_start
 from phalanx.runs.record import discard_unused, make_run_dir
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings

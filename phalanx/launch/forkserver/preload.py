@@ -10,7 +10,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 # The tail of the list is what a first optimizer step, data loader worker or checkpoint imports by itself.
@@ -40,17 +40,10 @@ _WHERE_PRESENT = ("torch.profiler._cupti_monitor", "torch.distributed.checkpoint
 
 def preload() -> None:
     """Import everything on the list; ranks share the memory pages."""
-    for _ in import_one_by_one():
-        continue
-
-
-def import_one_by_one(first: Sequence[str] = ()) -> Iterator[None]:
-    """Import `first` and everything on the list; yields after each import, so that the caller can serve requests."""
     # Modules do not become garbage: collecting between imports costs a sixth of the time.
     gc.disable()
-    for name in (*first, *_MODULES):
+    for name in _MODULES:
         importlib.import_module(name)
-        yield
     for name in (*_WHERE_PRESENT, *extra_modules(os.environ)):
         _import_if_possible(name)
     # The collector would write to the objects, and ranks would no longer share their pages.

@@ -209,7 +209,7 @@ def _ports(machine: HostReader) -> Iterator[CheckResult]:
 MOST_HOSTS = 32
 """Pairs are measured one after the other, 0.1 s or more each."""
 _SECONDS = 120
-_BENCH = ("-P", "-m", "phalanx", "bench", "comm", "--p2p", "--json", "-")
+_BENCH = ("-P", "-m", "phalanx", "bench", "comm", "--p2p", "--json")
 _ONE_STREAM = 1.25
 """GB/s that one TCP stream reaches on any machine with a faster card."""
 _SLOW_SHARE = 0.5

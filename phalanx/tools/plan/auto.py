@@ -26,8 +26,7 @@ from phalanx.tools.plan.rules import layout_of
 from phalanx.torch_compat import pytree
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.trainers.session import settle_strategy
-from phalanx.world.layout import JobLayout
-from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
 
 _SEQ_LEN = 1024

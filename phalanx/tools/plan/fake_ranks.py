@@ -38,8 +38,7 @@ from phalanx.strategies.tensors import find_blocks
 from phalanx.tools.plan.memory_trace import Collective, DryRun, FakeRank, Recorder, Sent
 from phalanx.world.env import RankEnv, export_rank_env
 from phalanx.world.groups import build_device_mesh
-from phalanx.world.layout import check_device
-from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.mesh import Mesh, check_device, plan_mesh
 from phalanx.world.splits import SCHEDULES, choose_microbatches
 
 

@@ -145,12 +145,9 @@ class ModelShape:
         classes = self.vocab if self.outputs is None else 0
         return self.layers * attention + plain_layers * dense + self.mixture_layers * mixture + classes * self.hidden
 
-    def forward_flops(self, tokens: int, seq_len: int, *, causal: bool = False) -> float:
-        """Return the operations of a forward pass over tokens; `causal` counts the half of attention that is used.
-
-        The conventions of Megatron and PaLM count the whole square of attention, which is the default here.
-        """
-        attention = 4.0 * self.layers * seq_len * self.attention_width * (0.5 if causal and self.causal else 1.0)
+    def forward_flops(self, tokens: int, seq_len: int) -> float:
+        """Return the operations of a forward pass over tokens, with the whole square of attention, as is usual."""
+        attention = 4.0 * self.layers * seq_len * self.attention_width
         return tokens * (2.0 * self.matmul_parameters() + attention)
 
 

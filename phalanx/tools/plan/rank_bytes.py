@@ -31,10 +31,9 @@ def published_layer_bytes(
     *,
     sequence_parallel: bool = False,
     recompute: str = "none",
-    scores: bool = True,
     width: int = HALF,
 ) -> float:
-    """Return what Megatron-LM keeps per token and layer; `scores`: attention writes them to memory (5as^2b).
+    """Return what Megatron-LM keeps per token and layer; attention writes its scores to memory (5as^2b).
 
     Tensor parallelism divides what is inside attention and feed-forward layer; norms, inputs and dropout masks are
     divided by sequence parallelism only. Full recomputation keeps the layer's input.
@@ -45,7 +44,7 @@ def published_layer_bytes(
     masks = 0 if model.rms_norm else 2 * hidden
     outer = 4 * width * hidden + masks
     inner = width * (2 * model.attention_width + 2 * model.kv_width) + width * _feed_values(model, 3)
-    kept_scores = (2 * width + 1) * model.heads * seq_len if scores and recompute == "none" else 0.0
+    kept_scores = (2 * width + 1) * model.heads * seq_len if recompute == "none" else 0.0
     return outer / outer_split + (inner + kept_scores) / tp
 
 

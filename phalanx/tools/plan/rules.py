@@ -16,8 +16,7 @@ from phalanx.errors import PhalanxError
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import Goal, Layout
-from phalanx.world.layout import check_device
-from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.mesh import Mesh, check_device, plan_mesh
 from phalanx.world.splits import (
     SCHEDULES,
     choose_microbatches,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import table
@@ -92,8 +93,8 @@ def _variants(question: str, plan: Plan, cases: dict[str, PlanCase]) -> Answer:
 def _largest_batch(case: PlanCase, plan: Plan, value: str) -> Answer:
     if plan.best is None:
         return Answer("largest batch", "no batch fits: see the smallest changes")
-    layout, fits = plan.best.layout, _fitting(case, plan.best.layout)
-    micro = _largest(lambda size: fits(replace(layout, micro_batch=size), case.goal), 1, 1 << 16)
+    layout = plan.best.layout
+    micro = _largest(lambda size: _fits(case, replace(layout, micro_batch=size), case.goal), 1, 1 << 16)
     ranks = layout.dp
     return Answer(
         "largest batch",
@@ -109,8 +110,12 @@ def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
     tried = {each.title: each for layout in others for each in _smaller(layout)}
 
     def longest(layout: Layout) -> int:
-        fits, step = _fitting(case, layout), 128 * layout.cp
-        return step * _largest(lambda size: fits(layout, replace(case.goal, seq_len=step * size)), 1, LONGEST // step)
+        step = 128 * layout.cp
+
+        def fits(size: int) -> bool:
+            return _fits(case, layout, replace(case.goal, seq_len=step * size))
+
+        return step * _largest(fits, 1, LONGEST // step)
 
     lengths = {name: longest(layout) for name, layout in tried.items()}
     best = max(lengths, key=lambda name: lengths[name])
@@ -124,12 +129,9 @@ def _smaller(layout: Layout) -> tuple[Layout, Layout]:
     return replace(layout, micro_batch=1), replace(layout, micro_batch=1, recompute="full")
 
 
-def _fitting(case: PlanCase, layout: Layout) -> Callable[[Layout, Goal], bool]:
-    def fits(layout: Layout, goal: Goal) -> bool:
-        estimator = Estimator(case.model, case.cluster, goal)
-        return estimator.needed_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
-
-    return fits
+def _fits(case: PlanCase, layout: Layout, goal: Goal) -> bool:
+    estimator = Estimator(case.model, case.cluster, goal)
+    return estimator.needed_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
@@ -160,20 +162,17 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'s' * (count != 1)}"
 
 
-def _sharding(case: PlanCase, plan: Plan, value: str) -> Answer:
-    stages = {"ddp (nothing sharded)": 0, "zero-1: optimizer": 1, "zero-2: gradients too": 2, "zero-3: all (fsdp)": 3}
-    cases = {name: replace(case, limits=replace(case.limits, zero_stage=stage)) for name, stage in stages.items()}
-    return _variants("other sharding", plan, cases)
+def _limited(question: str, changes: dict[str, dict[str, Any]]) -> Callable[[PlanCase, Plan, str], Answer]:
+    """Return the answer that compares plans under other constraints, each by its name."""
+
+    def compare(case: PlanCase, plan: Plan, value: str) -> Answer:
+        limits = {name: replace(case.limits, **change) for name, change in changes.items()}
+        return _variants(question, plan, {name: replace(case, limits=each) for name, each in limits.items()})
+
+    return compare
 
 
-def _offload(case: PlanCase, plan: Plan, value: str) -> Answer:
-    limits = {name: replace(case.limits, offload=name) for name in ("none", "cpu")}
-    return _variants("offload", plan, {f"offload {name}": replace(case, limits=each) for name, each in limits.items()})
-
-
-def _recompute(case: PlanCase, plan: Plan, value: str) -> Answer:
-    cases = {f"recompute {name}": replace(case, limits=replace(case.limits, recompute=name)) for name in RECOMPUTE}
-    return _variants("recomputation", plan, cases)
+_STAGES = ("ddp (nothing sharded)", "zero-1: optimizer", "zero-2: gradients too", "zero-3: all (fsdp)")
 
 
 def _fp8(case: PlanCase, plan: Plan, value: str) -> Answer:
@@ -216,9 +215,9 @@ QUESTIONS: dict[str, Callable[[PlanCase, Plan, str], Answer]] = {
     "largest-batch": _largest_batch,
     "longest-sequence": _longest_sequence,
     "fewest-gpus": _fewest_gpus,
-    "sharding": _sharding,
-    "offload": _offload,
-    "recompute": _recompute,
+    "sharding": _limited("other sharding", {name: {"zero_stage": stage} for stage, name in enumerate(_STAGES)}),
+    "offload": _limited("offload", {f"offload {name}": {"offload": name} for name in ("none", "cpu")}),
+    "recompute": _limited("recomputation", {f"recompute {name}": {"recompute": name} for name in RECOMPUTE}),
     "fp8": _fp8,
     "gpu": _other_gpu,
 }

@@ -21,7 +21,7 @@ from phalanx.runs.spec import launch_spec
 from phalanx.tools.tune.schedulers import Points
 from phalanx.tools.tune.trainable import Trainable
 from phalanx.tools.tune.trial import RESUMES_AFTER, Trial
-from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import plan_layout
 
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}
 _KILLED = 137

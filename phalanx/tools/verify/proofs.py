@@ -26,13 +26,10 @@ from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.tools.verify.faults import PlannedFaults
 from phalanx.tools.verify.probe import FLOAT32, Recording, compare, limits_of, same_bits
 from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read_recording
-from phalanx.tools.verify.subject import GivenSubject, Subject
+from phalanx.tools.verify.subject import GivenSubject, Subject, default_settings
 from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import JobLayout, plan_layout
-
-DEFAULTS = {"num_workers": 2, "max_steps": 5}
-"""Settings where neither a flag nor a file gives them."""
+from phalanx.world.mesh import JobLayout, plan_layout
 
 _ONE_PROCESS: dict[str, Any] = {"num_workers": 1, **{name: FIELDS[name].default for name in settings_with("split")}}
 """One process takes a global batch in one piece."""
@@ -53,8 +50,6 @@ _QUIET_RUN: dict[str, Any] = {
 
 _PARTS = 2
 """Every proof starts ranks twice: on the layout, and on what it is compared with."""
-FAULT_STEPS = 12
-"""Steps of a run under faults where none are given: each fault needs some before the next."""
 _FEWEST_FAULT_STEPS = 8
 _DECAY = 0.9
 _FAULT_SETTINGS: dict[str, Any] = {"max_restarts": 3, "heartbeat_timeout": 5.0}
@@ -80,8 +75,7 @@ def verify(
     `own_loop` loops of a `Formation` train in place of the trainer.
     """
     name = getattr(model, "__name__", type(model).__name__)
-    defaults = {**DEFAULTS, "max_steps": FAULT_STEPS} if faults else DEFAULTS
-    config = resolve(settings, recipe=defaults, recipe_name="verify").config
+    config = resolve(settings, recipe=default_settings(faults=faults), recipe_name="verify").config
     asked = {"resume": resume, "reshard": reshard, "faults": faults, "own_loop": own_loop}
     return prove(GivenSubject(name, model, data, loss_fn), config, **asked)  # type: ignore[arg-type]
 
@@ -117,7 +111,7 @@ class Proof:
         self.config = _quiet(config)
         self.layout = plan_layout(self.config, count_gpus())
         self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
-        self.steps = config.max_steps or DEFAULTS["max_steps"]
+        self.steps = config.max_steps or default_settings()["max_steps"]
         self._folder = open_scratch("verify")
         self._progress = config.shown.progress
         self._launches = 0
@@ -353,7 +347,7 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
         raise UsageError(
             "verify runs on one machine", hint="Verify the same number of ranks here, with --device cpu if need be."
         )
-    return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_QUIET_RUN)
+    return config.replace(max_steps=config.max_steps or default_settings()["max_steps"], **_QUIET_RUN)
 
 
 def _layout_name(config: DistributedConfig, layout: JobLayout) -> str:

@@ -12,6 +12,12 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.models import registry as models
 from phalanx.recipes import find_recipe, load_recipe, recipe_names
 
+
+def default_settings(*, faults: bool = False) -> dict[str, int]:
+    """Return the settings of a proof where neither a flag nor a file gives them; each fault needs steps before it."""
+    return {"num_workers": 2, "max_steps": 12 if faults else 5}
+
+
 _IMAGE_SIZE = {3: 8, 7: 64}
 """A residual network takes any image; the size follows the kernel of its first convolution."""
 _LONGEST_TEXT = 128

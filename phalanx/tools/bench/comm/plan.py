@@ -164,7 +164,7 @@ def element_count(op: str, nbytes: int, dtype: str, ranks: int) -> int:
     return max(ranks, count // ranks * ranks)
 
 
-_PLAN, _RESULT = "plan.json", "result.json"
+PLAN_FILE, RESULT_FILE = "plan.json", "result.json"
 
 
 def run_bench(
@@ -190,7 +190,7 @@ def run_bench(
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
     with scratch_folder("bench") as folder:
-        (folder / _PLAN).write_text(plan.to_json())
+        (folder / PLAN_FILE).write_text(plan.to_json())
         target = CallTarget("phalanx.tools.bench.comm.rank:run_plan", str(folder))
         spec = LaunchSpec(
             target=target,
@@ -201,5 +201,5 @@ def run_bench(
             env=env or {},
         )
         run_on_ranks(spec, console=console)
-        left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
+        left: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
         return left

@@ -24,7 +24,7 @@ from phalanx.comm.collectives.topology import find_locations, hosts, measure_lin
 from phalanx.errors import SharedMemoryUnavailable, UsageError
 from phalanx.host.gpus import HOST_ID
 from phalanx.observe.format import speed_note
-from phalanx.tools.bench.comm.plan import DTYPE_BYTES, BenchPlan, element_count
+from phalanx.tools.bench.comm.plan import DTYPE_BYTES, PLAN_FILE, RESULT_FILE, BenchPlan, element_count
 from phalanx.tools.bench.comm.report import HEADER, BenchRow
 from phalanx.world.env import read_rank_env
 
@@ -220,17 +220,15 @@ def _reduced(given: list[torch.Tensor], redop: str) -> torch.Tensor:
     return total / len(given) if redop == "mean" else total
 
 
-PLAN_NAME = "plan.json"
-RESULT_NAME = "result.json"
 _TIMEOUT = timedelta(minutes=5)
 
 
 def run_plan(payload: str) -> None:
     """Measure what the plan in this folder asks for, as a rank that was started for it."""
     folder = Path(payload)
-    found = measure(BenchPlan.from_json((folder / PLAN_NAME).read_text()), partial(print, flush=True))
+    found = measure(BenchPlan.from_json((folder / PLAN_FILE).read_text()), partial(print, flush=True))
     if dist.get_rank() == 0:
-        (folder / RESULT_NAME).write_text(json.dumps(found))
+        (folder / RESULT_FILE).write_text(json.dumps(found))
 
 
 def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
