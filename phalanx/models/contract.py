@@ -90,7 +90,7 @@ class ExampleInputs(Protocol):
 
 
 class SequenceShards(Protocol):
-    """A pipeline stage that must know how many slices of the sequence its hidden states are split into."""
+    """A model that must know into how many slices of the sequence tensor parallelism splits its hidden states."""
 
     sequence_shards: int
 

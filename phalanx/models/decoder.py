@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models.init import init_transformer, is_meta
-from phalanx.models.loss import LMOutput, token_loss, visible_logits
+from phalanx.models.loss import Head, LMOutput, token_loss, whole_logits
 from phalanx.world.splits import too_long
 
 
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.embed = embed
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.head = Head(config.hidden, config.vocab_size, bias=False)
         self.tie()
         if not is_meta(self):
             self.init_weights()
@@ -99,9 +99,13 @@ class Decoder(nn.Module):
             hidden = self.norm(hidden)
         if self.head is None:
             return hidden
+        trains = targets is not None and self.training and torch.is_grad_enabled()
+        if trains and self.sequence_shards == 1 and isinstance(self.head, Head):  # one whole matrix, without adapters
+            return LMOutput(self.head(hidden, targets=targets), None)
         logits: Tensor = self.head(hidden)
-        seen = visible_logits(logits, with_loss=targets is not None)
-        return seen if targets is None else LMOutput(self.loss_from_output(logits, targets), seen)
+        if targets is None:
+            return whole_logits(logits)
+        return LMOutput(self.loss_from_output(logits, targets), None if trains else whole_logits(logits))
 
     def loss_from_output(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy; targets of -100 do not count."""

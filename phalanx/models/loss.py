@@ -1,4 +1,8 @@
-"""The output and loss of a language model; over logits that are split by vocabulary no rank ever holds all of them."""
+"""The output and loss of a language model, without ever holding the logits of all tokens, or of the whole vocabulary.
+
+In training `Head` computes loss and gradients for a chunk of the tokens at a time. Over logits that tensor parallelism
+splits by vocabulary, `split_token_loss` adds up what each rank has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -15,10 +19,77 @@ from phalanx.config.fields import IGNORED_LABEL
 
 
 class LMOutput(NamedTuple):
-    """Loss and logits. A named tuple, because DDP, FSDP and pytrees can traverse it."""
+    """Loss and logits; None for logits in training. A named tuple, because DDP, FSDP and pytrees can traverse it."""
 
     loss: Tensor
-    logits: Tensor
+    logits: Tensor | None
+
+
+class Head(nn.Linear):
+    """The output matrix: a score for every token of the vocabulary, or with targets the mean cross-entropy alone."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits [batch, time, vocabulary] of [batch, time, hidden], or the loss; targets of -100 do not count.
+
+        With targets the gradients are computed here, so that no logits wait for the backward pass.
+        """
+        dtype = _compute_dtype(hidden)
+        if targets is None or dtype is torch.float16:  # whose unscaled gradients would vanish
+            logits = super().forward(hidden)
+            return logits if targets is None else token_loss(logits, targets)
+        rows = hidden.flatten(0, 1).to(dtype)
+        loss: Tensor = _HeadLoss.apply(rows, self.weight, targets.flatten())  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+_CHUNK_LOGITS = 2**28
+"""Logits that exist at once: half a gigabyte in bf16, and large enough for matrix products at full speed."""
+_MULTIPLE = 64
+"""To which a GPU's vocabulary is padded: matrix products of other widths miss the fast kernels (50,257: 0.83x)."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of hidden states [tokens, hidden] under a matrix [vocabulary, hidden]; gradients in forward.
+
+    A chunk's logits are turned into their gradient, softmax - one-hot, and that into the gradients of both factors,
+    before the next chunk: as many products as usual, none repeated. The scale, 1 / labels that count, comes last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        vocabulary = weight.shape[0]
+        padding = -vocabulary % _MULTIPLE if hidden.is_cuda else 0
+        matrix = F.pad(weight.to(hidden.dtype), (0, 0, 0, padding))
+        counted = targets != IGNORED_LABEL
+        places = targets.where(counted, 0)[:, None]
+        chunks = max(1, -(-hidden.shape[0] * vocabulary // _CHUNK_LOGITS))
+        precise = torch.promote_types(hidden.dtype, torch.float32)  # half precision loses digits in sums
+        parts = zip(*(tensor.chunk(chunks) for tensor in (hidden, places, counted)), strict=True)
+        losses, for_hidden, for_weight = [], [], None
+        for rows, place, counts in parts:
+            logits = (rows @ matrix.t())[:, :vocabulary].to(precise)
+            norm = logits.logsumexp(-1, keepdim=True)
+            losses.append(((norm - logits.gather(1, place))[:, 0] * counts).sum())
+            shares = (logits - norm).exp().scatter_add(1, place, -torch.ones_like(norm)) * counts[:, None]
+            gradient = F.pad(shares.to(rows.dtype), (0, padding))
+            for_hidden.append(gradient @ matrix)
+            share = (gradient.t() @ rows)[:vocabulary]
+            for_weight = share if for_weight is None else share.to(precise).add_(for_weight)
+        count = counted.sum()
+        ctx.save_for_backward(torch.cat(for_hidden), for_weight, count)
+        return torch.stack(losses).sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        for_hidden, for_weight, count = ctx.saved_tensors
+        scale = gradient / count
+        return (for_hidden * scale).to(for_hidden.dtype), for_weight * scale, None
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -27,22 +98,11 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     The logits may be split by vocabulary over tensor-parallel ranks: then they are not gathered.
     """
     if type(logits) is not Tensor:
-        from phalanx.models.loss import is_split, split_token_loss, whole_logits
-
         if is_split(logits):
             return split_token_loss(logits, targets)
         logits = whole_logits(logits)
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision loses digits in the sum
     return F.cross_entropy(precise.flatten(0, 1), targets.flatten())
-
-
-def visible_logits(logits: Tensor, *, with_loss: bool) -> Tensor:
-    """Return the logits for the caller: whole, unless the model trains by its own loss and does not need them whole."""
-    if type(logits) is Tensor or (with_loss and torch.is_grad_enabled()):
-        return logits
-    from phalanx.models.loss import whole_logits
-
-    return whole_logits(logits)
 
 
 def is_split(logits: Tensor) -> TypeGuard[DTensor]:

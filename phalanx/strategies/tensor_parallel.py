@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from phalanx.errors import UsageError, nearest, unknown_name
-from phalanx.models.contract import SplitLogits, TensorDivides, TensorPlan, implements
+from phalanx.models.contract import SequenceShards, SplitLogits, TensorDivides, TensorPlan, implements
 from phalanx.torch_compat import pytree
 from phalanx.world.splits import uneven_slices, uneven_tensors
 
@@ -196,6 +196,8 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(model.get_submodule(name), mesh, made, src_data_rank=None)
     _refuse_unsplit(model)
     _tie_again(model, before)
+    if implements(model, SequenceShards):
+        model.sequence_shards = mesh.size()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(before[name].requires_grad)  # torch's styles unfreeze parameters
 

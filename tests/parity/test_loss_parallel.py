@@ -59,13 +59,16 @@ def calls(loss_parallel: bool) -> tuple[tuple[int, ...], ...]:
     tokens = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
     with Formation(device="cpu", tensor_parallel=2) as formation:
         prepared = formation.prepare(model)
-        trained = prepared(tokens, tokens)
+        heads: list[torch.Tensor] = []
+        hook = model.head.register_forward_hook(lambda *call: heads.append(call[-1]))
+        assert prepared(tokens, tokens).logits is None
+        hook.remove()
         alone = prepared(tokens)
         with torch.no_grad():
             evaluated = prepared(tokens, tokens)
     assert type(alone) is type(evaluated.logits) is torch.Tensor
     assert torch.allclose(evaluated.loss, F.cross_entropy(alone.flatten(0, 1), tokens.flatten()))
-    held = trained.logits.to_local() if isinstance(trained.logits, DTensor) else trained.logits
+    held = heads[0].to_local() if isinstance(heads[0], DTensor) else heads[0]
     return tuple(held.shape), tuple(evaluated.logits.shape), tuple(alone.shape)
 
 
