@@ -58,6 +58,7 @@ PRIVATE = {
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "an epoch left between the micro-batches of a step: fsdp",
     "torch.nn:Module._call_impl": "compile",
     "torch.nn:Module._compiled_call_impl": "compile",
+    "torch._functorch.config:activation_memory_budget": "activation_checkpointing = 'budget 0.5'",
     "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
     "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
@@ -166,6 +167,14 @@ def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
     callbacks = import_module("torch._dynamo.callback")
     callbacks.on_compile_start(lambda *_: begin())
     callbacks.on_compile_end(lambda *_: end())
+
+
+def keep_activations(share: float) -> Callable[[], None]:
+    """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
+    config = import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    config.activation_memory_budget = share
+    return functools.partial(setattr, config, "activation_memory_budget", before)
 
 
 def number_groups_from_zero() -> None:

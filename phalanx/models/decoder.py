@@ -111,6 +111,11 @@ class Decoder(nn.Module):
         """Return the mean cross-entropy; targets of -100 do not count."""
         return token_loss(output, target)
 
+    def compile_regions(self) -> list[tuple[nn.Module, str]]:
+        """Return what torch.compile compiles: the layers, and what the head does for a chunk of tokens."""
+        regions: list[tuple[nn.Module, str]] = [(layer, "forward") for layer in self.layers if layer is not None]
+        return [*regions, (self.head, "chunk")] if isinstance(self.head, Head) else regions
+
     def pipeline_units(self) -> list[str]:
         """Return the modules that run one after the other: any run of them is a pipeline stage."""
         return ["embed", *(f"layers.{number}" for number in range(len(self.layers))), "norm", "head"]
