@@ -58,6 +58,7 @@ PRIVATE = {
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "an epoch left between the micro-batches of a step: fsdp",
     "torch.nn:Module._call_impl": "compile",
     "torch.nn:Module._compiled_call_impl": "compile",
+    "torch:_scaled_mm": "mixed_precision = 'fp8'",
     "torch._functorch.config:activation_memory_budget": "activation_checkpointing = 'budget 0.5'",
     "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
@@ -127,6 +128,14 @@ foreach_mul_, foreach_div_, foreach_lerp_ = torch._foreach_mul_, torch._foreach_
 foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
 LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
+
+
+def scaled_product(first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return first @ second.t() of 8-bit matrices times their scales, each one number or one for each row [rows, 1]."""
+    by_rows = scales[1].ndim > 0
+    return torch._scaled_mm(
+        first, second.t(), scales[0], scales[1].t() if by_rows else scales[1], out_dtype=dtype, use_fast_accum=True
+    )
 
 
 # process groups
