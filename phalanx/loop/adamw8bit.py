@@ -63,13 +63,14 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Tensor) -> None:
+        assert parameter.grad is not None, "parameters without a gradient are not updated"
         weights, gradient, block = local(parameter.detach()), local(parameter.grad), _block(parameter)
-        values = [local(state[name]) for name in _STATES]
+        average, root = (local(state[name]) for name in _STATES)
         constants = (numbers, *group["betas"], group["eps"])
         if not block:
-            _adamw(weights, gradient, *values, *constants)
+            _adamw(weights, gradient, average, root, *constants)
             return
-        blocks = [each.reshape(-1, block) for each in (weights, gradient, *values)]
+        blocks = [each.reshape(-1, block) for each in (weights, gradient, average, root)]
         scales = [local(state[f"{name}_scale"]).view(-1, 1) for name in _STATES]
         self._function(weights)(*blocks, *scales, *constants)
 
