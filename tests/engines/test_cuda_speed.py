@@ -171,7 +171,7 @@ def test_a_budget_for_activations_saves_memory_and_changes_nothing(tmp_path):
 def test_fp8_on_a_device_without_it_computes_in_bf16(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with warnings.catch_warnings():
-        trainer = PyTorchDDPTrainer(gpt("debug"), device="cuda", mixed_precision="fp8", max_steps=2)
+        trainer = PyTorchDDPTrainer(gpt("debug"), device="cuda", mixed_precision="fp8", max_steps=2, batch_size=4)
         tokens = torch.randint(256, (8, 65))
         trainer.fit(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), run_dir=tmp_path)
     assert "computes in bf16" in (tmp_path / "events.jsonl").read_text()
