@@ -39,7 +39,7 @@ class Aliases:
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
     fast: bool = option(False, "mixed_precision=fp8 and compile=true, unless these are given")
     memory: bool = option(
-        False, "compile=true, activation_checkpointing='budget 0.5', optimizer=adamw8bit, unless these are given"
+        False, "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit, unless these are given"
     )
 
 
@@ -72,7 +72,7 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
     "fast": lambda on: {"mixed_precision": "fp8", "compile": True} if on else {},
     "memory": lambda on: (
-        {"compile": True, "activation_checkpointing": "budget 0.5", "optimizer": "adamw8bit"} if on else {}
+        {"compile": True, "activation_checkpointing": "budget 0.4", "optimizer": "adamw8bit"} if on else {}
     ),
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""

@@ -1,7 +1,7 @@
 """The output and loss of a language model, without ever holding the logits of all tokens, or of the whole vocabulary.
 
-In training `Head` computes loss and gradients for a chunk of the tokens at a time. Over logits that tensor parallelism
-splits by vocabulary, `split_token_loss` adds up what each rank has.
+In training `LMHead` computes loss and gradients for a chunk of the tokens at a time. Over logits that tensor
+parallelism splits by vocabulary, `split_token_loss` adds up what each rank has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LMOutput(NamedTuple):
     logits: Tensor | None
 
 
-class Head(nn.Linear):
+class LMHead(nn.Linear):
     """The output matrix: a score for every token of the vocabulary, or with targets the mean cross-entropy alone."""
 
     fp8 = False

@@ -292,3 +292,23 @@ def test_a_compiled_model_has_its_own_names():
     compiled = torch.compile(model, backend="eager")
     assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
     assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
+
+
+def test_a_share_of_activations_is_set_and_set_back():
+    config = import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    undo = torch_compat.keep_activations(0.25)
+    assert config.activation_memory_budget == 0.25
+    undo()
+    assert config.activation_memory_budget == before
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_scaled_products_multiply_8_bits(by_rows):
+    first, second = torch.randn(32, 64), torch.randn(16, 64)
+    scales = [each.abs().amax(1, keepdim=True) / 448 for each in (first, second)]
+    if not by_rows:
+        scales = [scale.amax() for scale in scales]
+    eight = [(each / scale).to(torch.float8_e4m3fn) for each, scale in zip((first, second), scales, strict=True)]
+    product = torch_compat.scaled_product(*eight, tuple(scales), torch.bfloat16)
+    assert (product.float() - first @ second.t()).abs().max() < 0.1 * (first @ second.t()).abs().max()
