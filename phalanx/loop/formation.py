@@ -43,6 +43,7 @@ from phalanx.loop.prepare import (
     check_trains_adapters,
     compile_in_place,
     remember_process,
+    why_not_compile,
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
@@ -148,9 +149,11 @@ class Formation(Prepared):
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model
             self._replaced.apply(optimizer)
-        if self.config.compile:
+        if self.config.compile and not (why := why_not_compile(self.device)):
             for part in self.strategy.compile_targets(wrapped):
                 self._undo.append(compile_in_place(part))
+        elif self.config.compile:
+            self.notes.append(f"compile: {why}, so the model runs as it is written")
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped

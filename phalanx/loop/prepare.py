@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -222,6 +223,12 @@ class PreparedLoader:
     def epoch(self) -> int:
         """The epoch that the next pass (or the one under way) belongs to, from 0."""
         return self.sharded.epoch
+
+
+def why_not_compile(device: torch.device) -> str:
+    """Return why torch.compile cannot compile for a device, in words; empty where it can."""
+    missing = device.type == "cuda" and importlib.util.find_spec("triton") is None
+    return "Triton is not installed (pip install triton)" if missing else ""
 
 
 def compile_in_place(model: nn.Module) -> Callable[[], None]:
