@@ -133,7 +133,7 @@ raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_
 def scaled_product(
     first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """Return first @ second.t() + bias of 8-bit matrices with scales: one number each, or one for each row [rows, 1]."""
+    """Return first @ second.t() + bias of 8-bit matrices with scales: one number, or one for each row [rows, 1]."""
     by_rows = scales[1].ndim > 0
     second_scale = scales[1].t() if by_rows else scales[1]
     return torch._scaled_mm(first, second.t(), scales[0], second_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
