@@ -18,6 +18,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -33,6 +34,7 @@ from phalanx.config import DistributedConfig
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
+from phalanx.loop.compiling import CompiledCalls, keep_compiled_code
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
@@ -87,6 +89,11 @@ class Formation(Prepared):
         super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
         self._locks: dict[Path, RunLock] = {}
         self.saver = Saver()
+        self._compiled_calls: CompiledCalls | None = None
+        if config.compile:
+            self._compiled_calls = CompiledCalls()
+            self._undo.append(partial(self._compiled_calls.use, compiled=True))
+            self.notes += [note for note in [keep_compiled_code()] if note]
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
@@ -169,7 +176,7 @@ class Formation(Prepared):
             in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
-        loader = PreparedLoader(sharded, self.gradients if training else None)
+        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls)
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)

@@ -69,7 +69,7 @@ def test_the_summary_says_why_the_run_ended_and_which_checkpoint_is_the_best():
 
 def test_the_first_steps_are_shown_separately_where_they_took_long():
     long, short = (events.RunEnded("finished", 9, 90.0, 10.0, first_steps_seconds=time) for time in (61.0, 0.1))
-    assert ("first steps", "1:01, not in the throughput") in format.summary_rows(long, None)
+    assert ("first step", "1:01, not in the throughput") in format.summary_rows(long, None)
     assert "first steps" not in dict(format.summary_rows(short, None))
 
 

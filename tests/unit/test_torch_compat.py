@@ -278,15 +278,6 @@ def test_fake_tensors_are_known():
     assert not torch_fakes.is_fake(torch.zeros(2))
 
 
-def test_the_begin_and_end_of_a_compilation_are_known():
-    seen: list[str] = []
-    torch_compat.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
-    doubled = torch.compile(lambda x: 2 * x, backend="eager")
-    assert doubled(torch.ones(2)).sum() == 4
-    assert seen == ["begin", "end"]
-    import_module("torch._dynamo.callback").callback_handler.clear()
-
-
 def test_a_compiled_model_has_its_own_names():
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
