@@ -41,11 +41,11 @@ def compiled_graphs() -> int:
 def recompile_reason(since: float) -> str:
     """Return in one line why torch.compile has last compiled something again; empty where it does not say.
 
-    `since`: only of compilations that began after this time, in seconds since the epoch.
+    `since`: only of compilations that ended after this time, in seconds since the epoch.
     """
     for each in reversed(import_module("torch._dynamo.utils").get_compilation_metrics()):
         reason = getattr(each, "recompile_reason", None)
-        if reason and (each.start_time_us or 0) >= since * 1e6:
+        if reason and (each.end_time_us or 0) >= since * 1e6:
             return str(reason).strip().splitlines()[0]
     return ""
 

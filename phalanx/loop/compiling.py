@@ -101,7 +101,8 @@ class CompileWatch:
         self._emit(Phase("compile", "end", self._of_step))
         if self._clock.steps > 1:
             reason = torch_compiler.recompile_reason(self._step_began)[:_LONGEST_REASON]
-            text = f"step {self._first_step + self._clock.steps}: torch.compile took {duration(self._of_step)} again"
+            step = self._first_step + self._clock.steps
+            text = f"step {step}: torch.compile compiled again for {duration(self._of_step)}"
             self._emit(Message("info", f"{text}: {reason}" if reason else text))
         self._forget_step()
 

@@ -34,7 +34,6 @@ from phalanx.config import DistributedConfig
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.loop.compiling import CompiledCalls, keep_compiled_code
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
@@ -56,6 +55,7 @@ from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
+    from phalanx.loop.compiling import CompiledCalls
 
 _FORMATIONS = itertools.count(1)
 
@@ -91,6 +91,8 @@ class Formation(Prepared):
         self.saver = Saver()
         self._compiled_calls: CompiledCalls | None = None
         if config.compile:
+            from phalanx.loop.compiling import CompiledCalls, keep_compiled_code
+
             self._compiled_calls = CompiledCalls()
             self._undo.append(partial(self._compiled_calls.use, compiled=True))
             self.notes += [note for note in [keep_compiled_code()] if note]

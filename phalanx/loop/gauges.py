@@ -172,6 +172,7 @@ class RunSpeed:
 
     def close(self, samples: int, history: History) -> None:
         """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
+        self.compiles.step_done()
         last = self.report(samples)
         if not self._formation.is_main:
             return

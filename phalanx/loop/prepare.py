@@ -19,7 +19,6 @@ from phalanx.config import DistributedConfig
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
-from phalanx.loop.compiling import CompiledCalls
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.models.contract import Adapter, implements
@@ -31,6 +30,7 @@ from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.loop.compiling import CompiledCalls
     from phalanx.loop.ema import WeightAverage
     from phalanx.loop.forward import Forward
 

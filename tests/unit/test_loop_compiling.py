@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
+import re
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,28 @@ def compiler(monkeypatch, tmp_path):
 
 
 class Graphs(Callback):
-    """Keeps how many graphs there were after each step, and the events of the run."""
+    """Keeps how many graphs there were after each step."""
 
     def __init__(self) -> None:
         self.before = torch_compiler.compiled_graphs()
         self.after_steps: list[int] = []
-        self.seen: list[events.Event] = []
 
     def on_step_end(self, trainer: Any, info: Any) -> None:
         self.after_steps.append(torch_compiler.compiled_graphs() - self.before)
 
+
+class Said:
+    """A sink that keeps messages, and phases as (name, state)."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.phases: list[tuple[str, str]] = []
+
     def handle(self, event: events.Event) -> None:
-        self.seen.append(event)
+        if isinstance(event, events.Message):
+            self.texts.append(event.text)
+        elif isinstance(event, events.Phase):
+            self.phases.append((event.name, event.state))
 
     def close(self) -> None:
         pass
@@ -76,16 +87,118 @@ MODELS = {
 }
 
 
+def trainer_of(model: nn.Module, tmp_path: Path, *callbacks: Any, **settings: Any) -> PyTorchDDPTrainer:
+    """Return a trainer of one rank in this process."""
+    return PyTorchDDPTrainer(model, num_workers=1, device="cpu", batch_size=4, epochs=2, run_dir=str(tmp_path),
+                             progress=False, callbacks=list(callbacks), **settings)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_only_whole_training_batches_are_compiled(name, tmp_path):
     make, kind = MODELS[name]
-    graphs = Graphs()
     loss = None if kind == "text" else nn.CrossEntropyLoss()
-    trainer = PyTorchDDPTrainer(make(), num_workers=1, device="cpu", batch_size=4, epochs=2, compile=True, loss_fn=loss,
-                                run_dir=str(tmp_path), progress=False, callbacks=[graphs])  # fmt: skip
-    history = trainer.fit(data(kind, 11), data(kind, 7))
-    assert len(graphs.after_steps) == 6
-    assert graphs.after_steps == [graphs.after_steps[0]] * 6
-    assert torch_compiler.compiled_graphs() - graphs.before == history.compile_graphs == graphs.after_steps[0] >= 1
-    print("GRAPHS", name, graphs.after_steps, [e for e in graphs.seen if isinstance(e,(events.Phase,events.Message))])
+    graphs, said = Graphs(), Said()
+    history = trainer_of(make(), tmp_path, graphs, said, compile=True, loss_fn=loss).fit(data(kind, 11), data(kind, 7))
+    assert graphs.after_steps == [graphs.after_steps[0]] * 6, "the third and the sixth batch have three samples"
+    assert torch_compiler.compiled_graphs() - graphs.before == history.compile_graphs == graphs.after_steps[0]
+    assert history.compile_graphs == 1 if name in ("digits", "user") else history.compile_graphs >= 1
+    assert [phase for phase in said.phases if phase[0] == "compile"] == [("compile", "begin"), ("compile", "end")]
+    assert not [text for text in said.texts if "torch.compile" in text]
     assert history.compile_seconds > 0
+    assert history.total_time > history.compile_seconds + history.first_steps_seconds
+    assert torch_compiler.is_imported()
+
+
+def test_a_model_that_the_user_has_compiled_is_watched_and_says_why_it_is_compiled_again(tmp_path):
+    model, said = Normalised(), Said()
+    compiled = torch.compile(model)
+    history = trainer_of(compiled, tmp_path, said, loss_fn=nn.CrossEntropyLoss()).fit(data("numbers", 11))
+    assert history.compile_graphs == 2, "torch makes another one for the last batch of an epoch"
+    again = [text for text in said.texts if text.startswith("step 3: torch.compile compiled again for ")]
+    assert len(again) == 1
+    assert "size mismatch at index 0. expected 4, actual 3" in again[0]
+
+
+def test_the_watch_ends_with_the_run(tmp_path):
+    seen: list[str] = []
+    remove = torch_compiler.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
+    handler = import_module("torch._dynamo.callback").callback_handler
+    before = len(handler.start_callbacks), len(handler.end_callbacks)
+    trainer_of(Normalised(), tmp_path, compile=True, loss_fn=nn.CrossEntropyLoss()).fit(data("numbers", 8))
+    assert (len(handler.start_callbacks), len(handler.end_callbacks)) == before
+    assert seen[:2] == ["begin", "end"]
+    remove()
+    assert torch.compile(lambda x: 2 * x)(torch.ones(2)).sum() == 4
+    count = len(seen)
+    torch.compiler.reset()
+    remove()
+    assert len(seen) == count
+
+
+def test_a_long_compilation_is_reported_while_it_lasts_from_any_thread(monkeypatch):
+    monkeypatch.setattr(compiling, "_SAID_AFTER", 0.1)
+    monkeypatch.setattr(compiling, "_SAID_AGAIN", 1000)
+    clock, said = StepClock(), Said()
+    watch = CompileWatch(clock, said.handle)
+
+    def compile_for(seconds: float) -> None:
+        watch._begin()
+        time.sleep(seconds)
+        watch._end()
+
+    for seconds in (0.06, 0.06, 0.2):  # two short ones, of which the second is at a tenth of a second
+        thread = threading.Thread(target=compile_for, args=(seconds,))
+        thread.start()
+        thread.join()
+    assert said.texts == ["compiling the model (first step): 0 s so far"]
+    clock.step_done(4)
+    watch.step_done()
+    assert said.phases == [("compile", "begin"), ("compile", "end")]
+    assert watch.seconds == clock.pauses["compile"] >= 0.32
+    compile_for(0.2)
+    assert said.texts[1:] == ["compiling the model (step 2): 0 s so far"]
+
+
+def test_calls_are_switched_for_the_whole_process():
+    traced: list[int] = []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    compiled, calls = torch.compile(twice), CompiledCalls()
+    calls.use(compiled=False)
+    calls.use(compiled=False)
+    compiled(torch.ones(2))
+    assert traced == [False]
+    calls.use(compiled=True)
+    before = torch_compiler.compiled_graphs()
+    compiled(torch.ones(2))
+    assert torch_compiler.compiled_graphs() == before + 1
+
+
+def test_compiled_code_is_kept_in_the_users_cache(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert keep_compiled_code(environ) == ""
+    place = tmp_path / "phalanx" / "compile"
+    assert (environ["TORCHINDUCTOR_CACHE_DIR"], environ["TRITON_CACHE_DIR"]) == (str(place), str(place / "triton"))
+    assert place.stat().st_mode & 0o077 == 0, "what is read from there is executed"
+    own = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": torch_compiler.own_compile_cache()}
+    keep_compiled_code(own)
+    assert own["TORCHINDUCTOR_CACHE_DIR"] == str(place), "torch has written its own place there, not the user"
+
+
+def test_a_place_that_the_user_has_chosen_stays(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": "/fast/disk", "TRITON_CACHE_DIR": "/other"}
+    before = dict(environ)
+    assert keep_compiled_code(environ) == ""
+    assert (environ, list(tmp_path.iterdir())) == (before, [])
+
+
+def test_a_cache_that_cannot_be_written_is_a_note(tmp_path):
+    (tmp_path / "file").touch()
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    assert re.match(
+        r"compiled code is not kept for the next run: .*file/phalanx/compile: .*", keep_compiled_code(environ)
+    )
+    assert list(environ) == ["XDG_CACHE_HOME"]

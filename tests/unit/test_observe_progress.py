@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.loop import formation
 from phalanx.loop.reporting import _command
 from phalanx.observe import events, heartbeat
 from phalanx.observe.console import Console

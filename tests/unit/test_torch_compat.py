@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
