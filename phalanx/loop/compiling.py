@@ -136,13 +136,13 @@ def keep_compiled_code(environ: MutableMapping[str, str] = os.environ) -> str:
     given = environ.get(_INDUCTOR)
     if given is not None and given != torch_compiler.own_compile_cache():
         return ""
-    folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "compile"
     try:
+        folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "compile"
         make_private(folder)
         if not os.access(folder, os.W_OK):
-            raise PermissionError("not writable")
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home is known
-        return f"compiled code is not kept for the next run: {folder}: {error}. {_INDUCTOR} can name another folder."
+            raise PermissionError(f"{folder} is not writable")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        return f"compiled code is not kept for the next run: {error}. {_INDUCTOR} can name a folder for it."
     environ[_INDUCTOR] = str(folder)
     environ.setdefault(_TRITON, str(folder / "triton"))
     return ""
