@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import PlainDataset, Task, Workload
 
-from phalanx import PyTorchDDPTrainer, torch_compat
+from phalanx import PyTorchDDPTrainer, torch_compiler
 
 _MODES: dict[str, dict[str, Any]] = {
     "ours": {"mixed_precision": "bf16", "compile": True},
@@ -223,7 +223,7 @@ def _run_ours(task: Task, settings: dict[str, Any]) -> None:
 def _compile_seconds() -> Callable[[], float]:
     """Return a function of the seconds that torch.compile has compiled since this call."""
     spent, began = [0.0], [0.0]
-    torch_compat.around_compiles(
+    torch_compiler.around_compiles(
         lambda: began.__setitem__(0, time.perf_counter()),
         lambda: spent.__setitem__(0, spent[0] + time.perf_counter() - began[0]),
     )

@@ -33,7 +33,10 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_get_default_store": "joining a process group of the user's",
     "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
     "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
-    "torch._dynamo.callback:on_compile_start": "heartbeats while a rank compiles",
+    "torch._dynamo.callback:callback_handler.register_start_callback": "heartbeats and times while a rank compiles",
+    "torch._dynamo.utils:counters": "the number of compiled graphs",
+    "torch._dynamo.utils:get_compilation_metrics": "the reason of a recompilation",
+    "torch._inductor.runtime.cache_dir_utils:default_cache_dir": "a compile cache that the next run finds",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
@@ -170,21 +173,6 @@ def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> N
         return run(lambda used: original(*args[:4], used, *args[5:], **kwargs), args[4], str(args[3]))
 
     dist.distributed_c10d._new_process_group_helper = make
-
-
-def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call `begin` and `end` around each compilation of torch.compile from now on."""
-    callbacks = import_module("torch._dynamo.callback")
-    callbacks.on_compile_start(lambda *_: begin())
-    callbacks.on_compile_end(lambda *_: end())
-
-
-def keep_activations(share: float) -> Callable[[], None]:
-    """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
-    config: Any = import_module("torch._functorch.config")
-    before = config.activation_memory_budget
-    config.activation_memory_budget = share
-    return functools.partial(setattr, config, "activation_memory_budget", before)
 
 
 def number_groups_from_zero() -> None:

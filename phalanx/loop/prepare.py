@@ -31,6 +31,7 @@ from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.loop.compiling import CompiledCalls
     from phalanx.loop.ema import WeightAverage
     from phalanx.loop.forward import Forward
 
@@ -155,9 +156,13 @@ class PreparedLoader:
     Reports each micro-batch's share of the global batch to `Gradients` before yielding it.
     """
 
-    def __init__(self, sharded: ShardedLoader, gradients: Gradients | None = None) -> None:
+    def __init__(
+        self, sharded: ShardedLoader, gradients: Gradients | None = None, calls: CompiledCalls | None = None
+    ) -> None:
+        """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph."""
         self.sharded = sharded
-        self._gradients = gradients
+        self._gradients, self._calls = gradients, calls
+        self._most_samples = 0
         self.waited_s = 0.0
         """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
 
@@ -167,6 +172,8 @@ class PreparedLoader:
             for number, batch in enumerate(self.sharded):
                 raise_if_aborted()
                 board.count(number)
+                if self._calls is not None:
+                    self._calls.use(compiled=False)
                 yield batch
             return
         sharded, begin = self.sharded, self._gradients.begin
@@ -182,12 +189,26 @@ class PreparedLoader:
                     break
                 board.alive()
                 begin(sharded.current, sharded)
+                if self._calls is not None:
+                    self._calls.use(compiled=self._is_whole)
                 yield batch
         except GeneratorExit:
             if not sharded.current.boundary:
                 self._gradients.abandon()
             raise
         sharded.set_epoch(sharded.epoch + 1)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the current batch is as large as others of this rank, so that its graph serves these as well.
+
+        In batches of 32 the last one of 100 samples has 4. Of 20 samples on two ranks all have 10. The size of batches
+        that the data makes itself (`batch_size` is then 1) may always vary.
+        """
+        layout, samples = self.sharded.layout, self.sharded.current.samples
+        self._most_samples = max(self._most_samples, samples)
+        own = layout.shares[layout.dp_rank] if layout.shares else layout.batch_size
+        return samples >= min(self._most_samples, own)
 
     def steps_left(self, epochs: int | None) -> int | None:
         """Return the optimizer steps up to the end of the last epoch; None where that is not known beforehand."""

@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -278,29 +277,11 @@ def test_fake_tensors_are_known():
     assert not torch_fakes.is_fake(torch.zeros(2))
 
 
-def test_the_begin_and_end_of_a_compilation_are_known():
-    seen: list[str] = []
-    torch_compat.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
-    doubled = torch.compile(lambda x: 2 * x, backend="eager")
-    assert doubled(torch.ones(2)).sum() == 4
-    assert seen == ["begin", "end"]
-    import_module("torch._dynamo.callback").callback_handler.clear()
-
-
 def test_a_compiled_model_has_its_own_names():
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
     assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
     assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
-
-
-def test_a_share_of_activations_is_set_and_set_back():
-    config = import_module("torch._functorch.config")
-    before = config.activation_memory_budget
-    undo = torch_compat.keep_activations(0.25)
-    assert config.activation_memory_budget == 0.25
-    undo()
-    assert config.activation_memory_budget == before
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
