@@ -111,6 +111,10 @@ class Gradients:
     def begin(self, micro: MicroInfo, loader: ShardedLoader) -> None:
         """Set the loader's description of the batch it is about to yield."""
         self._read.add(loader, micro, self._passes)
+        self.describe(micro)
+
+    def describe(self, micro: MicroInfo) -> None:
+        """Set the description of the batch whose passes are next."""
         self.micro = micro
         self._calls = 0
         if micro.boundary is not self.boundary:
@@ -281,6 +285,28 @@ class Gradients:
                 self._strategy.step(inner)
         finally:
             self._direct = False
+
+    def replayed(self, passes: int) -> None:
+        """Count a step that the device has taken by itself, with this many backward passes."""
+        self._passes += passes
+        self._calls = 0
+        self._counts.tried[id(self._primary)] += 1
+        self.steps += 1
+        self._strategy.after_step()
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take what is counted here back where an error is raised: nothing of it was executed."""
+        counted = self.steps, self._passes, dict(self._counts.tried)
+        try:
+            yield
+        except BaseException:
+            self.steps, self._passes, self._counts.tried = counted
+            self._calls = 0
+            if self.scale is not None:
+                self.scale.forget()
+            self.abandon()
+            raise
 
     def _norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Return the norm that an optimizer's step depends on: what another one has left does not count."""

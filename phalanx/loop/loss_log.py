@@ -45,6 +45,11 @@ class LossLog:
         self._shares.append(share)
         self._step_of.append(step)
 
+    def copy(self) -> None:
+        """Copy the losses that were not read yet: their memory is about to be written again."""
+        if self._losses:
+            self._losses = list(torch.stack(self._losses).unbind())
+
     def read(self) -> Losses:
         """Return step -> loss of its global batch, and clear the log; all ranks must call this together."""
         if not self._losses:

@@ -26,6 +26,7 @@ from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
 if TYPE_CHECKING:
+    from phalanx.loop.capture import CapturedStep
     from phalanx.loop.checks import RankChecks
 
 
@@ -40,6 +41,7 @@ class TrainLoop:
         self.formation = formation
         self.task = task
         self.run_dir = run_dir
+        self._leave_default_stream()
         self.model = formation.prepare(task.model)
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
         self.train_loader = formation.prepare_loader(task.train)
@@ -65,6 +67,10 @@ class TrainLoop:
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._call = ModelCall(self)
+        self._captured: CapturedStep | None = None
+        self._begun = False
+        self.yields_steps = True
+        """Whether the caller gets every step, and may change anything after it."""
 
     @property
     def config(self) -> DistributedConfig:
@@ -107,6 +113,7 @@ class TrainLoop:
 
     def run(self) -> History:
         """Train to the end and return the history."""
+        self.yields_steps = False
         for _ in self.steps():
             pass
         return self.history
@@ -143,23 +150,29 @@ class TrainLoop:
         config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
         report, hooks, checks, call = self.report, self.hooks, self.checks, self._call
         begin_training(self.model, self.formation.unwrap(self.model))
+        captured = self._capturing()
         batches = call.decided(iter(self.train_loader))
         while call.forward is not None and not self.is_finished(within_epoch=True):
             step = self.step + 1
             self.schedule.apply(step - 1)
             due = report.is_due(step)
-            outcome = train_step(
-                self.formation,
-                self.model,
-                self.optimizer,
-                call.forward,
-                batches,
-                report.loss_log,
-                by_tokens=call.by_labels,
-                clip=config.gradient_clipping,
-                measure_norm=due,
-                reseed=self.reseed,
-            )
+            if captured is not None and not captured.is_off:
+                outcome = captured.take(
+                    call.forward, batches, by_tokens=call.by_labels, measure_norm=due, reseed=self.reseed
+                )
+            else:
+                outcome = train_step(
+                    self.formation,
+                    self.model,
+                    self.optimizer,
+                    call.forward,
+                    batches,
+                    report.loss_log,
+                    by_tokens=call.by_labels,
+                    clip=config.gradient_clipping,
+                    measure_norm=due,
+                    reseed=self.reseed,
+                )
             if outcome is None:
                 break
             heartbeat.beat(step)
@@ -195,6 +208,25 @@ class TrainLoop:
             self._end_epoch(epoch)
             if self.saving.due_after_epoch(epoch + 1) and not self.is_finished():
                 self.saving.save()
+
+    def _leave_default_stream(self) -> None:
+        """Prepare for a CUDA graph of the step, where several ranks may capture it."""
+        if self.formation.device.type == "cuda":
+            from phalanx.loop.capture import own_stream
+
+            if (undo := own_stream(self.formation)) is not None:
+                self.formation.undo_later(undo)
+
+    def _capturing(self) -> CapturedStep | None:
+        """Return what takes the steps of an epoch as a CUDA graph; None where that is not possible."""
+        if not self._begun and (self.formation.device.type == "cuda" or self.config.capture):
+            from phalanx.loop.capture import captured_step  # ranks without a GPU do not load it
+
+            self._captured = captured_step(self)
+        self._begun = True
+        if self._captured is not None:
+            self._captured.check()
+        return self._captured
 
     def _complete_boundary(self) -> None:
         """Do what follows the last step, and the ranks were lost in: callbacks, the last evaluation, a checkpoint."""

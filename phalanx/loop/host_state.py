@@ -1,0 +1,128 @@
+"""What a training step reads and changes on the host: a step that is recorded once and replayed must do neither."""
+
+from __future__ import annotations
+
+import linecache
+import random
+import warnings
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = frozenset(vars(nn.Module()))
+_WAITS = "called a synchronizing CUDA operation"
+"""How torch's warning begins where code waits for the device."""
+
+State = dict[str, Any]
+"""By name: values that can be compared."""
+
+
+def model_state(model: nn.Module) -> State:
+    """Return the plain attributes of a model's modules, how long their containers are, and where their tensors lie."""
+    found: State = {}
+    for path, module in model.named_modules():
+        prefix = f"{path or type(module).__name__}."
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN:
+                found[prefix + name] = value
+            elif isinstance(value, torch.Tensor):
+                found[prefix + name] = id(value)
+            elif name not in _OF_TORCH and isinstance(value, Sized):
+                found[prefix + name] = len(value)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[name] = (tensor.data_ptr(), tensor.requires_grad)
+    return found
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
+    """Return what an optimizer keeps on the host: its settings, counters, and tensors of one number; not its rates."""
+    kind = type(optimizer).__name__
+    found = {f"{kind}.{name}": value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        found |= {f"{kind}.{name} of group {number}": value for name, value in settings.items() if _is_plain(value)}
+    for number, state in enumerate(optimizer.state.values()):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+                found[f"{kind}'s {name} of parameter {number}"] = value.item()
+            elif _is_plain(value):
+                found[f"{kind}'s {name} of parameter {number}"] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value))
+
+
+def random_state() -> State:
+    """Return the states of the generators of random numbers on the host."""
+    numpy: Any = np.random.get_state()
+    own = torch.default_generator.get_state().numpy().tobytes()
+    return {"random": random.getstate(), "numpy.random": (numpy[1].tobytes(), numpy[2]), "torch (on the CPU)": own}
+
+
+def change(before: State, after: State) -> str:
+    """Return the first name whose value differs; empty where all are equal."""
+    names = (*after, *(name for name in before if name not in after))
+    return next((name for name in names if name not in before or after.get(name) != before[name]), "")
+
+
+class HostUse:
+    """Watches one step: afterwards `reason` says what of it needs the host; empty where nothing does."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.reason = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Compare what the host holds before and after, and note where code waits for the device."""
+        states = model_state(self._model), optimizer_state(self._optimizer), random_state()
+        with _noted_waits(self._model) as waits:
+            yield
+        drawn = change(states[2], random_state())
+        changed = change(states[0], model_state(self._model))
+        counted = change(states[1], optimizer_state(self._optimizer))
+        if waits:
+            self.reason = f"{waits[0]} waits for the device"
+        elif drawn:
+            self.reason = f"the model draws random numbers of {drawn}"
+        elif changed:
+            self.reason = f"the model changes {changed} on the host in a step"
+        elif counted:
+            fused = "; write fused=True in it" if "fused" in self._optimizer.defaults else ""
+            self.reason = f"the optimizer changes {counted} on the host{fused}"
+
+
+@contextmanager
+def _noted_waits(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list that gets the places where code has waited for a CUDA device."""
+    places: list[str] = []
+    if not any(parameter.is_cuda for parameter in model.parameters()):
+        yield places
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for each in caught:
+        if str(each.message).startswith(_WAITS):
+            places.append(_place(each.filename, each.lineno))
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def _place(filename: str, line: int) -> str:
+    """Return a line of code in words: where it stands, and its text."""
+    text = linecache.getline(filename, line).strip()
+    return f"{Path(filename).name}:{line}" + (f" ({text})" if text else "")
