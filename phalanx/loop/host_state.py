@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import random
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,27 @@ def change(before: State, after: State) -> str:
     return next((name for name in names if name not in before or after.get(name) != before[name]), "")
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def hooked(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return what has hooks of the user, which the host calls in every step; empty where nothing has."""
+    for name in _STEP_HOOKS:
+        if _users(getattr(optimizer, name, {})):
+            return f"a hook on the step of {type(optimizer).__name__}"
+    for path, module in model.named_modules():
+        if any(_users(getattr(module, name, {})) for name in _HOOKS):
+            return f"a hook on the module {path or type(module).__name__}"
+    return ""
+
+
+def _users(hooks: Mapping[Any, Any]) -> bool:
+    """Whether some hooks are neither torch's nor of this package."""
+    homes = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks.values())
+    return any(home.partition(".")[0] not in ("torch", "phalanx") for home in homes)
+
+
 class HostUse:
     """Watches one step: afterwards `reason` says what of it needs the host; empty where nothing does."""
 
@@ -89,7 +110,10 @@ class HostUse:
         drawn = change(states[2], random_state())
         changed = change(states[0], model_state(self._model))
         counted = change(states[1], optimizer_state(self._optimizer))
-        if waits:
+        hook = hooked(self._model, self._optimizer)
+        if hook:
+            self.reason = f"{hook} is called in every step"
+        elif waits:
             self.reason = f"{waits[0]} waits for the device"
         elif drawn:
             self.reason = f"the model draws random numbers of {drawn}"

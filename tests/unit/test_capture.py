@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.loop import capture
 from phalanx.loop.gradients import Gradients
-from phalanx.loop.host_state import HostUse, change, model_state
+from phalanx.loop.host_state import HostUse, change, hooked, model_state
 from phalanx.loop.recording import Pulled, batch_form, takes_rate_on_device
 
 
@@ -209,6 +209,19 @@ def test_an_optimizer_that_counts_on_the_host_is_named_with_the_remedy():
         step()
         torch.set_rng_state(before)  # dropout on the CPU
     assert use.reason == "the optimizer changes AdamW's step of parameter 0 on the host; write fused=True in it"
+
+
+def test_hooks_of_the_user_are_named():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert hooked(model, optimizer) == ""
+    nn.utils.parametrizations.weight_norm(model[0])
+    assert hooked(model, optimizer) == ""
+    handle = model[4].register_forward_hook(lambda *values: None)
+    assert hooked(model, optimizer) == "a hook on the module 4"
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *values: None)
+    assert hooked(model, optimizer) == "a hook on the step of SGD"
 
 
 def test_rates_on_the_device():
