@@ -19,10 +19,11 @@ from torch import nn
 
 from phalanx import torch_compat
 from phalanx.loop.forward import Forward
+from phalanx.loop.gradients import count_replayed, undone_on_error
 from phalanx.loop.host_state import HostUse, State, change, model_state, optimizer_state
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
-from phalanx.loop.recording import Pulled, Recording, leaves_of, rates_of, takes_rate_on_device
+from phalanx.loop.recording import Pulled, RecordedStep, leaves_of, rates_of, takes_rate_on_device
 from phalanx.loop.step import StepOutcome, add_micro_batch, finish_step
 from phalanx.observe.call_ring import GRADIENTS
 
@@ -44,7 +45,7 @@ def why_not(prepared: Prepared) -> str:
     reasons = {
         "that was asked for (capture = False)": config.capture is False,
         f"a CUDA graph needs a GPU, and the device is {prepared.device.type}": prepared.device.type != "cuda",
-        prepared.strategy.why_not_captured(): bool(prepared.strategy.why_not_captured()),
+        (why := prepared.strategy.why_not_captured): bool(why),
         "a captured step has one model and one optimizer": len(prepared.optimizers) != 1 or len(prepared.models) != 1,
         "on_nonfinite = 'skip' looks at every gradient on the host": config.on_nonfinite == "skip",
         "debug looks into the calls of the modules": config.debug is not None,
@@ -65,7 +66,7 @@ def own_stream(prepared: Prepared) -> Callable[[], None] | None:
     torch's DDP keeps the nodes that add gradients up, and each of them stays on the stream on which it was made.
     """
     device, config = prepared.device, prepared.config
-    if prepared.world_size == 1 or config.capture is False or prepared.strategy.why_not_captured():
+    if prepared.world_size == 1 or config.capture is False or prepared.strategy.why_not_captured:
         return None
     before = torch.cuda.current_stream(device)
     own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -100,7 +101,7 @@ class CapturedStep:
         if self._ranks > 1:
             self._probed = _PROBED_RANKS
         self._stream: Any = None
-        self._recording: Recording | None = None
+        self._recording: RecordedStep | None = None
         self._form: tuple[Any, ...] = ()
         self._rates: list[float] = []
         self._varies = False
@@ -135,7 +136,7 @@ class CapturedStep:
                 if reseed is not None:
                     reseed(step, pulled.infos[0].offset)
                 recording.put(pulled)
-                gradients.replayed(len(pulled.infos))
+                count_replayed(gradients, len(pulled.infos))
                 return self._replay(recording, graph, step, pulled, measure_norm)
         calls = StepCalls(self, forward, pulled, step, by_tokens=by_tokens, reseed=reseed)
         if not is_whole:
@@ -160,7 +161,7 @@ class CapturedStep:
         return self._clip is not None or self._ranks > 1
 
     def _replay(
-        self, recording: Recording, graph: torch.cuda.CUDAGraph, step: int, pulled: Pulled, measure_norm: bool
+        self, recording: RecordedStep, graph: torch.cuda.CUDAGraph, step: int, pulled: Pulled, measure_norm: bool
     ) -> StepOutcome:
         GRADIENTS.began = time.time()
         graph.replay()
@@ -179,7 +180,7 @@ class CapturedStep:
                 return pulled, True
         return pulled, False
 
-    def _to_record(self, pulled: Pulled, *, by_tokens: bool) -> Recording | None:
+    def _to_record(self, pulled: Pulled, *, by_tokens: bool) -> RecordedStep | None:
         """Return the recording that this step is to be a part of; None: it runs without."""
         recording = self._recording
         if recording is not None and recording.follow_rates():
@@ -212,9 +213,9 @@ class CapturedStep:
         self.turn_off(self._why or (why if self._ranks == 1 else "a step of another rank cannot be captured"))
         return False
 
-    def _new_recording(self, pulled: Pulled) -> Recording:
+    def _new_recording(self, pulled: Pulled) -> RecordedStep:
         assert self._loss is not None, "a step was taken"
-        recording = self._recording = Recording(pulled, self._loss, self._optimizer, self._log)
+        recording = self._recording = RecordedStep(pulled, self._loss, self._optimizer, self._log)
         if self._varies and takes_rate_on_device(self._optimizer):
             recording.read_rates_on_device()
         return recording
@@ -252,7 +253,7 @@ class CapturedStep:
         if self._recording is not None and change(self._host, self._host_state()):
             self.drop()
 
-    def _record(self, recording: Recording, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _record(self, recording: RecordedStep, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a step; None where that is not possible: then nothing has changed."""
         device, gradients = self._prepared.device, self._prepared.gradients
         if gradients.scale is not None:  # after the last eager step: in the graph, each step does it at its end
@@ -262,7 +263,7 @@ class CapturedStep:
             self._stream = torch.cuda.Stream(device) if own else torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
         graph, failed = torch.cuda.CUDAGraph(), None
         try:
-            with gradients.undone_on_error():
+            with undone_on_error(gradients):
                 try:
                     # Other threads go on: one that copies a checkpoint to the host must not end the capture.
                     options = {"pool": recording.pool, "stream": self._stream, "capture_error_mode": "thread_local"}
@@ -320,7 +321,7 @@ class StepCalls:
         """Run forward and backward of all micro-batches; return the last loss."""
         loss = None
         for info, batch in zip(*self.pulled, strict=True):
-            self._prepared.gradients.describe(info)
+            self._prepared.gradients.begin(info)
             if self._reseed is not None:
                 self._reseed(self._step, info.offset)
             loss, share = self._add(batch)
@@ -339,10 +340,10 @@ class StepCalls:
         assert loss is not None, "a step has micro-batches"
         return StepOutcome(loss.detach(), self._finish(measure_norm))
 
-    def record(self, recording: Recording, measure_norm: bool) -> None:
+    def record(self, recording: RecordedStep, measure_norm: bool) -> None:
         """Do on the recording's memory what the step does on its batches."""
         for info, batch in zip(self.pulled.infos, recording.batches, strict=True):
-            self._prepared.gradients.describe(info)
+            self._prepared.gradients.begin(info)
             loss, _ = self._add(batch)
             recording.write_loss(loss)
         norm = self._finish(measure_norm)

@@ -33,7 +33,7 @@ def batch_form(batch: Any) -> tuple[Any, ...]:
     return (structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
 
 
-class Recording:
+class RecordedStep:
     """A recorded step: its graphs, the memory that they read and write, and what on the host they depend on."""
 
     def __init__(self, pulled: Pulled, loss: torch.Tensor, optimizer: torch.optim.Optimizer, log: LossLog) -> None:

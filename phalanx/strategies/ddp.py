@@ -160,8 +160,9 @@ class DDP(CompressesGradients):
         self._built[id(wrapped)] = _trained(wrapped)
         return wrapped
 
+    @property
     def why_not_captured(self) -> str:
-        """Return why a step cannot be recorded: the host takes part in averaging, apart from plain nccl."""
+        """Why a step cannot be recorded: the host takes part in averaging, apart from plain nccl."""
         config, backend = self.config, self.world.comm_backend
         if self.world.world_size == 1:
             return ""

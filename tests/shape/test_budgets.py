@@ -21,8 +21,8 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 77_710, "core": 48_350}
-FILES = 428
+LINES = {"package": 78_750, "core": 49_380}
+FILES = 431
 SETTINGS = 96
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 250
