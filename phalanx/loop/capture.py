@@ -18,14 +18,16 @@ import torch
 from torch import nn
 
 from phalanx import torch_compat
+from phalanx.data.device import to_device
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
 from phalanx.loop.host_state import HostUse, State, change, model_state, optimizer_state
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
-from phalanx.loop.recording import Pulled, RecordedStep, leaves_of, rates_of, takes_rate_on_device
+from phalanx.loop.recording import Pulled, RecordedStep, rates_of, takes_rate_on_device
 from phalanx.loop.step import StepOutcome, add_micro_batch, finish_step
 from phalanx.observe.call_ring import GRADIENTS
+from phalanx.torch_compat import pytree
 
 _PROBED = 2
 """The step that is looked at: in the first one, optimizers make their states."""
@@ -218,13 +220,19 @@ class CapturedStep:
         recording = self._recording = RecordedStep(pulled, self._loss, self._optimizer, self._log)
         if self._varies and takes_rate_on_device(self._optimizer):
             recording.read_rates_on_device()
+        self._leave_small(True)
         return recording
+
+    def _leave_small(self, leave: bool) -> None:
+        """Let loaders leave small batches on the host, or move them."""
+        for loader in self._prepared.loaders:
+            loader.sharded.leaves_small = leave
 
     def _take_eagerly(self, calls: StepCalls, measure_norm: bool) -> StepOutcome:
         """Take a step without a recording; look at what it does on the host where it is the one before a recording."""
         if self.is_off or self._recording is not None or self._equal != self._probed:
             return calls.run(measure_norm)
-        if any(not isinstance(leaf, torch.Tensor) for batch in calls.pulled.batches for leaf in leaves_of(batch)):
+        if any(not isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(calls.pulled.batches)):
             self._why = "a batch holds more than tensors"
         use = HostUse(self._prepared.unwrap(self._model), self._optimizer)
         with use.watching():
@@ -297,6 +305,7 @@ class CapturedStep:
         self._recording = None
         self._equal = self._tried = 0
         self._form, self._rates = (), []
+        self._leave_small(False)
 
 
 class StepCalls:
@@ -324,7 +333,7 @@ class StepCalls:
             self._prepared.gradients.begin(info)
             if self._reseed is not None:
                 self._reseed(self._step, info.offset)
-            loss, share = self._add(batch)
+            loss, share = self._add(to_device(batch, self._prepared.device, non_blocking=True))
             self._log.add(self._step, loss, share)
         return loss
 

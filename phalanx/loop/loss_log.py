@@ -41,7 +41,7 @@ class LossLog:
 
     def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
         """Add a micro-batch's mean loss and its samples, or labels."""
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach() if loss.requires_grad else loss)
         self._shares.append(share)
         self._step_of.append(step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -44,7 +44,11 @@ class RecordedStep:
         self.pool = torch.cuda.graph_pool_handle() if loss.is_cuda else None
         self.norm = torch.zeros((), dtype=torch.float64, device=loss.device)
         self.infos = pulled.infos
-        self.batches: list[Any] = pytree.tree_map_only(torch.Tensor, torch.clone, pulled.batches)
+        device = loss.device
+        self.batches: list[Any] = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: leaf.to(device, copy=True), pulled.batches
+        )
+        self._inputs: list[list[torch.Tensor]] = [pytree.tree_leaves(batch) for batch in self.batches]
         self._ring = torch.zeros(_LOSSES, dtype=loss.dtype, device=loss.device)
         self._next = torch.zeros(1, dtype=torch.int64, device=loss.device)
         self._losses = list(self._ring.unbind())
@@ -58,11 +62,16 @@ class RecordedStep:
         infos, batches = pulled
         if len(infos) != len(self.infos):
             return False
-        for info, own, batch, held in zip(infos, self.infos, batches, self.batches, strict=True):
+        for info, own, batch, held, tensors in zip(infos, self.infos, batches, self.batches, self._inputs, strict=True):
             if info.samples != own.samples or info.scale != own.scale or type(batch) is not type(held):
                 return False
-            if type(batch) not in (list, tuple) or not all(map(_alike, batch, held)) or len(batch) != len(held):
+            if type(batch) not in (list, tuple):
                 return pulled.form() == self.form
+            if len(batch) != len(tensors):
+                return False
+            for leaf, static in zip(batch, tensors, strict=True):
+                if leaf.shape != static.shape or leaf.dtype != static.dtype:
+                    return False
         return True
 
     def put(self, pulled: Pulled) -> None:
@@ -70,8 +79,9 @@ class RecordedStep:
         if self._count + len(pulled.infos) > len(self._losses):  # the device begins again at the first place
             self._log.copy()
             self._count -= len(self._losses)
-        for batch, held in zip(pulled.batches, self.batches, strict=True):
-            for leaf, static in zip(leaves_of(batch), leaves_of(held), strict=True):
+        for batch, tensors in zip(pulled.batches, self._inputs, strict=True):
+            leaves = batch if type(batch) in (list, tuple) else pytree.tree_leaves(batch)
+            for leaf, static in zip(leaves, tensors, strict=True):
                 static.copy_(leaf, non_blocking=True)
 
     def write_loss(self, loss: torch.Tensor) -> None:
@@ -121,18 +131,6 @@ class RecordedStep:
         finally:
             for group, settings in zip(groups, before, strict=True):
                 group.update(settings)
-
-
-def _alike(leaf: Any, held: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.shape == held.shape and leaf.dtype == held.dtype
-
-
-def leaves_of(batch: Any) -> Sequence[Any]:
-    """Return the leaves of a batch; a plain list or tuple of tensors has them at hand."""
-    if type(batch) in (list, tuple) and all(isinstance(part, torch.Tensor) for part in batch):
-        return batch  # type: ignore[no-any-return]
-    leaves: list[Any] = pytree.tree_leaves(batch)
-    return leaves
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -7,6 +7,7 @@ and no infinity, so these floats are written as the strings "nan", "inf" and "-i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -18,6 +19,11 @@ KINDS: dict[str, type[Event]] = {}
 """Every kind of event by its name in JSON."""
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@functools.cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in dataclasses.fields(kind))
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as plain data that JSON can hold."""
-        fields = {item.name: _encode(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        fields = {name: _encode(getattr(self, name)) for name in _field_names(type(self))}  # type: ignore[arg-type] # a class has a hash
         return {"event": self.kind, "time": fields.pop("time"), "rank": fields.pop("rank"), **fields}
 
     def to_json(self) -> str:
@@ -380,6 +386,8 @@ def from_json(line: str | bytes) -> Event:
 
 
 def _encode(value: Any) -> Any:
+    if value is None or type(value) in (int, str, bool):
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
