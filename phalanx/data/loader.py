@@ -225,6 +225,10 @@ class ShardedLoader:
         self._resuming = True
         return True
 
+    def fetch_ahead(self, ranks_here: int) -> None:
+        """Fetch batches in worker processes from here on where that makes no difference but time."""
+        self._batches.fetch_ahead(ranks_here)
+
     def close(self) -> None:
         """Stop worker processes kept between epochs (`persistent_workers=True`)."""
         self._batches.close()

@@ -224,9 +224,10 @@ class CapturedStep:
         return recording
 
     def _leave_small(self, leave: bool) -> None:
-        """Let loaders leave small batches on the host, or move them."""
+        """Let loaders leave small batches on the host, or move them; and fetch ahead, unless a callback may notice."""
         for loader in self._prepared.loaders:
             loader.sharded.leaves_small = leave
+            loader.ranks_fetching_ahead = self._prepared.world.env.ranks_here if leave and not self._is_watched else 0
 
     def _take_eagerly(self, calls: StepCalls, measure_norm: bool) -> StepOutcome:
         """Take a step without a recording; look at what it does on the host where it is the one before a recording."""

@@ -21,8 +21,8 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 78_750, "core": 49_380}
-FILES = 431
+LINES = {"package": 79_000, "core": 49_600}
+FILES = 432
 SETTINGS = 96
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 250
