@@ -32,7 +32,7 @@ _MOST_WORKERS = 4
 _MESSAGES = 3
 """Groups that each worker prepares in advance."""
 _SHARED_BYTES = 64 << 20
-"""Free shared memory without which nothing is fetched ahead; a container has 64 MiB unless it is told otherwise."""
+"""Free shared memory without which nothing is fetched ahead; a container has 64 MiB unless it is given more."""
 _PICKLED_BYTES = 64 << 20
 
 
