@@ -380,8 +380,6 @@ def from_json(line: str | bytes) -> Event:
 
 
 def _encode(value: Any) -> Any:
-    if value is None or type(value) in (int, str, bool):
-        return value
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):

@@ -243,7 +243,8 @@ def test_compiled(tmp_path, monkeypatch):
 
 def test_two_ranks_over_nccl(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
-    words = ("digits", "--num-workers", 2, "--strategy", "ddp", "--max-steps", 40, "--share-gpus", "--seed", 3)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    words = ("digits", "--deterministic", "--num-workers", 2, "--max-steps", 40, "--share-gpus", "--seed", 3)
     losses: dict[str, list[float]] = {}
     for flag in ("--capture", "--no-capture"):
         answer = phalanx("train", *words, flag, "--log-every-n-steps", 5, "--run-dir", flag.strip("-"))
