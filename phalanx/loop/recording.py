@@ -49,6 +49,7 @@ class RecordedStep:
             torch.Tensor, lambda leaf: leaf.to(device, copy=True), pulled.batches
         )
         self._inputs: list[list[torch.Tensor]] = [pytree.tree_leaves(batch) for batch in self.batches]
+        self._forms = [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in self._inputs]
         self._ring = torch.zeros(_LOSSES, dtype=loss.dtype, device=loss.device)
         self._next = torch.zeros(1, dtype=torch.int64, device=loss.device)
         self._losses = list(self._ring.unbind())
@@ -62,15 +63,15 @@ class RecordedStep:
         infos, batches = pulled
         if len(infos) != len(self.infos):
             return False
-        for info, own, batch, held, tensors in zip(infos, self.infos, batches, self.batches, self._inputs, strict=True):
+        for info, own, batch, held, tensors in zip(infos, self.infos, batches, self.batches, self._forms, strict=True):
             if info.samples != own.samples or info.scale != own.scale or type(batch) is not type(held):
                 return False
             if type(batch) not in (list, tuple):
                 return pulled.form() == self.form
             if len(batch) != len(tensors):
                 return False
-            for leaf, static in zip(batch, tensors, strict=True):
-                if leaf.shape != static.shape or leaf.dtype != static.dtype:
+            for leaf, (shape, dtype) in zip(batch, tensors, strict=True):
+                if leaf.shape != shape or leaf.dtype is not dtype:
                     return False
         return True
 
