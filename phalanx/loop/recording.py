@@ -77,9 +77,10 @@ class RecordedStep:
 
     def put(self, pulled: Pulled) -> None:
         """Copy the batches of a step to where the graph reads them; make room for its losses."""
-        if self._count + len(pulled.infos) > len(self._losses):  # the device begins again at the first place
+        if self._count + len(pulled.infos) > len(self._losses):  # begin again at the first place
             self._log.copy()
-            self._count -= len(self._losses)
+            self._next.zero_()
+            self._count = 0
         for batch, tensors in zip(pulled.batches, self._inputs, strict=True):
             leaves = batch if type(batch) in (list, tuple) else pytree.tree_leaves(batch)
             for leaf, static in zip(leaves, tensors, strict=True):
@@ -88,7 +89,7 @@ class RecordedStep:
     def write_loss(self, loss: torch.Tensor) -> None:
         """Write a micro-batch's loss at the next place; recorded, so that the place is counted on the device."""
         self._ring.index_copy_(0, self._next, loss.detach().reshape(1))
-        self._next.add_(1).remainder_(len(self._losses))
+        self._next.add_(1)
 
     def log_losses(self, step: int, infos: list[MicroInfo]) -> torch.Tensor:
         """Give the losses of a replayed step to the log; return the last one."""
