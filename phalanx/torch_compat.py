@@ -69,6 +69,7 @@ PRIVATE = {
     "torch.profiler:_ExperimentalConfig": "profile",
     "torch.autograd:_profiler_enabled": "the warning about a profiler around fit()",
     "torch.cuda.memory:_cuda_endAllocateToPool": "training after a capture (capture) that failed",
+    "torch.cuda.memory:_cuda_releasePool": "training after a capture (capture) that failed",
     "torch.cuda.memory:_record_memory_history": "profile = 'memory' on CUDA",
     "torch.cuda.memory:_snapshot": "profile = 'memory' on CUDA",
     "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan --fake-run",
@@ -354,6 +355,7 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(RuntimeError):  # it was ended: the capture was valid up to the end
         torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
     generator: Any = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
 

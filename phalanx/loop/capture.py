@@ -270,7 +270,7 @@ class CapturedStep:
         if self._stream is None:  # with DDP the one on which it was made
             own = self._ranks == 1
             self._stream = torch.cuda.Stream(device) if own else torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
-        graph, failed = torch.cuda.CUDAGraph(), None
+        graph, failed, before = torch.cuda.CUDAGraph(), None, torch.cuda.current_stream(device)
         try:
             with undone_on_error(gradients):
                 try:
@@ -280,6 +280,7 @@ class CapturedStep:
                         body()
                 except RuntimeError as error:
                     failed = error
+                    torch.cuda.set_stream(before)  # torch has left it, and ends the capture before it comes back
                     torch_compat.end_failed_capture(device, recording.pool)
                 if self._ranks > 1 and float(self._prepared.reduce(float(failed is None), "min")) == 0:
                     failed = failed or RuntimeError("a step of another rank cannot be captured")
