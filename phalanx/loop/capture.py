@@ -21,7 +21,7 @@ from phalanx import torch_compat
 from phalanx.data.device import to_device
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
-from phalanx.loop.host_state import HostUse, State, change, model_state, optimizer_state
+from phalanx.loop.host_state import HostUse, HostWatch
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
 from phalanx.loop.recording import Pulled, RecordedStep, rates_of, takes_rate_on_device
@@ -108,7 +108,7 @@ class CapturedStep:
         self._rates: list[float] = []
         self._varies = False
         self._equal = self._tried = 0
-        self._host: State = {}
+        self._watch: HostWatch | None = None
         self._loss: torch.Tensor | None = None
         self._why = ""
         self.is_off = False
@@ -220,6 +220,7 @@ class CapturedStep:
         recording = self._recording = RecordedStep(pulled, self._loss, self._optimizer, self._log)
         if self._varies and takes_rate_on_device(self._optimizer):
             recording.read_rates_on_device()
+        self._watch = HostWatch(self._prepared.unwrap(self._model), self._optimizer)
         self._leave_small(True)
         return recording
 
@@ -239,7 +240,7 @@ class CapturedStep:
         with use.watching():
             outcome = calls.run(measure_norm)
         self._why = self._why or use.reason or self._too_large()
-        self._loss, self._host = outcome.loss, self._host_state()
+        self._loss = outcome.loss
         return outcome
 
     def _too_large(self) -> str:
@@ -254,12 +255,9 @@ class CapturedStep:
         sizes = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
         return f"a step uses {sizes}, and its graph may need as much again; capture=True tries it"
 
-    def _host_state(self) -> State:
-        return {**model_state(self._prepared.unwrap(self._model)), **optimizer_state(self._optimizer)}
-
     def check(self) -> None:
         """Drop the recording where what it depends on has changed on the host, by a callback or between two epochs."""
-        if self._recording is not None and change(self._host, self._host_state()):
+        if self._recording is not None and self._watch is not None and self._watch.has_changed():
             self.drop()
 
     def _record(self, recording: RecordedStep, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:

@@ -94,6 +94,61 @@ def _users(hooks: Mapping[Any, Any]) -> bool:
     return any(home.partition(".")[0] not in ("torch", "phalanx") for home in homes)
 
 
+class HostWatch:
+    """Tells whether what a recorded step depends on has changed since: cheap enough to be asked after every step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        modules = list(model.modules())
+        tables: list[dict[str, Any]] = [vars(module) for module in modules]
+        self._groups = optimizer.param_groups
+        self._tables = [_Table(table) for table in [*tables, *self._groups]]
+        self._tensors = [
+            (held, name, tensor, tensor.data_ptr(), tensor.requires_grad)
+            for module in modules
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        self._optimizer = optimizer
+        self._first = optimizer.param_groups[0]["params"][0]
+        self._state = optimizer.state.get(self._first)
+
+    def has_changed(self) -> bool:
+        """Whether a setting, a counter, a tensor's memory or what is trained is not what it was."""
+        if (
+            self._optimizer.param_groups is not self._groups
+            or self._optimizer.state.get(self._first) is not self._state
+        ):
+            return True  # a state was loaded
+        if any(table.has_changed() for table in self._tables):
+            return True
+        for held, name, tensor, place, trained in self._tensors:
+            if held.get(name) is not tensor or tensor.data_ptr() != place or tensor.requires_grad is not trained:
+                return True
+        return False
+
+
+class _Table:
+    """The plain values of a dict, and how long its containers are; not learning rates, which a recording follows."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._held, self._size = held, len(held)
+        names = [name for name in held if name not in ("lr", "initial_lr")]
+        self._plain = [(name, held[name]) for name in names if _is_plain(held[name])]
+        own = [held[name] for name in names if name not in _OF_TORCH and isinstance(held[name], (list, dict, set))]
+        self._sizes = [(value, len(value)) for value in own]
+
+    def has_changed(self) -> bool:
+        held = self._held
+        if len(held) != self._size:
+            return True
+        for name, value in self._plain:
+            now = held.get(name)
+            if now is not value and now != value:
+                return True
+        return any(len(value) != size for value, size in self._sizes)
+
+
 class HostUse:
     """Watches one step: afterwards `reason` says what of it needs the host; empty where nothing does."""
 
