@@ -7,6 +7,7 @@ group's `_allgather_base`) stay in their classes and are listed here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -72,6 +73,8 @@ PRIVATE = {
     "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
     "torch.profiler:_ExperimentalConfig": "profile",
     "torch.autograd:_profiler_enabled": "the warning about a profiler around fit()",
+    "torch.cuda.memory:_cuda_endAllocateToPool": "training after a capture (capture) that failed",
+    "torch.cuda.memory:_cuda_releasePool": "training after a capture (capture) that failed",
     "torch.cuda.memory:_record_memory_history": "profile = 'memory' on CUDA",
     "torch.cuda.memory:_snapshot": "profile = 'memory' on CUDA",
     "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan --fake-run",
@@ -302,6 +305,11 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer_id: int) -> dict[torch.dev
     return flags
 
 
+def forget_found_inf(scaler: torch.amp.GradScaler) -> None:
+    """Drop what a scaler has found for the step under way, without an update of its scale."""
+    scaler._per_optimizer_states.clear()
+
+
 SCHEDULED_MARK = "_wrapped_by_lr_sched"
 """The attribute by which torch's schedulers know that they have wrapped an optimizer's step."""
 
@@ -344,6 +352,19 @@ def functional_collectives() -> Any:
 def cuda_runtime() -> Any:
     """Return the CUDA runtime's functions, to page-lock memory that torch has not allocated."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Return allocator and generator to their state outside of a capture that CUDA has made invalid.
+
+    torch ends the capture first, which raises, and leaves both as they are within one: dropout would raise.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it was ended: the capture was valid up to the end
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    generator: Any = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def profiler_config(*, all_threads: bool) -> Any:

@@ -37,9 +37,10 @@ class Aliases:
     mlflow_tracking: bool = option(False, "mlflow")
     mlflow_experiment: str | None = option(None, "mlflow=NAME")
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
-    fast: bool = option(False, "mixed_precision=fp8 and compile=true, unless these are given")
+    fast: bool = option(False, "mixed_precision=fp8, compile=true and capture=true, unless these are given")
     memory: bool = option(
-        False, "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit, unless these are given"
+        False,
+        "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit and capture=false, unless given",
     )
 
 
@@ -70,9 +71,11 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mlflow_tracking": lambda on: {"mlflow": on},
     "mlflow_experiment": lambda name: {"mlflow": name},
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
-    "fast": lambda on: {"mixed_precision": "fp8", "compile": True} if on else {},
+    "fast": lambda on: {"mixed_precision": "fp8", "compile": True, "capture": True} if on else {},
     "memory": lambda on: (
-        {"compile": True, "activation_checkpointing": "budget 0.4", "optimizer": "adamw8bit"} if on else {}
+        {"compile": True, "activation_checkpointing": "budget 0.4", "optimizer": "adamw8bit", "capture": False}
+        if on
+        else {}
     ),
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""

@@ -143,6 +143,7 @@ class RunSpeed:
 
     def __init__(self, formation: Formation, run_dir: Path, emit: Callable[[Event], None]) -> None:
         self._formation, self._run_dir, self._emit = formation, run_dir, emit
+        self._reference = formation.config.options.reference_throughput
         self.clock = formation.clock
         self.clock.communication = self._communication
         world = formation.world
@@ -182,8 +183,7 @@ class RunSpeed:
 
     def speedup(self, rate: float) -> float | None:
         """Return a throughput over that of `reference_throughput`, where it is given."""
-        reference = self._formation.config.options.reference_throughput
-        return None if reference is None else rate / reference
+        return None if self._reference is None else rate / self._reference
 
     def write_to(self, history: History) -> None:
         """Write throughput and traffic so far into the history."""

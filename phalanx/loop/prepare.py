@@ -140,6 +140,9 @@ class Prepared:
 
 
 _END = object()
+_MEASURED_BATCHES = 128
+_MUCH_WAITING = 0.2
+"""The share of the time in which the device may wait for data before batches are fetched ahead."""
 
 
 def _work_left(device: torch.device) -> Callable[[], bool]:
@@ -165,6 +168,8 @@ class PreparedLoader:
         self._most_samples = 0
         self.waited_s = 0.0
         """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
+        self.ranks_fetching_ahead = 0
+        """How many ranks of this machine may fetch batches in worker processes; 0: that would make a difference."""
 
     def __iter__(self) -> Iterator[Any]:
         board = current_heartbeat()
@@ -178,6 +183,7 @@ class PreparedLoader:
             return
         sharded, begin = self.sharded, self._gradients.begin
         batches, device_has_work = iter(sharded), _work_left(sharded.device)
+        measured, waited, since = 0, self.waited_s, perf_counter()
         try:
             while True:
                 began = perf_counter()
@@ -192,6 +198,13 @@ class PreparedLoader:
                 if self._calls is not None:
                     self._calls.use(compiled=self._is_whole)
                 yield batch
+                measured += 1
+                if measured == _MEASURED_BATCHES:
+                    now = perf_counter()
+                    if self.ranks_fetching_ahead and self.waited_s - waited > _MUCH_WAITING * (now - since):
+                        sharded.fetch_ahead(self.ranks_fetching_ahead)
+                        self.ranks_fetching_ahead = 0
+                    measured, waited, since = 0, self.waited_s, now
         except GeneratorExit:
             if not sharded.current.boundary:
                 self._gradients.abandon()

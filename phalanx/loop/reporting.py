@@ -205,6 +205,7 @@ class Reporter:
             mfu=self._speed.tokens.mfu(rate),
             speedup=self._speed.speedup(rate),
             gpu_utilization=self._gauges.gpu.utilization,
+            rank=self.events.rank,  # else the stream would copy the event
         )
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}

@@ -33,7 +33,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as plain data that JSON can hold."""
-        fields = {item.name: _encode(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        fields = {name: _encode(value) for name, value in vars(self).items()}
         return {"event": self.kind, "time": fields.pop("time"), "rank": fields.pop("rank"), **fields}
 
     def to_json(self) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from phalanx import torch_compat, torch_fakes, torch_flash, torch_records
 
-NEEDS_CUDA = {"record_allocations", "allocations"}
+NEEDS_CUDA = {"end_failed_capture", "record_allocations", "allocations"}
 
 
 @pytest.fixture
@@ -207,6 +207,8 @@ def test_optimizers_and_scalers():
     scaler.scale(parameter.sum() * float("inf")).backward()
     scaler.unscale_(optimizer)
     assert [flag.item() for flag in torch_compat.found_inf(scaler, id(optimizer)).values()] == [1.0]
+    torch_compat.forget_found_inf(scaler)
+    assert torch_compat.found_inf(scaler, id(optimizer)) == {}
 
 
 class WorkerNumbers(IterableDataset):
