@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, in which kernels for GPUs are written; torch.compile needs it for CUDA."""
+    return find_spec("triton") is not None
 
 
 def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

@@ -40,7 +40,7 @@ class Aliases:
     fast: bool = option(False, "mixed_precision=fp8, compile=true and capture=true, unless these are given")
     memory: bool = option(
         False,
-        "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit and capture=false, unless given",
+        "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit, capture=false, unless given",
     )
 
 
@@ -71,17 +71,18 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mlflow_tracking": lambda on: {"mlflow": on},
     "mlflow_experiment": lambda name: {"mlflow": name},
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
-    "fast": lambda on: {"mixed_precision": "fp8", "compile": True, "capture": True} if on else {},
     "memory": lambda on: (
         {"compile": True, "activation_checkpointing": "budget 0.4", "optimizer": "adamw8bit", "capture": False}
         if on
-        else {}
+        else {
+            "fast": lambda on: {"mixed_precision": "fp8", "compile": True, "capture": True} if on else {},
+        }
     ),
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
 
 _MODES = ("fast", "memory")
-"""Aliases of several settings: each of these may be given beside them, and then wins."""
+"""Aliases of several settings: each of these may be given beside them, and then wins; of two modes the first row."""
 
 
 class Removed(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from phalanx.models.contract import Adapter, CompileRegions, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy, local
+from phalanx.torch_compiler import has_triton
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
@@ -261,7 +261,7 @@ class PreparedLoader:
 
 def why_not_compile(device: torch.device) -> str:
     """Return why torch.compile cannot compile for a device, in words; empty where it can."""
-    missing = device.type == "cuda" and importlib.util.find_spec("triton") is None
+    missing = device.type == "cuda" and not has_triton()
     return "Triton is not installed (pip install triton)" if missing else ""
 
 

@@ -6,7 +6,6 @@ their gradients and the names in checkpoints stay as they are.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.models.loss import LMHead
 from phalanx.torch_compat import scaled_product
+from phalanx.torch_compiler import has_triton
 
 _MULTIPLE = 16
 """Of which 8-bit products need both sizes of a matrix."""
@@ -41,7 +41,7 @@ def why_not(device: torch.device) -> str:
         return (
             f"{torch.cuda.get_device_name(device)} has no products in 8 bits (Ada and Hopper GPUs, and later ones, do)"
         )
-    return "" if importlib.util.find_spec("triton") is not None else "Triton is not installed (pip install triton)"
+    return "" if has_triton() else "Triton is not installed (pip install triton)"
 
 
 def use_fp8(model: nn.Module, blocks: list[nn.Module]) -> tuple[int, Callable[[], None]]:

@@ -6,7 +6,6 @@ parallelism splits by vocabulary, `split_token_loss` adds up what each rank has.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.torch_compat import scaled_product
+from phalanx.torch_compiler import has_triton
 
 
 class LMOutput(NamedTuple):
@@ -132,7 +132,7 @@ class _EightBits(_Factors):
 
 def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return each token's loss, and the gradient of the logits; those may be overwritten."""
-    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+    if logits.is_cuda and has_triton():
         from phalanx.models.kernels import cross_entropy_
 
         return cross_entropy_(logits, targets, vocabulary), logits
