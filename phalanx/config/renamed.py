@@ -9,6 +9,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from phalanx.config.option import as_text, join_options, option, plain, problem, split_options
@@ -56,6 +57,22 @@ def _engine_option(name: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {"engine_options": as_text({name: value})}
 
 
+_MODES: dict[str, dict[str, Any]] = {
+    "memory": {
+        "compile": True,
+        "activation_checkpointing": "budget 0.4",
+        "optimizer": "adamw8bit",
+        "capture": False,  # a graph has memory of its own
+    },
+    "fast": {"mixed_precision": "fp8", "compile": True, "capture": True},
+}
+"""Aliases of several settings; each of these may be given beside one, and then wins. Of two modes the first one wins."""
+
+
+def _mode(name: str, on: bool) -> dict[str, Any]:
+    return _MODES[name] if on else {}
+
+
 _OPTIONS = ("cpus_per_worker", "placement", "host_discovery_script", "adasum", "nvme_path", *OPTIONS)
 """Aliases with the names of options."""
 
@@ -71,18 +88,9 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mlflow_tracking": lambda on: {"mlflow": on},
     "mlflow_experiment": lambda name: {"mlflow": name},
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
-    "memory": lambda on: (
-        {"compile": True, "activation_checkpointing": "budget 0.4", "optimizer": "adamw8bit", "capture": False}
-        if on
-        else {
-            "fast": lambda on: {"mixed_precision": "fp8", "compile": True, "capture": True} if on else {},
-        }
-    ),
+    **{mode: partial(_mode, mode) for mode in _MODES},
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
-
-_MODES = ("fast", "memory")
-"""Aliases of several settings: each of these may be given beside them, and then wins; of two modes the first row."""
 
 
 class Removed(NamedTuple):
