@@ -66,7 +66,7 @@ _MODES: dict[str, dict[str, Any]] = {
     },
     "fast": {"mixed_precision": "fp8", "compile": True, "capture": True},
 }
-"""Aliases of several settings; each of these may be given beside one, and then wins. Of two modes the first one wins."""
+"""Aliases of several settings; each of these may be given beside one, and then wins. Of two modes the first wins."""
 
 
 def _mode(name: str, on: bool) -> dict[str, Any]:
