@@ -1,4 +1,4 @@
-"""What a run does about torch.compile: counts and reports compilations, avoids needless ones, keeps their results.
+"""What a run does about torch.compile: compiles parts of a model, counts and reports that, keeps the results.
 
 One graph per model is worth its compilation: that of a whole training batch. Evaluation, and the smaller batches at the
 end of an epoch, run the model as it is written.
@@ -10,14 +10,18 @@ import os
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
+from typing import Any
 
 import torch
+from torch import nn
 
-from phalanx import torch_compiler
+from phalanx import torch_compat, torch_compiler
 from phalanx.host.files import make_private
+from phalanx.models.contract import CompileRegions, implements
 from phalanx.observe.events import Event, Message, Phase
 from phalanx.observe.format import duration
 from phalanx.observe.step_clock import StepClock
@@ -105,6 +109,43 @@ class CompileWatch:
             text = f"step {step}: torch.compile compiled again for {duration(self._of_step)}"
             self._emit(Message("info", f"{text}: {reason}" if reason else text))
         self._forget_step()
+
+
+def compile_parts(parts: list[nn.Module], device: torch.device, notes: list[str]) -> list[Callable[[], None]]:
+    """Compile parts of a model in place, and return what undoes it; without what torch needs, say so and do nothing."""
+    if device.type == "cuda" and not torch_compiler.has_triton():
+        notes.append("compile: Triton is not installed (pip install triton), so the model runs as it is written")
+        return []
+    return [compile_in_place(part) for part in parts]
+
+
+def compile_in_place(model: nn.Module) -> Callable[[], None]:
+    """Compile the calls of the user's own model, inside its wrapper; return what undoes it.
+
+    Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
+    model inside DDP it makes one graph and cuts that by DDP's buckets.
+    """
+    if implements(model, CompileRegions):
+        regions = [(module, name, vars(module).get(name)) for module, name in model.compile_regions()]
+        for module, name, _ in regions:  # in the instance; hooks of fsdp around the module stay as written
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+        return partial(_uncompile, regions)
+    inner = torch_compat.uncompiled_call(model)
+
+    def call(*arguments: Any, **options: Any) -> Any:  # a plain function: torch skips the calls of its own modules
+        return inner(*arguments, **options)
+
+    torch_compat.set_compiled_call(model, torch.compile(call))
+
+    return partial(torch_compat.set_compiled_call, model, None)
+
+
+def _uncompile(regions: list[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, before in regions:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 class CompiledCalls:

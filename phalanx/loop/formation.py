@@ -42,15 +42,13 @@ from phalanx.loop.prepare import (
     PreparedLoader,
     adapt,
     check_trains_adapters,
-    compile_in_place,
+    multiply_in_fp8,
     remember_process,
-    why_not_compile,
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
-from phalanx.strategies.tensors import find_blocks
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import derive_seed, seed_everything
 from phalanx.world.world import join_world, leave_world
@@ -145,11 +143,7 @@ class Formation(Prepared):
         if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
         if self.precision.fp8:
-            from phalanx.models.fp8 import use_fp8
-
-            layers, undo = use_fp8(model, list(find_blocks(model).values()))
-            self._undo.append(undo)
-            self.notes.append(f"mixed_precision = 'fp8': {layers} layers multiply in 8 bits where that is faster")
+            self._undo.append(multiply_in_fp8(model, self.notes))
         if self.config.recompute is not None or self.config.activation_offload:
             from phalanx.loop.activation import spare_activations
 
@@ -158,11 +152,10 @@ class Formation(Prepared):
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model
             self._replaced.apply(optimizer)
-        if self.config.compile and not (why := why_not_compile(self.device)):
-            for part in self.strategy.compile_targets(wrapped):
-                self._undo.append(compile_in_place(part))
-        elif self.config.compile:
-            self.notes.append(f"compile: {why}, so the model runs as it is written")
+        if self.config.compile:
+            from phalanx.loop.compiling import compile_parts
+
+            self._undo += compile_parts(self.strategy.compile_targets(wrapped), self.device, self.notes)
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped

@@ -1,11 +1,10 @@
-"""Prepare loaders and models: the share of each micro-batch, torch.compile in place, LoRA adapters."""
+"""Prepare loaders and models: the share of each micro-batch, products in 8 bits, LoRA adapters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -14,18 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
-from phalanx.models.contract import Adapter, CompileRegions, implements
+from phalanx.models.contract import Adapter, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy, local
-from phalanx.torch_compiler import has_triton
+from phalanx.strategies.tensors import find_blocks
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
@@ -259,39 +257,13 @@ class PreparedLoader:
         return self.sharded.epoch
 
 
-def why_not_compile(device: torch.device) -> str:
-    """Return why torch.compile cannot compile for a device, in words; empty where it can."""
-    missing = device.type == "cuda" and not has_triton()
-    return "Triton is not installed (pip install triton)" if missing else ""
+def multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
+    """Let the linear layers of the model's blocks multiply in 8 bits, and say so; return what undoes it."""
+    from phalanx.models.fp8 import use_fp8
 
-
-def compile_in_place(model: nn.Module) -> Callable[[], None]:
-    """Compile the calls of the user's own model, inside its wrapper; return what undoes it.
-
-    Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
-    model inside DDP it makes one graph and cuts that by DDP's buckets.
-    """
-    if implements(model, CompileRegions):
-        regions = [(module, name, vars(module).get(name)) for module, name in model.compile_regions()]
-        for module, name, _ in regions:  # in the instance; hooks of fsdp around the module stay as written
-            setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
-        return partial(_uncompile, regions)
-    inner = torch_compat.uncompiled_call(model)
-
-    def call(*arguments: Any, **options: Any) -> Any:  # a plain function: torch skips the calls of its own modules
-        return inner(*arguments, **options)
-
-    torch_compat.set_compiled_call(model, torch.compile(call))
-
-    return partial(torch_compat.set_compiled_call, model, None)
-
-
-def _uncompile(regions: list[tuple[nn.Module, str, Any]]) -> None:
-    for module, name, before in regions:
-        if before is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
+    layers, undo = use_fp8(model, list(find_blocks(model).values()))
+    notes.append(f"mixed_precision = 'fp8': {layers} layers multiply in 8 bits where that is faster")
+    return undo
 
 
 def adapt(model: nn.Module, config: DistributedConfig) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from phalanx.config import resolve
 from phalanx.errors import ConfigError
 from phalanx.loop.activation import spare_activations
-from phalanx.loop.prepare import compile_in_place
+from phalanx.loop.compiling import compile_in_place
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
