@@ -26,7 +26,8 @@ CROSS_ENTROPY = (19.0, 13.5)
 FP8 = 0.75
 """Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
 UNALIGNED = 0.3
-"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257); torch.compile pads them."""
+"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257); torch.compile pads them, and
+Phalanx's decoders."""
 TRAFFIC = {"eager": 1.0, "autocast": 1.7, "fused": 0.5}
 """Elementwise traffic by kind of kernels: torch's autocast computes norms and sums in fp32, with casts between."""
 FUSED_ATTENTION = 1.8
@@ -185,7 +186,7 @@ def head_passes(
     """Return the time of the output layer and its loss."""
     if model.outputs is not None:
         return Passes(0.0, 0.0)
-    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused"
+    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused" or model.chunked_loss
     forward = product_seconds(gpu, precision, tokens, vocab, model.hidden, padded=padded)
     backward = product_seconds(gpu, precision, tokens, model.hidden, vocab, padded=padded)
     backward += product_seconds(gpu, precision, model.hidden, vocab, tokens, padded=padded)

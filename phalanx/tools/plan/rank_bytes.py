@@ -8,12 +8,12 @@ its input, flash attention keeps no scores.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.tools.plan.model import ModelShape
-from phalanx.world.splits import SCHEDULES
 
 HALF, SINGLE = 2, 4
 LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "compiled": (2, 8, 2), "split": (10, 10, 4)}
@@ -21,6 +21,14 @@ LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "comp
 
 half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:
 each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
+"""
+CHUNK_LOGITS = 2**28
+"""Logits that Phalanx's language models have at once in training (`models/loss.py`, which imports torch)."""
+CHUNKED_LOGITS = {"half": (12, 18, 10), "fp32": (12, 20, 12), "compiled": (4, 4, 4)}
+"""Bytes per logit of a chunk: in the softmax of an only chunk, of a later one, and in the products of its gradient.
+
+half: logits, exponentials and their sum with the targets in fp32; of the chunk before, its gradient in fp32 and in half
+precision. compiled: logits and gradient in half precision.
 """
 
 
@@ -125,38 +133,6 @@ def working_bytes(model: ModelShape, tp: int, *, half: bool) -> float:
     return ((HALF if half else SINGLE) * widest + SINGLE * model.hidden) / tp
 
 
-def in_flight(schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int) -> float:
-    """Return the micro-batches whose activations a pipeline rank keeps at its peak, in units of all its layers.
-
-    1f1b: p - i; interleaved: 1 + (p - 1)/(p v) times p on the first rank; zero-bubble: p on every rank; gpipe: all.
-    """
-    if ranks == 1:
-        return 1.0
-    if schedule == "gpipe":
-        return float(micro_batches)
-    if schedule == "zero-bubble":
-        return float(min(micro_batches, ranks))
-    if virtual_stages > 1:
-        chunks = 2 * (ranks - 1 - index) + (virtual_stages - 1) * ranks + 1
-        return min(micro_batches * virtual_stages, chunks) / virtual_stages
-    return float(min(micro_batches, ranks - index))
-
-
-def held_passes(
-    schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int
-) -> tuple[tuple[float, float], ...]:
-    """Return the moments at which a rank can hold the most: micro-batches in flight, and how many of them are pending.
-
-    Pending: their gradient of the input is computed and that of the weights is not yet, which zero-bubble leaves for
-    the end of the step. Rank i of p then holds p + i of its half micro-batches, of which 2i + 1 are pending.
-    """
-    kept = in_flight(schedule, ranks, virtual_stages, index, micro_batches)
-    if schedule != "zero-bubble" or ranks == 1:
-        return ((kept, 0.0),)
-    halves = 2 * micro_batches
-    return (kept, 0.5), (min(halves, ranks + index) / 2, min(halves, 2 * index + 1) / 2)
-
-
 class PerToken(NamedTuple):
     """Bytes per token on one rank, of a layer that is divided by tp."""
 
@@ -223,6 +199,42 @@ def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, ...]) ->
     return tuple(size * classes for size in sizes)
 
 
+class HeadBytes(NamedTuple):
+    """Bytes of the output matrix and the loss."""
+
+    forward: float
+    backward: float
+    """At the start of backward."""
+    layers: float = 0.0
+    """While the layers' backward passes run."""
+
+
+def chunked_head(model: ModelShape, tokens: float, *, half: bool, compiled: bool, residual: int) -> HeadBytes:
+    """Return what a head needs that computes loss and gradients for a chunk of tokens at a time (`models.loss.Head`).
+
+    Forward has a copy of the matrix in the compute type and the logits of one chunk; it keeps the gradients of hidden
+    states and matrix, the latter in fp32 where several chunks are added up. Backward scales both into new tensors.
+    GPT-2, 8,192 tokens: 412 M logits are 2 chunks of 206 M, each 18 bytes per logit; the matrix has 38.6 M values.
+    """
+    width, table = HALF if half else SINGLE, model.vocab * model.hidden
+    chunks = max(1, math.ceil(tokens * model.vocab / CHUNK_LOGITS))
+    logits = math.ceil(tokens / chunks) * model.vocab
+    only, later, products = CHUNKED_LOGITS["compiled" if compiled else "half" if half else "fp32"]
+    product, total = (width, SINGLE) if chunks > 1 else (width, 0)  # of a chunk, and the sum of those before
+    cast = SINGLE if chunks > 1 and half else 0
+    softmax = logits * (later if chunks > 1 else only) + table * (total if chunks > 2 else 0)
+    forward = max(
+        softmax + table * (product if chunks > 1 else 0), logits * products + table * (product + total + cast)
+    )
+    kept = SINGLE if chunks > 1 else width
+    copies = residual + (width if residual != width else 0)  # the norm's output, and that in the compute type
+    return HeadBytes(
+        forward + width * table + tokens * model.hidden * copies,
+        tokens * model.hidden * width + table * (2 * kept + (residual if residual != kept else 0)),
+        table * residual,
+    )
+
+
 class StateBytes(NamedTuple):
     """Bytes per parameter."""
 
@@ -280,50 +292,3 @@ def counts(model: ModelShape, tp: int = 1) -> Counts:
     adapters = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width
     table = classes * model.hidden / tp
     return Counts(layer, experts / tp, model.embedding_parameters / tp, head, table, adapters)
-
-
-class StageLayers(NamedTuple):
-    """Layers of the first, of each middle and of the last pipeline stage."""
-
-    first: float
-    middle: float
-    last: float
-
-
-@lru_cache(maxsize=1024)
-def train_cut(model: ModelShape, stages: int) -> StageLayers:
-    """Return how `train` cuts a model: so that the stage with the most parameters has as few as possible."""
-    here = counts(model)
-    layer, most = here.layer + here.experts, -(-model.layers // stages)
-    best: tuple[tuple[float, float], StageLayers] | None = None
-    for first in range(most + 1):
-        for last in range(most + 1) if stages > 2 else (model.layers - first,):
-            each, more = divmod(model.layers - first - last, stages - 2) if stages > 2 else (0, 0)
-            middle, ends = each + (more > 0), (here.embedding + first * layer, here.table + last * layer)
-            squares = more * (each + 1) ** 2 + (stages - 2 - more) * each**2
-            cost = max(*ends, middle * layer), ends[0] ** 2 + ends[1] ** 2 + squares * layer**2
-            if best is None or cost < best[0]:
-                best = cost, StageLayers(first, middle, last)
-    assert best is not None, "there is at least one way"
-    return best[1]
-
-
-def rank_layers(
-    cut: StageLayers, virtual: int, schedule: str, further: float | None = None
-) -> tuple[StageLayers, bool]:
-    """Return the layers of the first, a middle and the last rank, and whether the first holds the last stage too.
-
-    `further`: layers of each further stage of a rank, by default of the longest in the middle.
-    """
-    further = cut.middle if further is None else further
-    inner = (virtual - 1) * further
-    if schedule in SCHEDULES and SCHEDULES[schedule].folded:
-        first, others = cut.first + cut.last + inner - further, cut.middle + inner
-        return StageLayers(first, others, others), True
-    return StageLayers(*(layers + inner for layers in cut)), False
-
-
-def even_cut(layers: int, stages: int) -> StageLayers:
-    """Return as many layers for each stage, as publications have them; a share that is not whole is rounded up."""
-    share = float(-(-layers // stages))
-    return StageLayers(share, share, share)

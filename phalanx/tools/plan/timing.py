@@ -13,7 +13,8 @@ from phalanx.tools.plan.cluster import Gpu, Group, Link, collective_seconds, gro
 from phalanx.tools.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import TIME_PARTS, Goal, Layout
-from phalanx.tools.plan.rank_bytes import counts, rank_layers, train_cut
+from phalanx.tools.plan.rank_bytes import counts
+from phalanx.tools.plan.stages import rank_layers, train_cut
 from phalanx.world.splits import SCHEDULES
 
 HIDDEN = 0.19
