@@ -26,8 +26,8 @@ CROSS_ENTROPY = (19.0, 13.5)
 FP8 = 0.75
 """Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
 UNALIGNED = 0.3
-"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257); torch.compile pads them, and
-Phalanx's decoders."""
+"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257), unless they are padded: by
+torch.compile, or as Phalanx's decoders pad theirs."""
 TRAFFIC = {"eager": 1.0, "autocast": 1.7, "fused": 0.5}
 """Elementwise traffic by kind of kernels: torch's autocast computes norms and sums in fp32, with casts between."""
 FUSED_ATTENTION = 1.8

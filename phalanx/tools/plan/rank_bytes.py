@@ -220,12 +220,10 @@ def chunked_head(model: ModelShape, tokens: float, *, half: bool, compiled: bool
     chunks = max(1, math.ceil(tokens * model.vocab / CHUNK_LOGITS))
     logits = math.ceil(tokens / chunks) * model.vocab
     only, later, products = CHUNKED_LOGITS["compiled" if compiled else "half" if half else "fp32"]
-    product, total = (width, SINGLE) if chunks > 1 else (width, 0)  # of a chunk, and the sum of those before
-    cast = SINGLE if chunks > 1 and half else 0
-    softmax = logits * (later if chunks > 1 else only) + table * (total if chunks > 2 else 0)
-    forward = max(
-        softmax + table * (product if chunks > 1 else 0), logits * products + table * (product + total + cast)
-    )
+    # Gradients of the matrix, of one chunk and the sum of those before: while a softmax runs, and while they are added.
+    waiting = {1: 0, 2: width}.get(chunks, SINGLE + width * half)
+    added = width if chunks == 1 else width + SINGLE + SINGLE * half
+    forward = max(logits * (only if chunks == 1 else later) + table * waiting, logits * products + table * added)
     kept = SINGLE if chunks > 1 else width
     copies = residual + (width if residual != width else 0)  # the norm's output, and that in the compute type
     return HeadBytes(

@@ -242,8 +242,7 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
 def _head(model: ModelShape, case: _Case, each: PerToken, tokens: float, flights: float) -> HeadBytes:
     """Return what output matrix and loss of the tokens need; none without tokens."""
     if case.chunks(model):
-        kinds = {"half": case.half, "compiled": case.goal.compile, "residual": case.residual}
-        return chunked_head(model, tokens, **kinds)
+        return chunked_head(model, tokens, half=case.half, compiled=case.goal.compile, residual=case.residual)
     forward, backward, waiting = (tokens * size for size in each.logits)
     waiting *= flights - 1 if case.layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return HeadBytes(forward + waiting, backward + waiting)
