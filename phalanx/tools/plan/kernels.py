@@ -24,7 +24,11 @@ FLASH_BACKWARD = (2.5, 0.56)
 CROSS_ENTROPY = (19.0, 13.5)
 """Bytes per logit in forward and backward: a copy in fp32, the softmax, its gradient."""
 FP8 = 0.75
-"""Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
+"""Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast.
+
+Fitted to runs of MPT and NeMo with Transformer Engine on H100, and assumed for Phalanx's fp8, compiled: torchao, with
+all products in fp8, reports 10% (a scale per row) to 25% (per tensor) more tokens/s for Llama 3 8B on 8 H100.
+"""
 UNALIGNED = 0.3
 """Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257), unless they are padded: by
 torch.compile, or as Phalanx's decoders pad theirs."""
@@ -106,15 +110,24 @@ def layer_passes(
     sequence_parallel: bool,
     attention: str,
     kernels: str = "eager",
+    weights: str | None = None,
     mixture: bool = False,
 ) -> Passes:
-    """Return the time of one layer on a rank: its share of heads, features and (with cp) of the sequence."""
+    """Return the time of one layer on a rank: its share of heads, features and (with cp) of the sequence.
+
+    `weights`: the precision of gradients of weights, and of experts (None: that of all products).
+    """
     tokens = batch * seq // cp
     width, unit = WIDTH[precision], tokens * model.hidden * WIDTH[precision]
     forward = backward = 0.0
-    for m, n, k, count in _products(model, tokens, tp, ep, mixture=mixture):
-        forward += product_seconds(gpu, precision, m, n, k, count)
-        backward += product_seconds(gpu, precision, m, k, n, count) + product_seconds(gpu, precision, k, n, m, count)
+    weights = weights or precision
+    experts = _expert_products(model, tokens, tp, ep) if mixture else []
+    for kind, (m, n, k, count) in (
+        *((precision, product) for product in _products(model, tokens, tp, mixture=mixture)),
+        *((weights, product) for product in experts),
+    ):
+        forward += product_seconds(gpu, kind, m, n, k, count)
+        backward += product_seconds(gpu, kind, m, k, n, count) + product_seconds(gpu, weights, k, n, m, count)
     ffn, routed = _feed_forward(model, mixture=mixture)
     norms = (2 * 2 + 2 * 3) * unit / (tp if sequence_parallel else 1)  # two norms, two sums with the residual
     reorder = 2 * (model.attention_width + 2 * model.kv_width) * tokens * width / tp
@@ -139,8 +152,8 @@ def _feed_forward(model: ModelShape, *, mixture: bool) -> tuple[int, int]:
     return (model.dense_ffn_hidden or model.ffn) if model.experts else model.ffn, 1
 
 
-def _products(model: ModelShape, tokens: int, tp: int, ep: int, *, mixture: bool) -> list[tuple[int, int, int, int]]:
-    """Return (m, n, k, count) of the matrix products of one layer."""
+def _products(model: ModelShape, tokens: int, tp: int, *, mixture: bool) -> list[tuple[int, int, int, int]]:
+    """Return (m, n, k, count) of the matrix products of one layer's linear layers."""
     hidden, ffn, up = model.hidden, model.ffn, 2 if model.gated_mlp else 1
     found = [
         (tokens, (model.attention_width + 2 * model.kv_width) // tp, hidden, 1),
@@ -149,14 +162,19 @@ def _products(model: ModelShape, tokens: int, tp: int, ep: int, *, mixture: bool
     if not mixture:
         ffn = _feed_forward(model, mixture=False)[0]
         return [*found, (tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
-    held = max(1, model.experts // ep)
-    each = max(1, tokens * ep * model.active_experts // model.experts)
     found += [(tokens, model.experts, hidden, 1)]
-    found += [(each, up * ffn // tp, hidden, held), (each, hidden, max(1, ffn // tp), held)]
     if model.shared_experts:
         ffn *= model.shared_experts
         found += [(tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
     return found
+
+
+def _expert_products(model: ModelShape, tokens: int, tp: int, ep: int) -> list[tuple[int, int, int, int]]:
+    """Return those of a mixture layer's experts: one matrix for all experts of a rank."""
+    held = max(1, model.experts // ep)
+    each = max(1, tokens * ep * model.active_experts // model.experts)
+    up, ffn = 2 if model.gated_mlp else 1, model.ffn
+    return [(each, up * ffn // tp, model.hidden, held), (each, model.hidden, max(1, ffn // tp), held)]
 
 
 def _attention(
@@ -181,15 +199,24 @@ def _attention(
 
 @lru_cache(maxsize=4096)
 def head_passes(
-    model: ModelShape, gpu: Gpu, precision: str, batch: int, seq: int, *, tp: int, cp: int, kernels: str
+    model: ModelShape,
+    gpu: Gpu,
+    precision: str,
+    batch: int,
+    seq: int,
+    *,
+    tp: int,
+    cp: int,
+    kernels: str,
+    weights: str | None = None,
 ) -> Passes:
-    """Return the time of the output layer and its loss."""
+    """Return the time of the output layer and its loss; `weights`: see `layer_passes`."""
     if model.outputs is not None:
         return Passes(0.0, 0.0)
     tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused" or model.chunked_loss
     forward = product_seconds(gpu, precision, tokens, vocab, model.hidden, padded=padded)
     backward = product_seconds(gpu, precision, tokens, model.hidden, vocab, padded=padded)
-    backward += product_seconds(gpu, precision, model.hidden, vocab, tokens, padded=padded)
+    backward += product_seconds(gpu, weights or precision, model.hidden, vocab, tokens, padded=padded)
     logits = tokens * vocab
     ahead, back = CROSS_ENTROPY
     return Passes(forward + traffic_seconds(gpu, ahead * logits), backward + traffic_seconds(gpu, back * logits))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.tools.plan.model import ModelShape
+from phalanx.tools.plan.plans import budget_of
 
 HALF, SINGLE = 2, 4
 LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "compiled": (2, 8, 2), "split": (10, 10, 4)}
@@ -80,12 +81,16 @@ def torch_layer_bytes(
     """Return what torch keeps per token and layer of Phalanx's models (flash attention, tensors split by tp).
 
     `residual`: bytes per value of the hidden states between layers, 4 under autocast and 2 in fsdp's half precision.
-    Selective recomputation keeps the layer's input and all outputs of products and attention; full keeps the input.
+    Selective recomputation keeps the layer's input and all outputs of products and attention; full keeps the input; a
+    budget keeps the input and its share of the rest.
     """
     width, hidden = HALF if half else SINGLE, model.hidden
     inputs = residual * hidden / tp
     if recompute == "full":
         return inputs
+    if (budget := budget_of(recompute)) is not None:
+        whole = torch_layer_bytes(model, tp, half=half, compiled=compiled, residual=residual, lora=lora)
+        return inputs + budget * (whole - inputs)
     projections = width * (model.attention_width + 2 * model.kv_width) / tp
     mixed = (width * model.attention_width + SINGLE * model.heads) / tp
     if recompute == "selective":
@@ -243,6 +248,8 @@ class StateBytes(NamedTuple):
 
 def state_bytes(precision: str = "bf16", optimizer: str = "adamw", *, master_weights: bool = True) -> StateBytes:
     """Return the bytes per parameter: 2 + 2 + 12 in mixed precision with AdamW, 4 + 4 + 8 in fp32.
+
+    adamw8bit has 2 + 8/256 instead of 8: two states of 8 bits, each with a scale in fp32 per 256 values.
 
     torch's autocast keeps 4 + 4 + 8 instead of 2 + 2 + 12: the sum is the same, the fp32 weights take the place of the
     master copy. Without master weights everything is in half precision.

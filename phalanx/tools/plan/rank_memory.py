@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.plans import Goal, Layout, budget_of
 from phalanx.tools.plan.rank_bytes import (
     HALF,
     SINGLE,
@@ -284,7 +284,9 @@ def _casts(case: _Case, flights: float, pending: float, layers: float, table: fl
     """
     if not case.casts:
         return 0.0, 0.0
-    kept = HALF * (table + layers * (flights if case.layout.recompute == "none" else pending))
+    budget = budget_of(case.layout.recompute)
+    share = float(case.layout.recompute == "none") if budget is None else budget
+    kept = HALF * (table + layers * (share * flights + (1 - share) * pending))
     if case.layout.recompute == "none" or case.lora or case.goal.compile:
         return kept, kept
     return max(kept, HALF * (table + layers)), kept
@@ -316,8 +318,10 @@ def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
     kept, block = model.activation_bytes_per_sample, model.activation_bytes_per_sample / model.blocks
     working = model.output_bytes_per_sample
     if layout.recompute != "none":
-        selective = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
-        kept, working = model.block_boundary_bytes_per_sample + selective, working + block
+        budget, inputs = budget_of(layout.recompute), model.block_boundary_bytes_per_sample
+        more = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
+        more = more if budget is None else budget * max(0.0, kept - inputs)
+        kept, working = inputs + more, working + block
     parameters = model.parameters * share
     trained = model.trainable * share
     states = list(case.model_states(trained, 0.0, 0.0))
