@@ -58,6 +58,8 @@ PRIVATE = {
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "an epoch left between the micro-batches of a step: fsdp",
     "torch.nn:Module._call_impl": "compile",
     "torch.nn:Module._compiled_call_impl": "compile",
+    "torch:_scaled_mm": "mixed_precision = 'fp8'",
+    "torch._functorch.config:activation_memory_budget": "activation_checkpointing = 'budget 0.5'",
     "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
     "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
@@ -128,6 +130,14 @@ LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
 
 
+def scaled_product(first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return first @ second.t() of 8-bit matrices times their scales, each one number or one for each row [rows, 1]."""
+    by_rows = scales[1].ndim > 0
+    return torch._scaled_mm(
+        first, second.t(), scales[0], scales[1].t() if by_rows else scales[1], out_dtype=dtype, use_fast_accum=True
+    )
+
+
 # process groups
 
 default_store = dist.distributed_c10d._get_default_store
@@ -166,6 +176,14 @@ def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
     callbacks = import_module("torch._dynamo.callback")
     callbacks.on_compile_start(lambda *_: begin())
     callbacks.on_compile_end(lambda *_: end())
+
+
+def keep_activations(share: float) -> Callable[[], None]:
+    """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
+    config = import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    config.activation_memory_budget = share
+    return functools.partial(setattr, config, "activation_memory_budget", before)
 
 
 def number_groups_from_zero() -> None:

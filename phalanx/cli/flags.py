@@ -345,8 +345,7 @@ def resolve_flags(
         {**changes, **(extra or {}), **given_flags(namespace)},
         given_as="flag",
         file=namespace.config,
-        recipe=recipe.settings_for(count_gpus()) if recipe else None,
-        recipe_name=recipe.name if recipe else "",
+        **(recipe.settings_for(count_gpus()) if recipe else {}),
     )
 
 

@@ -53,7 +53,7 @@ class CommonSettings(TypedDict, total=False):
     max_time: int | float | str | None
     early_stopping: str | None
     patience: int
-    mixed_precision: Literal[False, True, "fp16", "bf16"]
+    mixed_precision: Literal[False, True, "fp16", "bf16", "fp8"]
     gradient_accumulation_steps: int
     gradient_clipping: float | None
     compile: bool
@@ -151,7 +151,7 @@ class TrainerSettings(CommonSettings, total=False):
 class AllSettings(TrainerSettings, total=False):
     """Every setting."""
 
-    optimizer: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad"]
+    optimizer: Literal["adamw", "adamw8bit", "adam", "sgd", "rmsprop", "adagrad"]
 
 
 class TaskArguments(TypedDict, total=False):

@@ -35,7 +35,7 @@ STRATEGIES = tuple(
     )
 )
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
+OPTIMIZERS = ("adamw", "adamw8bit", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
 IGNORED_LABEL = -100
@@ -244,8 +244,9 @@ class Optimization:
 
     mixed_precision: bool | str = option(
         False,
-        "false, bf16, fp16 (with loss scaling), or true: fp16 on CUDA, bf16 on a CPU that has it",
-        choices=(False, True, "fp16", "bf16"),
+        "false, bf16, fp16 (with loss scaling), fp8 (bf16, and linear layers in 8 bits on GPUs that have them), "
+        "or true: fp16 on CUDA, bf16 on a CPU that has it",
+        choices=(False, True, "fp16", "bf16", "fp8"),
         keras="used",
     )
     gradient_accumulation_steps: int = option(
@@ -256,7 +257,8 @@ class Optimization:
     activation_checkpointing: bool | str = option(
         False,
         "recompute in backward instead of keeping activations: full (or true: every repeated block), 'every 2' (every "
-        "second block), selective (all but matrix products, attention and received tensors)",
+        "second block), selective (all but matrix products, attention and received tensors), 'budget 0.5' (with "
+        "compile: keep this share, and recompute what costs least per byte)",
         keras="ignored",
     )
     activation_offload: bool = option(

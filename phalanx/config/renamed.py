@@ -37,6 +37,10 @@ class Aliases:
     mlflow_tracking: bool = option(False, "mlflow")
     mlflow_experiment: str | None = option(None, "mlflow=NAME")
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
+    fast: bool = option(False, "mixed_precision=fp8 and compile=true, unless these are given")
+    memory: bool = option(
+        False, "compile=true, activation_checkpointing='budget 0.5', optimizer=adamw8bit, unless these are given"
+    )
 
 
 ALIASES: dict[str, dataclasses.Field[Any]] = {**Aliases.__dataclass_fields__, **OPTIONS}
@@ -66,8 +70,15 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mlflow_tracking": lambda on: {"mlflow": on},
     "mlflow_experiment": lambda name: {"mlflow": name},
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
+    "fast": lambda on: {"mixed_precision": "fp8", "compile": True} if on else {},
+    "memory": lambda on: (
+        {"compile": True, "activation_checkpointing": "budget 0.5", "optimizer": "adamw8bit"} if on else {}
+    ),
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
+
+_MODES = ("fast", "memory")
+"""Aliases of several settings: each of these may be given beside them, and then wins."""
 
 
 class Removed(NamedTuple):
@@ -112,7 +123,7 @@ def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, st
                 mistakes.append((name, f"{name} = {value!r}: {error}"))
                 continue
             mistakes += [(name, f"{name} = {value!r} with {text}") for text in _contradicted(values, meant)]
-            values = merge(values, meant)
+            values = {**meant, **values} if name in _MODES else merge(values, meant)
         elif name in given and name in OPTIONS and OPTIONS[name].default is None:  # set back what another source gave
             values = merge(values, {"engine_options": f"{name}=none"})
     return values, mistakes

@@ -122,6 +122,15 @@ def pipeline(settings: Settings) -> Mistakes:
         )
 
 
+@rule("optimizer", *STRATEGY)
+def optimizer(settings: Settings) -> Mistakes:
+    """Report an optimizer of this package where an engine or server takes the steps."""
+    facts, keras = settings.facts, settings.framework == "keras"
+    if settings.optimizer == "adamw8bit" and (facts.shards_by_engine or facts.has_servers or keras):
+        engine = settings.backend if keras else settings.resolved_strategy
+        yield settings.mistake("optimizer", f" with {engine}, which takes the steps itself: write adamw.")
+
+
 @rule("engine_options")
 def companions(settings: Settings) -> Mistakes:
     """Report settings that have no effect without another one."""
@@ -332,6 +341,7 @@ def shared_gpus(settings: Settings) -> Mistakes:
 COMMON_RULES = (
     pipeline_cuts,
     pipeline,
+    optimizer,
     companions,
     compression_ratio,
     compressor_settings,

@@ -144,6 +144,17 @@ def _text_rule(name: str) -> Rule:
     return Rule(check, frozenset({name}))
 
 
+@rule("activation_checkpointing", "compile", "activation_offload")
+def budget(settings: Settings) -> Mistakes:
+    """Report a share of activations that only compiled code can keep."""
+    recompute = settings.recompute
+    if recompute is not None and recompute.budget is not None:
+        if not settings.compile:
+            yield settings.mistake("activation_checkpointing", " needs compiled blocks: write compile = true as well.")
+        elif settings.activation_offload:
+            yield settings.mistake("activation_checkpointing", " with activation_offload: leave one of them out.")
+
+
 RUN_RULES = (
     *map(_text_rule, _TEXTS),
     watched_metrics,
@@ -153,4 +164,5 @@ RUN_RULES = (
     spares,
     ema_decay,
     profile,
+    budget,
 )

@@ -36,6 +36,7 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?\]")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
+_BUDGET = re.compile(r"^\s*budget[\s=]+(0|1|[01]?\.\d+)\s*$")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
 _AUTO = re.compile(r"^\s*auto(?:[\s:]+(\S.*))?$")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -44,10 +45,14 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 class Recompute(NamedTuple):
-    """What activation_checkpointing recomputes: every n-th block, whole or all but its expensive operations."""
+    """What activation_checkpointing recomputes: every n-th block, whole or all but its expensive operations.
+
+    `budget`: the share of a compiled block's activations that is kept instead; torch recomputes what costs least.
+    """
 
     every: int = 1
     selective: bool = False
+    budget: float | None = None
 
 
 class Watched(NamedTuple):
@@ -221,11 +226,14 @@ class Settings(
             return Recompute()
         if wanted == "selective":
             return Recompute(selective=True)
+        if (share := _BUDGET.match(wanted)) and float(share[1]) <= 1:
+            return Recompute(budget=float(share[1]))
         match = _EVERY.match(wanted)
         if match is None or int(match[1]) == 0:
-            close = nearest(wanted, ("full", "selective", "every 2"))
+            close = nearest(wanted, ("full", "selective", "every 2", "budget 0.5"))
             guess = f" Did you mean {close!r}?" if close else ""
-            raise ValueError(f"not one of false, true, 'full', 'selective', 'every <n>'.{guess}")
+            allowed = "false, true, 'full', 'selective', 'every <n>', 'budget <share from 0 to 1>'"
+            raise ValueError(f"not one of {allowed}.{guess}")
         return Recompute(every=int(match[1]))
 
     @property

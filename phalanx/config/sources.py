@@ -50,13 +50,23 @@ def resolve(
     file: str | Path | Sequence[str | Path] | None = None,
     recipe: Mapping[str, Any] | None = None,
     recipe_name: str = "",
+    gpu_settings: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Merge all sources into one checked config; every mistake of every source is reported together.
 
-    Of several files a later one wins.
+    Of several files a later one wins. `gpu_settings`: those of the recipe for GPUs, which are there.
     """
     environ = os.environ if environ is None else environ
+    if gpu_settings:
+        sources: dict[str, Any] = {"given_as": given_as, "file": file, "recipe_name": recipe_name, "environ": environ}
+        plain_recipe = resolve(given, recipe=recipe, **sources)
+        if plain_recipe.config.device == "cpu":
+            return plain_recipe
+        try:
+            return resolve(given, recipe={**(recipe or {}), **gpu_settings}, **sources)
+        except ConfigError:  # they contradict what the user gave, which is right without them
+            return plain_recipe
     variables = {name: ENV_PREFIX + name.upper() for name in NAMES}
     files = [file] if isinstance(file, (str, Path)) else list(file or ())
     layers = [

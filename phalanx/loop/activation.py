@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:
     """Recompute or offload the activations of the model's blocks, as the config asks; return what undoes it."""
     recompute = config.recompute
+    if recompute is not None and recompute.budget is not None:
+        return torch_compat.keep_activations(recompute.budget)
     blocks = _blocks(model, config)
     # Weakly: in a pipeline most blocks are on other ranks, and must not be kept here to be undone.
     before = [(weakref.ref(block), block.__dict__.get("forward")) for block in blocks]

@@ -48,6 +48,7 @@ from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
+from phalanx.strategies.tensors import find_blocks
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import derive_seed, seed_everything
 from phalanx.world.world import join_world, leave_world
@@ -133,6 +134,12 @@ class Formation(Prepared):
         # What an earlier call has sharded lies where the strategy has put it, with offload in host memory.
         if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
+        if self.precision.fp8:
+            from phalanx.models.fp8 import use_fp8
+
+            layers, undo = use_fp8(model, list(find_blocks(model).values()))
+            self._undo.append(undo)
+            self.notes.append(f"mixed_precision = 'fp8': {layers} layers multiply in 8 bits where that is faster")
         if self.config.recompute is not None or self.config.activation_offload:
             from phalanx.loop.activation import spare_activations
 

@@ -33,6 +33,10 @@ def build_optimizer(
     match config.optimizer:
         case "adamw":
             return torch.optim.AdamW(trained, betas=betas, fused=fused, **settings)
+        case "adamw8bit":
+            from phalanx.loop.adamw8bit import AdamW8bit
+
+            return AdamW8bit(trained, betas=betas, **settings)
         case "adam":
             return torch.optim.Adam(trained, betas=betas, fused=fused, **settings)
         case "sgd":

@@ -19,6 +19,7 @@ _EMULATED = (
     "mixed_precision = 'bf16': this CPU emulates bf16, at least 60 times slower than fp32 (as measured on an ARM "
     "Neoverse-N1). Write mixed_precision=True for what is fast here, or leave it out."
 )
+_NO_FP8 = "mixed_precision = 'fp8': {why}, so it computes in {instead}"
 _NO_AUTOCAST: AbstractContextManager[None] = nullcontext()
 
 
@@ -27,10 +28,15 @@ class Precision:
 
     def __init__(self, config: DistributedConfig, device: torch.device, *, by_engine: bool = False) -> None:
         wanted = config.mixed_precision
+        emulated = device.type == "cpu" and not cpu_has_bf16()
+        self.fp8 = wanted == "fp8"
+        """Whether linear layers multiply in 8 bits."""
+        self.note = _COMPUTES_IN_FP32 if wanted is True and emulated else None
+        if self.fp8 and (why := _why_no_fp8(config, device, by_engine=by_engine)):
+            wanted, self.fp8 = False if emulated else "bf16", False
+            self.note = _NO_FP8.format(why=why, instead="fp32" if emulated else "bf16")
         self.name = precision_name(wanted, device.type)
         self.device_type = device.type
-        emulated = device.type == "cpu" and not cpu_has_bf16()
-        self.note = _COMPUTES_IN_FP32 if wanted is True and emulated else None
         self.warning = _EMULATED if self.name == "bf16" and emulated else None
         if self.warning is not None:  # torch prints fifty lines of C++ frames
             warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS gemm")
@@ -47,6 +53,16 @@ class Precision:
         if self.dtype is None:
             return _NO_AUTOCAST
         return torch.autocast(self.device_type, dtype=self.dtype)
+
+
+def _why_no_fp8(config: DistributedConfig, device: torch.device, *, by_engine: bool) -> str:
+    from phalanx.models.fp8 import why_not
+
+    if by_engine:
+        return f"{config.resolved_strategy} has a precision of its own"
+    if config.tensor_parallel > 1:
+        return "layers that tensor_parallel splits have no products in 8 bits"
+    return why_not(device)
 
 
 class LossScale:

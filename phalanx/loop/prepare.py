@@ -21,7 +21,7 @@ from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
-from phalanx.models.contract import Adapter, implements
+from phalanx.models.contract import Adapter, CompileRegions, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy, local
@@ -230,6 +230,11 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
     Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
     model inside DDP it makes one graph and cuts that by DDP's buckets.
     """
+    if implements(model, CompileRegions):
+        regions = [(module, name, vars(module).get(name)) for module, name in model.compile_regions()]
+        for module, name, _ in regions:  # in the instance; hooks of fsdp around the module stay as written
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+        return partial(_uncompile, regions)
     inner = torch_compat.uncompiled_call(model)
 
     def call(*arguments: Any, **options: Any) -> Any:  # a plain function: torch skips the calls of its own modules
@@ -238,6 +243,14 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
     torch_compat.set_compiled_call(model, torch.compile(call))
 
     return partial(torch_compat.set_compiled_call, model, None)
+
+
+def _uncompile(regions: list[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, before in regions:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 def adapt(model: nn.Module, config: DistributedConfig) -> None:

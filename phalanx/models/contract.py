@@ -82,6 +82,13 @@ class PipelineUnits(Protocol):
         """Return the names of the modules that run one after the other and hold all parameters."""
 
 
+class CompileRegions(Protocol):
+    """A model that is compiled in parts: torch compiles equal parts once, and a deep model as fast as a flat one."""
+
+    def compile_regions(self) -> Sequence[tuple[torch.nn.Module, str]]:
+        """Return modules and the name of the method of each that is compiled; the rest runs as written."""
+
+
 class ExampleInputs(Protocol):
     """A model whose units can be timed (pipeline_cuts = 'measured')."""
 

@@ -93,6 +93,15 @@ class Decoder(nn.Module):
         if (wrong := too_long(time, self.config.seq_len)) is not None:
             raise wrong
 
+    def stream(self, embedded: Tensor) -> Tensor:
+        """Return embeddings in the type of the residual stream: bf16 under autocast to bf16, half the traffic of fp32.
+
+        fp16 has too small a range for sums over layers.
+        """
+        device = embedded.device.type
+        half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16
+        return embedded.to(torch.bfloat16) if half else embedded
+
     def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
         """Turn the last hidden states into logits, and with targets into a loss, as far as this stage has the parts."""
         if self.norm is not None:
@@ -110,6 +119,10 @@ class Decoder(nn.Module):
     def loss_from_output(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy; targets of -100 do not count."""
         return token_loss(output, target)
+
+    def compile_regions(self) -> list[tuple[nn.Module, str]]:
+        """Return what torch.compile compiles: the layers. The head has kernels of its own."""
+        return [(layer, "forward") for layer in self.layers if layer is not None]
 
     def pipeline_units(self) -> list[str]:
         """Return the modules that run one after the other: any run of them is a pipeline stage."""

@@ -92,7 +92,7 @@ class GPT(Decoder):
         """
         hidden = tokens
         if self.embed is not None:
-            hidden = self.embed(tokens, self.positions(tokens) if positions is None else positions)
+            hidden = self.stream(self.embed(tokens, self.positions(tokens) if positions is None else positions))
         for layer in self.layers:
             if layer is not None:
                 hidden = layer(hidden)

@@ -151,7 +151,7 @@ class Llama(Decoder):
         A stage without `embed` takes hidden states for tokens. `positions` [time] places a slice of a longer sequence.
         """
         table = self.table(self.positions(tokens) if positions is None else positions)
-        hidden = tokens if self.embed is None else self.embed(tokens)
+        hidden = tokens if self.embed is None else self.stream(self.embed(tokens))
         for layer in self.layers:
             if layer is not None:
                 hidden = layer(hidden, table)

@@ -6,6 +6,7 @@ splits by vocabulary, `split_token_loss` adds up what each rank has.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.fields import IGNORED_LABEL
+from phalanx.torch_compat import scaled_product
 
 
 class LMOutput(NamedTuple):
@@ -28,6 +30,9 @@ class LMOutput(NamedTuple):
 class Head(nn.Linear):
     """The output matrix: a score for every token of the vocabulary, or with targets the mean cross-entropy alone."""
 
+    fp8 = False
+    """Whether the products of training, but the gradient of the matrix, are in 8 bits."""
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits [batch, time, vocabulary] of [batch, time, hidden], or the loss; targets of -100 do not count.
 
@@ -37,8 +42,8 @@ class Head(nn.Linear):
         if targets is None or dtype is torch.float16:  # whose unscaled gradients would vanish
             logits = super().forward(hidden)
             return logits if targets is None else token_loss(logits, targets)
-        rows = hidden.flatten(0, 1).to(dtype)
-        loss: Tensor = _HeadLoss.apply(rows, self.weight, targets.flatten())  # type: ignore[no-untyped-call]
+        rows, labels = hidden.flatten(0, 1).to(dtype), targets.flatten()
+        loss: Tensor = _HeadLoss.apply(rows, self.weight, labels, self.fp8)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -47,8 +52,10 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-_CHUNK_LOGITS = 2**28
-"""Logits that exist at once: half a gigabyte in bf16, and large enough for matrix products at full speed."""
+_CHUNK_LOGITS = 2**29
+"""Logits that exist at once: a gigabyte in bf16, and large enough for matrix products at full speed."""
+_CHUNK_MULTIPLE = 1024
+"""Of which the tokens of a chunk are a multiple: products of other sizes have incomplete blocks."""
 _MULTIPLE = 64
 """To which a GPU's vocabulary is padded: matrix products of other widths miss the fast kernels (50,257: 0.83x)."""
 
@@ -61,35 +68,89 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, fp8: bool) -> Tensor:
         vocabulary = weight.shape[0]
         padding = -vocabulary % _MULTIPLE if hidden.is_cuda else 0
         matrix = F.pad(weight.to(hidden.dtype), (0, 0, 0, padding))
-        counted = targets != IGNORED_LABEL
-        places = targets.where(counted, 0)[:, None]
-        chunks = max(1, -(-hidden.shape[0] * vocabulary // _CHUNK_LOGITS))
-        precise = torch.promote_types(hidden.dtype, torch.float32)  # half precision loses digits in sums
-        parts = zip(*(tensor.chunk(chunks) for tensor in (hidden, places, counted)), strict=True)
-        losses, for_hidden, for_weight = [], [], None
-        for rows, place, counts in parts:
-            logits = (rows @ matrix.t())[:, :vocabulary].to(precise)
-            norm = logits.logsumexp(-1, keepdim=True)
-            losses.append(((norm - logits.gather(1, place))[:, 0] * counts).sum())
-            shares = (logits - norm).exp().scatter_add(1, place, -torch.ones_like(norm)) * counts[:, None]
-            gradient = F.pad(shares.to(rows.dtype), (0, padding))
-            for_hidden.append(gradient @ matrix)
-            share = (gradient.t() @ rows)[:vocabulary]
-            for_weight = share if for_weight is None else share.to(precise).add_(for_weight)
-        count = counted.sum()
-        ctx.save_for_backward(torch.cat(for_hidden), for_weight, count)
+        chunk = max(1, _CHUNK_LOGITS // len(matrix) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+        factors = _EightBits(matrix) if fp8 and len(hidden) % 16 == 0 else _Factors(matrix)
+        losses, for_hidden, for_weight = [], torch.empty_like(hidden), None
+        for rows, labels, place in zip(*(each.split(chunk) for each in (hidden, targets, for_hidden)), strict=True):
+            loss, gradient = factors.loss(rows, labels, vocabulary, place)
+            losses.append(loss)
+            for_weight = _add_product(for_weight, gradient, rows)
+        count = (targets != IGNORED_LABEL).sum()
+        assert for_weight is not None, "a batch has tokens"
+        ctx.save_for_backward(for_hidden, for_weight[:vocabulary], count)
         return torch.stack(losses).sum() / count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         for_hidden, for_weight, count = ctx.saved_tensors
         scale = gradient / count
-        return (for_hidden * scale).to(for_hidden.dtype), for_weight * scale, None
+        return for_hidden * scale, for_weight * scale, None, None
+
+
+class _Factors:
+    """The matrix of a head, by which the chunks of hidden states are multiplied, and their gradients."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    def loss(self, rows: Tensor, targets: Tensor, vocabulary: int, for_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses and the gradient of the logits; write that of the rows to `for_rows`."""
+        logits = rows @ self._matrix.t()
+        losses, gradient = _cross_entropy(logits, targets, vocabulary)
+        torch.mm(gradient, self._matrix, out=for_rows)
+        return losses.sum(), gradient
+
+
+class _EightBits(_Factors):
+    """The same with logits, and gradients of rows, from products in 8 bits."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        from phalanx.models import kernels
+
+        self._kernels = kernels
+        self._rows, self._scales = kernels.round_rows(matrix)
+        self._scale = self._scales.amax()
+        self._columns = kernels.round_transposed(matrix, self._scale, False)
+
+    def loss(self, rows: Tensor, targets: Tensor, vocabulary: int, for_rows: Tensor) -> tuple[Tensor, Tensor]:
+        kernels = self._kernels
+        rounded, scales = kernels.round_rows(rows)
+        logits = scaled_product(rounded, self._rows, (scales, self._scales), rows.dtype)
+        eight_bits = torch.empty_like(logits, dtype=kernels.E5M2)
+        losses = kernels.cross_entropy_(logits, targets, vocabulary, eight_bits)
+        one = torch.full((), 1 / kernels.GRADIENT_SCALE, device=rows.device)
+        for_rows.copy_(scaled_product(eight_bits, self._columns, (one, self._scale), rows.dtype))
+        return losses.sum(), logits
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return each token's loss, and the gradient of the logits; those may be overwritten."""
+    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+        from phalanx.models.kernels import cross_entropy_
+
+        return cross_entropy_(logits, targets, vocabulary), logits
+    counted = targets != IGNORED_LABEL
+    places = targets.where(counted, 0)[:, None]
+    precise = logits[:, :vocabulary].to(torch.promote_types(logits.dtype, torch.float32))  # sums lose digits in half
+    norm = precise.logsumexp(-1, keepdim=True)
+    losses = (norm - precise.gather(1, places))[:, 0] * counted
+    shares = (precise - norm).exp_().scatter_add_(1, places, -torch.ones_like(norm)).mul_(counted[:, None])
+    return losses, F.pad(shares.to(logits.dtype), (0, logits.shape[1] - vocabulary))
+
+
+def _add_product(total: Tensor | None, gradient: Tensor, rows: Tensor) -> Tensor:
+    """Return total + gradient.t() @ rows; sums over chunks are in float32, inside the product where CUDA can."""
+    if rows.is_cuda and rows.dtype is torch.bfloat16:
+        if total is None:
+            return torch.mm(gradient.t(), rows, out_dtype=torch.float32)
+        return torch.addmm(total, gradient.t(), rows, out_dtype=torch.float32, out=total)
+    share = (gradient.t() @ rows).to(torch.promote_types(rows.dtype, torch.float32))
+    return share if total is None else total.add_(share)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

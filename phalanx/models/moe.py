@@ -237,7 +237,7 @@ class MoE(Decoder):
             raise ModelError(
                 "a mixture of experts cannot be a pipeline stage: its balance loss is collected from all layers."
             )
-        hidden: Tensor = self.embed(tokens)
+        hidden = self.stream(self.embed(tokens))
         balances = []
         for layer in self.layers:
             hidden, balance = layer(hidden, table)
@@ -253,6 +253,10 @@ class MoE(Decoder):
             "a mixture of experts cannot be cut into pipeline stages: its balance loss is collected from all layers",
             hint="Use expert_parallel, or strategy='fsdp'.",
         )
+
+    def compile_regions(self) -> list[tuple[nn.Module, str]]:
+        """Return the attention of each layer: what experts compute has another shape in each step."""
+        return [(layer.get_submodule("attention"), "forward") for layer in self.layers if layer is not None]
 
     def expert_modules(self) -> list[str]:
         """Return the modules whose experts may lie on different ranks."""

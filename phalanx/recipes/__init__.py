@@ -22,7 +22,7 @@ GROUP = "phalanx.recipes"
 _BUILT_IN = Path(__file__).parent
 _ENDINGS = (".toml", ".yaml", ".yml")
 _PARTS = ("model", "data")
-_TABLES = ("model", "data", "settings", "sample", "metrics")
+_TABLES = ("model", "data", "settings", "gpu_settings", "sample", "metrics")
 _HINT = 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.'
 
 
@@ -37,6 +37,8 @@ class Recipe:
     model: dict[str, Any]
     """Its `name` is that of a built-in model, an import path, or the folder of a Hugging Face model."""
     settings: dict[str, Any] = field(default_factory=dict)
+    gpu_settings: dict[str, Any] = field(default_factory=dict)
+    """Settings for runs on GPUs; they apply where they do not contradict what the user gives."""
     needs_data_dir: bool = False
     presets: tuple[str, ...] = ()
     sample: dict[str, Any] = field(default_factory=dict)
@@ -54,9 +56,10 @@ class Recipe:
     """The name, file or import path that finds it again; empty for one made of --model and --data."""
 
     def settings_for(self, gpus: int) -> dict[str, Any]:
-        """Return the settings for a number of GPUs: if there are fewer GPUs than ranks, one rank for each."""
+        """Return it as a source of settings for `resolve`; with fewer GPUs than ranks there is one rank for each."""
         ranks = self.settings.get("num_workers", 1)
-        return {**self.settings, "num_workers": gpus} if 0 < gpus < ranks else self.settings
+        settings = {**self.settings, "num_workers": gpus} if 0 < gpus < ranks else self.settings
+        return {"recipe": settings, "recipe_name": self.name, "gpu_settings": self.gpu_settings if gpus else {}}
 
     def with_preset(self, preset: str | None) -> Recipe:
         """Return the recipe with another size of its model; an unknown one is refused with the nearest."""
@@ -117,7 +120,7 @@ def from_document(document: Mapping[str, Any], name: str, folder: Path | None = 
     base = folder or Path.cwd()
     values = {key: value for key, value in document.items() if key not in (*_PARTS, "name", "summary")}
     values |= {part: _part(document.get(part), part, name, base) for part in _PARTS}
-    for key in ("settings", "sample", "metrics"):
+    for key in ("settings", "gpu_settings", "sample", "metrics"):
         if not isinstance(values.get(key, {}), Mapping):
             raise UsageError(f"the recipe '{name}': {key} is {values[key]!r}, expected a table of values")
     for key in ("loss", "optimizer"):

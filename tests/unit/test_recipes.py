@@ -11,8 +11,8 @@ from phalanx.recipes import load_recipe, of_earlier_run, recipe_names
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_asks_for_no_more_ranks_than_there_are_gpus(name):
     recipe = load_recipe(name)
-    assert [recipe.settings_for(gpus)["num_workers"] for gpus in (0, 1, 2, 8)] == [2, 1, 2, 2]
-    assert recipe.settings_for(1) == {**recipe.settings, "num_workers": 1}
+    assert [recipe.settings_for(gpus)["recipe"]["num_workers"] for gpus in (0, 1, 2, 8)] == [2, 1, 2, 2]
+    assert recipe.settings_for(1)["recipe"] == {**recipe.settings, "num_workers": 1}
 
 
 def test_a_preset_for_a_recipe_without_any_names_the_way_to_that_of_its_model():

@@ -90,7 +90,7 @@ def _subject(
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
     if recipe is not None:
         known = load_recipe(recipe)
-        return RecipeTrainable(resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe), known)
+        return RecipeTrainable(resolve(settings, **known.settings_for(count_gpus())), known)
     resolved = resolve(settings)
     if script is not None:
         return ScriptTrainable(resolved, ScriptTarget(script))

@@ -1,0 +1,142 @@
+"""Kernels for CUDA in Triton: cross-entropy that replaces logits by their gradient, and rounding to 8 bits.
+
+Each is one pass over memory where torch's operations are several. They are operators of torch, so that compiled code
+can call them; without Triton (CPUs, Windows) this module is not imported.
+"""
+
+# ruff: noqa: ANN001, ANN202 - Triton reads the annotations of a kernel
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.config.fields import IGNORED_LABEL
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3_LARGEST = torch.finfo(E4M3).max
+E5M2_LARGEST = torch.finfo(E5M2).max
+GRADIENT_SCALE = 8192.0
+"""The 8-bit gradients of logits are times this: they are at most 1, and e5m2 reaches from 2**-16 to 57,344."""
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, eight_bits, losses, targets, vocabulary, width, IGNORED: tl.constexpr, SCALE: tl.constexpr,
+    WITH_EIGHT_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * width
+    target = tl.load(targets + row)
+    counts = target != IGNORED
+    # Before the reductions, whose barriers keep other threads from overwriting it too early.
+    chosen = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
+    columns = tl.arange(0, BLOCK)
+    highest, total = float("-inf"), 0.0
+    for start in range(0, width, BLOCK):
+        places = start + columns
+        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(values, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
+        highest = higher
+    norm = highest + tl.log(total)
+    tl.store(losses + row, tl.where(counts, norm - chosen, 0.0))
+    for start in range(0, width, BLOCK):
+        places = start + columns
+        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32)
+        gradient = tl.exp(values - norm) - tl.where(places == target, 1.0, 0.0)
+        gradient = tl.where(counts, gradient, 0.0)
+        tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=places < width)
+        if WITH_EIGHT_BITS:
+            scaled = (gradient * SCALE).to(eight_bits.dtype.element_ty)
+            tl.store(eight_bits + row * width + places, scaled, mask=places < width)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, vocabulary: int, eight_bits: Tensor | None = None) -> Tensor:
+    """Replace logits [tokens, width] by the gradient of each token's cross-entropy; return these losses.
+
+    Columns from `vocabulary` on are padding. `eight_bits` [tokens, width] gets the gradient times GRADIENT_SCALE.
+    """
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    block = min(8192, triton.next_power_of_2(logits.shape[1]))
+    with torch.cuda.device(logits.device):
+        _cross_entropy_kernel[(len(logits),)](
+            logits,
+            logits if eight_bits is None else eight_bits,
+            losses,
+            targets,
+            vocabulary,
+            logits.shape[1],
+            IGNORED=IGNORED_LABEL,
+            SCALE=GRADIENT_SCALE,
+            WITH_EIGHT_BITS=eight_bits is not None,
+            BLOCK=block,
+            num_warps=16 if block >= 8192 else 4,
+        )
+    return losses
+
+
+@triton.jit
+def _rows_kernel(values, result, scales, rows, width, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    block = tl.load(values + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(block), 1), 1e-12)[:, None] / LARGEST
+    tl.store(result + row * width + column, (block / scale).to(result.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+@torch.library.custom_op("phalanx::round_rows", mutates_args=())
+def round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a contiguous matrix in e4m3 with a scale for each row [rows, 1]."""
+    values = values.contiguous()
+    rows, width = values.shape
+    result = torch.empty_like(values, dtype=E4M3)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=values.device)
+    block = triton.next_power_of_2(width)
+    together = max(1, 4096 // block)
+    with torch.cuda.device(values.device):
+        _rows_kernel[(triton.cdiv(rows, together),)](
+            values, result, scales, rows, width, LARGEST=E4M3_LARGEST, ROWS=together, BLOCK=block,
+            num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        )  # fmt: skip
+    return result, scales
+
+
+@round_rows.register_fake
+def _(values: Tensor) -> tuple[Tensor, Tensor]:
+    scales = torch.empty(values.shape[0], 1, dtype=torch.float32, device=values.device)
+    return torch.empty(values.shape, dtype=E4M3, device=values.device), scales
+
+
+@triton.jit
+def _transpose_kernel(values, result, scale, rows, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    block = tl.load(values + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    rounded = tl.clamp(block / tl.load(scale), -LARGEST, LARGEST).to(result.dtype.element_ty)
+    place = result + column[:, None] * rows + row[None, :]
+    tl.store(place, tl.trans(rounded), mask=(column[:, None] < width) & (row[None, :] < rows))
+
+
+@torch.library.custom_op("phalanx::round_transposed", mutates_args=())
+def round_transposed(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
+    """Return the transpose of a matrix divided by a scale, in e4m3, or in e5m2 for a wide range (gradients)."""
+    values = values.contiguous()
+    rows, width = values.shape
+    result = torch.empty(width, rows, dtype=E5M2 if wide_range else E4M3, device=values.device)
+    grid = (triton.cdiv(rows, 64), triton.cdiv(width, 64))
+    with torch.cuda.device(values.device):
+        largest = E5M2_LARGEST if wide_range else E4M3_LARGEST
+        _transpose_kernel[grid](values, result, scale, rows, width, LARGEST=largest, BLOCK=64, num_warps=4)
+    return result
+
+
+@round_transposed.register_fake
+def _(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
+    dtype = E5M2 if wide_range else E4M3
+    return torch.empty(values.shape[1], values.shape[0], dtype=dtype, device=values.device)
