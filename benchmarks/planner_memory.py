@@ -83,7 +83,7 @@ def predict(row: dict[str, str]) -> float:
         row["model"], trace_import(f"phalanx.models.{family}:{family}", None, {"preset": preset})
     )
     if isinstance(shape, ModelShape):  # rows without this field were measured when models had all logits
-        shape = replace(shape, chunked_loss=row.get("loss") == "chunked")
+        shape = replace(shape, reference=row.get("loss") == "chunked")
     batch = int(row["micro_batch"])
     layout = Layout(micro_batch=batch, recompute=row["recompute"], lora_rank=int(row["lora"]) or None)
     compiled = row["compile"].lower() == "true"

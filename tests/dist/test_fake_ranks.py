@@ -241,7 +241,7 @@ PREDICTED = ModelShape(
     rms_norm=True,
     tied_embeddings=False,
     biases=False,
-    chunked_loss=True,
+    reference=True,
 )
 
 

@@ -81,7 +81,7 @@ def shape_of(row: dict[str, str], vocab: int = 51200) -> ModelShape:
 
 def test_the_worked_example_of_the_module():
     layout, goal = Layout(dp_replicate=8, micro_batch=8), Goal(global_batch=64, seq_len=1024)
-    ours = replace(SHAPES["gpt:gpt2"], chunked_loss=True)
+    ours = replace(SHAPES["gpt:gpt2"], reference=True)
     for model, activations, logits in ((ours, 2930, 3897), (SHAPES["gpt:gpt2"], 3008, 4940)):
         parts = rank_memory(model, GPU, layout, goal, reserve_gib=0.0)["all"]
         found = {name: round(size * GIB / 1e6) for name, size in parts.items() if name != "reserve"}
@@ -91,7 +91,7 @@ def test_the_worked_example_of_the_module():
 
 def test_the_head_has_the_logits_of_a_chunk_of_tokens_and_its_gradients_until_backward() -> None:
     assert CHUNK_LOGITS == loss._CHUNK_LOGITS
-    model = replace(SHAPES["llama:1b"], chunked_loss=True)
+    model = replace(SHAPES["llama:1b"], reference=True)
     few, many = (
         rank_memory(model, GPU, Layout(dp_replicate=2, micro_batch=size), Goal(global_batch=2 * size))["all"]["logits"]
         for size in (4, 32)
@@ -205,7 +205,7 @@ def test_memory_on_an_h200_is_predicted_within_7_percent(row: dict[str, str]) ->
     )
     model = SHAPES[row["model"]]
     if row.get("loss") == "chunked":
-        model = replace(model, chunked_loss=True)
+        model = replace(model, reference=True)
     predicted = total(rank_memory(model, GPU, layout, goal)["all"]) * 1024
     assert predicted == pytest.approx(float(row["allocated_peak"]), rel=0.07)
 

@@ -213,7 +213,7 @@ def head_passes(
     """Return the time of the output layer and its loss; `weights`: see `layer_passes`."""
     if model.outputs is not None:
         return Passes(0.0, 0.0)
-    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused" or model.chunked_loss
+    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused" or model.reference
     forward = product_seconds(gpu, precision, tokens, vocab, model.hidden, padded=padded)
     backward = product_seconds(gpu, precision, tokens, model.hidden, vocab, padded=padded)
     backward += product_seconds(gpu, weights or precision, model.hidden, vocab, tokens, padded=padded)

@@ -97,7 +97,7 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
     shape = _make(ModelShape, found, where, own)
     # `train` has a reference model for decoders of any size, and for a mixture that is a preset.
     ours = shape.causal and shape.outputs is None and (not shape.experts or "recipe" in entry)
-    return replace(shape, chunked_loss=own.get("chunked_loss", ours))
+    return replace(shape, reference=own.get("reference", ours))
 
 
 def resolve(model_given: object, cluster_given: object) -> tuple[ModelShape | TracedShape, Cluster]:

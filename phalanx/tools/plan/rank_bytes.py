@@ -8,7 +8,6 @@ its input, flash attention keeps no scores.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,14 +22,8 @@ LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "comp
 half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:
 each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
 """
-CHUNK_LOGITS = 2**28
-"""Logits that Phalanx's language models have at once in training (`models/loss.py`, which imports torch)."""
-CHUNKED_LOGITS = {"half": (12, 18, 10), "fp32": (12, 20, 12), "compiled": (4, 4, 4)}
-"""Bytes per logit of a chunk: in the softmax of an only chunk, of a later one, and in the products of its gradient.
-
-half: logits, exponentials and their sum with the targets in fp32; of the chunk before, its gradient in fp32 and in half
-precision. compiled: logits and gradient in half precision.
-"""
+CHUNK_LOGITS, CHUNK_TOKENS = 2**29, 1024
+"""Logits that Phalanx's decoders have at once in training, in multiples of so many tokens (`models/loss.py`)."""
 
 
 def published_layer_bytes(
@@ -214,27 +207,30 @@ class HeadBytes(NamedTuple):
     """While the layers' backward passes run."""
 
 
-def chunked_head(model: ModelShape, tokens: float, *, half: bool, compiled: bool, residual: int) -> HeadBytes:
+def chunked_head(
+    model: ModelShape, tokens: float, *, half: bool, fp8: bool, norm: int, gradient: int, kernel: bool
+) -> HeadBytes:
     """Return what a head needs that computes loss and gradients for a chunk of tokens at a time (`models.loss.Head`).
 
-    Forward has a copy of the matrix in the compute type and the logits of one chunk; it keeps the gradients of hidden
-    states and matrix, the latter in fp32 where several chunks are added up. Backward scales both into new tensors.
-    GPT-2, 8,192 tokens: 412 M logits are 2 chunks of 206 M, each 18 bytes per logit; the matrix has 38.6 M values.
+    Forward has a copy of the matrix in the compute type (and two in fp8), the logits of one chunk, which a kernel turns
+    into their gradient in place, and the gradient of the chunk before; it keeps the gradients of hidden states and of
+    the matrix, the latter in fp32. Backward scales both into new tensors. Without the `kernel` (on CPUs) there are
+    logits in fp32, exponentials and two copies besides. GPT-2: chunks of 10,240 tokens, 2 bytes per logit.
+
+    `norm`, `gradient`: bytes per value of the last norm's output and of the matrix's gradient.
     """
     width, table = HALF if half else SINGLE, model.vocab * model.hidden
-    chunks = max(1, math.ceil(tokens * model.vocab / CHUNK_LOGITS))
-    logits = math.ceil(tokens / chunks) * model.vocab
-    only, later, products = CHUNKED_LOGITS["compiled" if compiled else "half" if half else "fp32"]
-    # Gradients of the matrix, of one chunk and the sum of those before: while a softmax runs, and while they are added.
-    waiting = {1: 0, 2: width}.get(chunks, SINGLE + width * half)
-    added = width if chunks == 1 else width + SINGLE + SINGLE * half
-    forward = max(logits * (only if chunks == 1 else later) + table * waiting, logits * products + table * added)
-    kept = SINGLE if chunks > 1 else width
-    copies = residual + (width if residual != width else 0)  # the norm's output, and that in the compute type
+    chunk = max(1, CHUNK_LOGITS // model.vocab // CHUNK_TOKENS) * CHUNK_TOKENS
+    several, logits = tokens > chunk, min(tokens, chunk) * model.vocab
+    each = width * (1 + several) + (fp8 if kernel else 12 if half else 8)
+    product = 0 if kernel and half else width + SINGLE * half  # of one chunk, and in fp32; CUDA adds it up in place
+    sums = SINGLE * (several or (kernel and half))
+    forward = max(logits * each + table * SINGLE * several, logits * width + table * (product + sums))
+    copies = norm + (width if norm != width else 0)
     return HeadBytes(
-        forward + width * table + tokens * model.hidden * copies,
-        tokens * model.hidden * width + table * (2 * kept + (residual if residual != kept else 0)),
-        table * residual,
+        forward + (width + 2 * fp8) * table + tokens * model.hidden * copies,
+        tokens * model.hidden * width + table * (2 * SINGLE + (gradient if gradient != SINGLE else 0)),
+        table * gradient,
     )
 
 

@@ -68,7 +68,9 @@ def rank_memory(
     """
     micro_batches = layout.accumulation(goal.global_batch)
     outside = (gpu.reserve_gib if reserve_gib is None else reserve_gib) * GIB
-    case = _Case(layout, goal, micro_batches, published=attention == "materialized")
+    published, reference = attention == "materialized", isinstance(model, ModelShape) and model.reference
+    on_gpu = not gpu.name.startswith("cpu")
+    case = _Case(layout, goal, micro_batches, published=published, reference=reference, on_gpu=on_gpu)
     find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
     found, cut = {}, _cut(model, layout, case)
     for name, rank in pipeline_ranks(cut, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
@@ -97,15 +99,21 @@ class _Facts(NamedTuple):
 class _Case:
     """The choices of a layout and a goal that decide what is kept."""
 
-    def __init__(self, layout: Layout, goal: Goal, micro_batches: int, *, published: bool) -> None:
+    def __init__(
+        self, layout: Layout, goal: Goal, micro_batches: int, *, published: bool, reference: bool, on_gpu: bool
+    ) -> None:
         self.layout, self.goal, self.published = layout, goal, published
         self.half = goal.precision != "fp32"
         self.width = HALF if self.half else SINGLE
         self.shards, self.stage = layout.dp_shard * layout.cp, layout.stage
         self.sharded = self.stage > 0 and self.shards > 1 and not published
         """Whether `fully_shard` gathers weights in half precision and reduces gradients in fp32, block by block."""
-        self.residual = HALF if self.half and (self.sharded or published) else SINGLE
+        stream = reference and goal.precision in ("bf16", "fp8")
+        self.residual = HALF if self.half and (self.sharded or published or stream) else SINGLE
         """Bytes per value of the hidden states between layers."""
+        self.chunks = reference and not published and layout.tp == layout.pp == 1 and goal.precision != "fp16"
+        """Whether the loss is computed for a chunk of tokens at a time: by a rank that has the whole matrix."""
+        self.on_gpu = on_gpu
         self.micro_batches = micro_batches
         self.lora = layout.lora_rank is not None
         self.casts = self.half and goal.master_weights and not published and not self.sharded
@@ -113,11 +121,6 @@ class _Case:
         self.states = state_bytes(goal.precision, goal.optimizer, master_weights=goal.master_weights)
         self.gradients_stay = published or micro_batches > 1 or (self.stage == 0 and layout.dp_replicate > 1)
         """DDP's buckets are the gradients' memory, also between steps."""
-
-    def chunks(self, model: ModelShape) -> bool:
-        """Whether the loss is computed for a chunk of tokens at a time: by one rank with targets, but not in fp16."""
-        plain = not self.published and self.layout.tp == self.layout.pp == 1
-        return model.chunked_loss and plain and self.goal.precision != "fp16"
 
     def facts(self, model: ModelShape) -> _Facts:
         """Return what all ranks have in common."""
@@ -230,9 +233,9 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
     return _Held(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
-        _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks(model)),
+        _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks),
         tokens * rank.layers * (flights * each.kept + pending * each.pending) + loss * each.last,
-        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table * (not case.chunks(model))),
+        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table * (not case.chunks)),
         head,
         tokens * each.working,
         _buffers(case, whole, here.layer, root, tokens * _moved(model, case, rank)),
@@ -241,8 +244,10 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
 
 def _head(model: ModelShape, case: _Case, each: PerToken, tokens: float, flights: float) -> HeadBytes:
     """Return what output matrix and loss of the tokens need; none without tokens."""
-    if case.chunks(model):
-        return chunked_head(model, tokens, half=case.half, compiled=case.goal.compile, residual=case.residual)
+    if case.chunks:
+        width = HALF if case.half and case.sharded else SINGLE
+        kinds = {"half": case.half, "fp8": case.goal.precision == "fp8", "kernel": case.on_gpu}
+        return chunked_head(model, tokens, norm=width, gradient=width, **kinds)
     forward, backward, waiting = (tokens * size for size in each.logits)
     waiting *= flights - 1 if case.layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return HeadBytes(forward + waiting, backward + waiting)
