@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.json_output import print_json
 from phalanx.cli.report import compare_stored
+from phalanx.config.fields import OPTIMIZERS
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 from phalanx.observe.format import span, table
@@ -26,7 +27,7 @@ from phalanx.tools.plan.learning import keep_factors
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.page import page
 from phalanx.tools.plan.planner import default_goal
-from phalanx.tools.plan.plans import OPTIMIZER_NAMES, PRECISIONS, Goal, Plan
+from phalanx.tools.plan.plans import PRECISIONS, Goal, Plan
 from phalanx.tools.plan.search import Constraints
 from phalanx.tools.plan.text import Section, count, plan_data, plan_text, rounded
 from phalanx.tools.plan.what_if import PlanCase, answer, designs
@@ -195,7 +196,7 @@ def _goal(
     best = "fp8" if namespace.fast else next(name for name in ("bf16", "fp16", "fp32") if name in known)
     precision = namespace.precision or best
     optimizer = namespace.optimizer or ("adamw8bit" if namespace.memory else goal.optimizer)
-    for name, value, allowed in (("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZER_NAMES)):
+    for name, value, allowed in (("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS)):
         if value not in allowed:
             raise UsageError(unknown_name(name, value, allowed))
     if precision not in known and precision != "fp8":  # which the planner refuses with what to write

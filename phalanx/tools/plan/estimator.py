@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from phalanx.config.fields import OPTIMIZERS
 from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
@@ -13,7 +14,6 @@ from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import (
     ATTENTION,
     KERNELS,
-    OPTIMIZER_NAMES,
     PRECISIONS,
     Estimate,
     Goal,
@@ -35,7 +35,7 @@ NAMES: dict[str, Collection[str]] = {
     "schedule": SCHEDULES,
     "zero_stage": ("0", "1", "2", "3"),
     "precision": PRECISIONS,
-    "optimizer": OPTIMIZER_NAMES,
+    "optimizer": OPTIMIZERS,
 }
 POSITIVE = {
     **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch"), 1),

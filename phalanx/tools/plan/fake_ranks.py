@@ -235,7 +235,7 @@ def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_place_loss(logits: torch.Tensor, targets: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_place_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(targets, dtype=torch.float32), logits
 
 

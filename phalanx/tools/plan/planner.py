@@ -261,7 +261,7 @@ def assumptions(cluster: Cluster, goal: Goal, layout: Layout | None) -> tuple[tu
         ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
     ]
     if goal.precision == "fp8":
-        words = f"2 of 3 products of linear layers, at {FP8 * gpu.matmul:.0%} of peak; gradients of weights in bf16"
+        words = f"products of whole linear layers where it pays, at {FP8 * gpu.matmul:.0%} of peak"
         rows.append(("fp8", words, "fitted to other libraries, docs/planning.md"))
     if layout is not None and budget_of(layout.recompute) is not None:
         words = f"{repeated_share(layout.recompute):.0%} of a layer's forward pass is repeated"

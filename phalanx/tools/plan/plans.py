@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.config.fields import OPTIMIZERS
 from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -17,7 +16,6 @@ BUDGETS = ("budget 0.5", "budget 0.3", "budget 0.1", "budget 0")
 """What `Constraints.memory` tries, until a layout fits."""
 KERNELS = ("auto", "eager", "autocast", "fused")
 _SHARE = re.compile(r"0?\.\d+|0|1|1\.0+")
-OPTIMIZER_NAMES = tuple(dict.fromkeys((*OPTIMIZERS, "adamw8bit")))
 ATTENTION = ("auto", "flash", "materialized")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 

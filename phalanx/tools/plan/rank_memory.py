@@ -4,7 +4,7 @@ The peak of a step is the highest of five moments, from the end of forward to th
 (124 M parameters, 12 layers) by DDP on 8 GPUs, in bf16 with AdamW, 8 sequences of 1,024 tokens per rank, in MB:
 
                                states   activations   logits   buffers      sum
-    end of forward              1,991         2,930    3,897        52    8,871   the peak
+    end of forward              1,991         2,930    1,093        52    6,067   the peak
     start of backward           1,991         2,930      321        52    5,295
     backward of a late layer    1,991         3,006      154        52    5,204
     backward of the first       1,991            75        0        52    2,119
@@ -12,10 +12,10 @@ The peak of a step is the highest of five moments, from the end of forward to th
 
 States are 16 bytes per parameter. Activations are 12 layers x 8,192 tokens x 28.1 kB, and 170 MB of weights that
 autocast has copied; a layer's backward needs 75 MB besides. Phalanx's decoders have the logits of a chunk of tokens at
-a time, and compute the gradients of the output matrix in forward: logits are 4,096 x 50,257 values of 18 bytes, and
-copies of matrix and hidden states; then the two gradients, each twice, then that of the matrix (`chunked_head`). Other
-models have all logits: 4,117 MB at the end of forward, then 4,940 MB. At the end the embedding has two gradients and
-their sum, since it is the output matrix too. Buffers are two buckets of DDP.
+a time, here of all 8,192 x 50,257 in bf16, and compute the gradients of hidden states and output matrix in forward,
+which are kept until backward and scaled there: `chunked_head`. Other models have all logits: 4,117 MB at the end of
+forward, then 4,940 MB. At the end the embedding has two gradients and their sum, since it is the output matrix too.
+Buffers are two buckets of DDP.
 
 Without accumulation torch allocates gradients while it frees activations, so that the sum of both is never in use:
 `activations` is then what is needed beyond the gradients. Layers with scores in memory (attention = "materialized") are
@@ -326,7 +326,7 @@ def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
         budget, inputs = budget_of(layout.recompute), model.block_boundary_bytes_per_sample
         more = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
         more = more if budget is None else budget * max(0.0, kept - inputs)
-        kept, working = inputs + more, working + block
+        kept, working = inputs + more, working + (1 - (budget or 0.0)) * block
     parameters = model.parameters * share
     trained = model.trainable * share
     states = list(case.model_states(trained, 0.0, 0.0))

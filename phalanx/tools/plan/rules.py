@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.config import DistributedConfig, rules
-from phalanx.config.fields import HYBRID, ZERO_SHARDING
+from phalanx.config.fields import HYBRID, OPTIMIZERS, ZERO_SHARDING
 from phalanx.config.settings import Settings
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import OPTIMIZER_NAMES, PRECISIONS, Goal, Layout, budget_of
+from phalanx.tools.plan.plans import PRECISIONS, Goal, Layout, budget_of
 from phalanx.world.mesh import Mesh, check_device, plan_mesh
 from phalanx.world.splits import (
     SCHEDULES,
@@ -86,10 +86,9 @@ def layout_of(config: Settings, mesh: Mesh, batch_size: int) -> Layout:
 
 def recompute_of(config: Settings) -> str:
     """Return what settings recompute in backward: none, selective, full, or a budget."""
-    wanted = str(config.activation_checkpointing)
-    if (budget := budget_of(wanted)) is not None:
-        return f"budget {budget:g}"
     recompute = config.recompute
+    if recompute is not None and recompute.budget is not None:
+        return f"budget {recompute.budget:g}"
     return "none" if recompute is None else "selective" if recompute.selective else "full"
 
 
@@ -174,8 +173,8 @@ def _arithmetic(layout: Layout, goal: Goal, cluster: Cluster) -> Iterator[str]:
         )
     if goal.precision not in PRECISIONS:
         yield f"training in {goal.precision} is not supported"
-    if goal.optimizer not in OPTIMIZER_NAMES:
-        yield f"the optimizer {goal.optimizer} is not one of {', '.join(OPTIMIZER_NAMES)}"
+    if goal.optimizer not in OPTIMIZERS:
+        yield f"the optimizer {goal.optimizer} is not one of {', '.join(OPTIMIZERS)}"
     if budget_of(layout.recompute) is not None and not goal.compile:
         yield f"activation_checkpointing = '{layout.recompute}' is for compiled blocks: write compile = true"
     if layout.pp > 1 and layout.schedule not in SCHEDULES:

@@ -150,10 +150,12 @@ class _Stage:
 def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
     gpu = machine.gpu
     attention, kernels = attention_kind(layout, gpu), kernel_kind(layout, gpu)
-    case = (model, gpu, goal.precision, layout.micro_batch, goal.seq_len)
-    # Published runs in fp8 (Transformer Engine) have all products in it, Phalanx's not the gradients of weights.
-    weights = "bf16" if goal.precision == "fp8" and layout.kernels != "auto" else goal.precision
-    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels, weights=weights)
+    # Published runs in fp8 (Transformer Engine) have all products in it; Phalanx those that pay, if layers are whole.
+    own_fp8 = goal.precision == "fp8" and layout.kernels != "auto"
+    precision = "bf16" if own_fp8 and layout.tp > 1 else goal.precision
+    fp8 = {"where_it_pays": own_fp8 and layout.tp == 1}
+    case = (model, gpu, precision, layout.micro_batch, goal.seq_len)
+    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels, **fp8)
     stage = _Stage(math.ceil(model.layers / layout.pp), head=head.forward + head.backward)
     mixtures = round(stage.layers * model.mixture_layers / model.layers)
     tensor, repeated = _tensor_seconds(model, machine, layout, goal), repeated_share(layout.recompute)
@@ -168,7 +170,7 @@ def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal
             sequence_parallel=layout.sequence_parallel,
             attention=attention,
             kernels=kernels,
-            weights=weights,
+            **fp8,
             mixture=mixture,
         )
         backward = passes.backward * (FROZEN if layout.lora_rank else 1.0)
