@@ -249,11 +249,11 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--epochs", 3), "--epochs without --samples"),
         (
             ("llama-7b", "--gpus", 8, "--gpu", "a100", "--fast"),
-            "a100-80 has no fp8. It has: bf16, fp16, fp32. GPUs with",
+            "a100-80 has no fp8. It has: bf16, fp16, fp32. GPUs",
         ),
         (
             ("llama-7b", "--gpus", 8, "--gpu", "a100", "--precision", "fp8"),
-            "write --precision bf16, or plan for another",
+            "--precision bf16, or plan for another GPU",
         ),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--fast", "--precision", "bf16"), "--fast means --precision fp8"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--memory", "--recompute", "full"), "--memory means --recompute"),

@@ -57,7 +57,8 @@ def step(model: ModelShape, gpu: str = "h100", **change: object) -> float:
 def test_fp8_multiplies_where_it_pays():
     assert (FP8_OUTPUTS, FP8_WEIGHT) == (fp8._SMALLEST_OUTPUT, fp8._SMALLEST_WEIGHT)
     for gpu in ("h100", "h200", "b200", "l40s", "rtx4090", "mi300x"):
-        assert step(SMALL, gpu, precision="fp8") < 0.95 * step(SMALL, gpu), gpu
+        assert step(SMALL, gpu, precision="fp8") < 0.99 * step(SMALL, gpu), gpu
+    assert step(SMALL, precision="fp8") < 0.92 * step(SMALL)
     assert step(SMALL, "a100", precision="fp8") >= step(SMALL, "a100")  # products as in bf16
     split = {"tp": 2, "dp_shard": 4, "sequence_parallel": True}
     assert step(SMALL, **split, precision="fp8") == pytest.approx(step(SMALL, **split))  # layers are not whole
@@ -86,9 +87,8 @@ def test_a_budget_becomes_smaller_until_a_layout_fits():
     plans = {gpus: make_plan(llama, Cluster(gpu="h100", gpus=gpus), goal, Constraints(memory=True)) for gpus in (2, 8)}
     assert plans[8].best.layout.recompute == "budget 0.5"
     assert plans[2].best.layout.recompute in ("budget 0.3", "budget 0.1", "budget 0")
-    assert not {each.recompute for _, each in search(llama, plans[2].cluster, goal, Constraints()).fitting} - set(
-        RECOMPUTE
-    )
+    usual = search(llama, plans[8].cluster, goal, Constraints()).fitting
+    assert {layout.recompute for _, layout in usual} == set(RECOMPUTE)
     with pytest.raises(PhalanxError, match="for compiled blocks"):
         make_plan(llama, plans[2].cluster, replace(goal, compile=False), Constraints(memory=True))
 
