@@ -180,7 +180,7 @@ def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
 
 def keep_activations(share: float) -> Callable[[], None]:
     """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
-    config = import_module("torch._functorch.config")
+    config: Any = import_module("torch._functorch.config")
     before = config.activation_memory_budget
     config.activation_memory_budget = share
     return functools.partial(setattr, config, "activation_memory_budget", before)

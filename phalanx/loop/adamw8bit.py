@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from phalanx.strategies.base import local
 
@@ -20,6 +23,8 @@ _BLOCK = 256
 _SMALLEST = 4096
 """Parameters with fewer values (norms, biases) keep states in float32: they need little memory."""
 _STATES = ("exp_avg", "exp_avg_root")
+_FIRST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs on which Triton has e4m3; others take the same steps by torch's operations."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -38,7 +43,6 @@ class AdamW8bit(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._compiled: Callable[..., None] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -48,38 +52,15 @@ class AdamW8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            numbers: dict[int, Tensor] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state |= _new_state(parameter)
-                state["step"] += 1
-                step = int(state["step"])
-                if step not in numbers:  # for most groups one for all its parameters
-                    numbers[step] = _numbers(group, step).to(parameter.device, non_blocking=True)
-                self._update(parameter, state, group, numbers[step])
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter] |= _new_state(parameter)
+            _step_small([(p, self.state[p]) for p in trained if not _block(p)], group)
+            for parameter in trained:
+                if block := _block(parameter):
+                    _step_blocks(parameter, self.state[parameter], block, group)
         return loss
-
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Tensor) -> None:
-        weights, gradient, block = local(parameter.detach()), local(parameter.grad), _block(parameter)
-        values = [local(state[name]) for name in _STATES]
-        constants = (numbers, *group["betas"], group["eps"])
-        if not block:
-            _adamw(weights, gradient, *values, *constants)
-            return
-        blocks = [each.reshape(-1, block) for each in (weights, gradient, *values)]
-        scales = [local(state[f"{name}_scale"]).view(-1, 1) for name in _STATES]
-        self._function(weights)(*blocks, *scales, *constants)
-
-    def _function(self, weights: Tensor) -> Callable[..., None]:
-        """Return the update of a matrix of blocks: on a GPU one kernel for parameters of any size."""
-        if not weights.is_cuda:
-            return _adamw_by_blocks
-        if self._compiled is None:
-            self._compiled = torch.compile(_adamw_by_blocks, dynamic=True)
-        return self._compiled
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; torch makes states of the parameter's type, which for 8 bits loses nothing but memory."""
@@ -87,38 +68,30 @@ class AdamW8bit(torch.optim.Optimizer):
         for parameter, state in self.state.items():
             for name in _STATES if _block(parameter) else ():
                 state[name] = state[name].to(_EIGHT_BITS)
-            for name in (f"{each}_scale" for each in _STATES if _block(parameter)):
-                state[name] = state[name].float()
+                state[f"{name}_scale"] = state[f"{name}_scale"].float()
 
 
 def _block(parameter: Tensor) -> int:
     """Return the size of a parameter's blocks, which divides its rows; 0 for states in float32."""
     if parameter.ndim < 2 or parameter.numel() < _SMALLEST:
         return 0
-    row = parameter.shape[1:].numel()
-    size = _BLOCK
+    row, size = parameter.shape[1:].numel(), _BLOCK
     while size >= 32 and (row % size or local(parameter).numel() % size):
         size //= 2
     return size if size >= 32 else 0
 
 
-def _numbers(group: dict[str, Any], step: int) -> Tensor:
-    """Return what changes from step to step as a tensor: with numbers, code would be compiled again in each step."""
-    rate, (beta1, beta2) = float(group["lr"]), group["betas"]
-    return torch.tensor(
-        [rate, 1 - beta1**step, 1 - beta2**step, rate * group["weight_decay"], step], dtype=torch.float64
-    )
-
-
 def _new_state(parameter: Tensor) -> dict[str, Any]:
     block, piece = _block(parameter), local(parameter.detach())
-    state: dict[str, Any] = {"step": torch.tensor(0.0)}
+    if not block:
+        zeros = (torch.zeros_like(piece, dtype=torch.float32) for _ in range(2))
+        average, square = (_like(parameter, each) for each in zeros)
+        return {"step": torch.zeros((), device=piece.device), "exp_avg": average, "exp_avg_sq": square}
+    state: dict[str, Any] = {"step": torch.zeros(())}
     for name in _STATES:
-        dtype = _EIGHT_BITS if block else torch.float32
-        state[name] = _like(parameter, torch.zeros(piece.shape, dtype=dtype, device=piece.device))
-        if block:
-            rows = (piece.shape[0], piece.shape[1:].numel() // block)
-            state[f"{name}_scale"] = _like(parameter, torch.zeros(rows, device=piece.device))
+        state[name] = _like(parameter, torch.zeros(piece.shape, dtype=_EIGHT_BITS, device=piece.device))
+        rows = (piece.shape[0], piece.shape[1:].numel() // block)
+        state[f"{name}_scale"] = _like(parameter, torch.zeros(rows, device=piece.device))
     return state
 
 
@@ -129,49 +102,76 @@ def _like(parameter: Tensor, piece: Tensor) -> Tensor:
     return DTensor.from_local(piece, parameter.device_mesh, parameter.placements, run_check=False)
 
 
-def _adamw(
-    weights: Tensor, gradient: Tensor, m: Tensor, root: Tensor, numbers: Tensor, beta1: float, beta2: float, eps: float
-) -> None:
-    rate, correction1, correction2, decay = numbers[:4].float().unbind()
-    gradient = gradient.float()
-    m.lerp_(gradient, 1 - beta1)
-    root.square_().mul_(beta2).add_(gradient.square(), alpha=1 - beta2).sqrt_()
-    moved = weights.float() * (1 - decay) - rate * (m / correction1) / (root / correction2.sqrt() + eps)
-    weights.copy_(moved)
+def _step_small(trained: list[tuple[Tensor, dict[str, Any]]], group: dict[str, Any]) -> None:
+    """Take the step of the parameters with states in float32, by torch's AdamW."""
+    if not trained:
+        return
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local(parameter) for parameter, _ in trained],
+        [local(parameter.grad) for parameter, _ in trained if parameter.grad is not None],
+        [local(state["exp_avg"]) for _, state in trained],
+        [local(state["exp_avg_sq"]) for _, state in trained],
+        [],
+        [state["step"] for _, state in trained],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
-def _adamw_by_blocks(
-    weights: Tensor,
-    gradient: Tensor,
-    m8: Tensor,
-    root8: Tensor,
-    m_scale: Tensor,
-    root_scale: Tensor,
-    numbers: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
+def _step_blocks(parameter: Tensor, state: dict[str, Any], block: int, group: dict[str, Any]) -> None:
+    state["step"] += 1
+    step, rate, (beta1, beta2) = int(state["step"]), float(group["lr"]), group["betas"]
+    corrections = (1 - beta1**step, math.sqrt(1 - beta2**step))
+    numbers = (rate, rate * group["weight_decay"], beta1, beta2, *corrections, group["eps"])
+    assert parameter.grad is not None, "parameters without a gradient are not updated"
+    weights, gradient = local(parameter.detach()), local(parameter.grad).contiguous()
+    states = tuple(local(state[name]) for name in (*_STATES, *(f"{each}_scale" for each in _STATES)))
+    if _has_kernel(weights):
+        from phalanx.models.kernels import adamw8bit_
+
+        adamw8bit_(weights, gradient, states, block, step, numbers)
+    else:
+        _step_by_operations(weights, gradient, states, block, step, numbers)
+
+
+def _has_kernel(weights: Tensor) -> bool:
+    if not weights.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(weights.device) >= _FIRST_CAPABILITY
+
+
+def _step_by_operations(
+    weights: Tensor, gradient: Tensor, states: tuple[Tensor, ...], block: int, step: int, numbers: tuple[float, ...]
 ) -> None:
-    """Take the step of a matrix of blocks [blocks, block]; the scales are [blocks, 1]."""
-    rate, correction1, correction2, decay = numbers[:4].float().unbind()
+    """Take the same step without Triton."""
+    rate, decay, beta1, beta2, correction1, correction2_root, eps = numbers
+    weights, gradient, average8, root8 = (each.view(-1, block) for each in (weights, gradient, *states[:2]))
+    average_scale, root_scale = (scale.view(-1, 1) for scale in states[2:])
     gradient = gradient.float()
-    m = torch.lerp(gradient, m8.float() * m_scale, beta1)
-    root = ((root8.float() * root_scale).square() * beta2 + gradient.square() * (1 - beta2)).sqrt()
-    moved = weights.float() * (1 - decay) - rate * (m / correction1) / (root / correction2.sqrt() + eps)
+    average = beta1 * (average8.float() * average_scale) + (1 - beta1) * gradient
+    root = (beta2 * (root8.float() * root_scale).square() + (1 - beta2) * gradient.square()).sqrt()
+    moved = weights.float() * (1 - decay) - rate * (average / correction1) / (root / correction2_root + eps)
     weights.copy_(moved)
-    m_scale.copy_(m.abs().amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
-    m8.copy_((m / m_scale).to(_EIGHT_BITS))
+    average_scale.copy_(average.abs().amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
+    average8.copy_((average / average_scale).to(_EIGHT_BITS))
     root_scale.copy_(root.amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
-    root8.copy_(_rounded_either_way(root / root_scale, numbers[4]).clamp_max(_LARGEST).to(_EIGHT_BITS))
+    root8.copy_(rounded_either_way(root / root_scale, step).clamp_max(_LARGEST).to(_EIGHT_BITS))
 
 
-def _rounded_either_way(values: Tensor, step: Tensor) -> Tensor:
+def rounded_either_way(values: Tensor, step: int) -> Tensor:
     """Round to the 3 bits of e4m3's fraction, up or down by chance: the nearest would lose changes of 0.1% for ever.
 
     The chance is a function of the step and the place, so that replicas stay equal.
     """
     places = torch.arange(values.numel(), device=values.device, dtype=torch.int64).view_as(values)
-    noise = (places + step.long() * 0x9E3779B9) * 0x2545F491
+    noise = (places + step * 0x9E3779B9) * 0x2545F491
     noise = ((noise ^ (noise >> 15)) * 0x45D9F3B) >> 11
     dropped = (1 << _DROPPED_BITS) - 1
     bits = values.view(torch.int32) + (noise & dropped).to(torch.int32)

@@ -81,7 +81,7 @@ class Fp8Linear(nn.Linear):
             return super().forward(inputs)
         rows = inputs.to(torch.bfloat16).flatten(0, -2)
         product: Tensor = _Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
-        outputs = product.unflatten(0, inputs.shape[:-1])
+        outputs = product.view(*inputs.shape[:-1], -1)
         return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
 
 
@@ -125,7 +125,8 @@ def _kernels() -> Any:
 
 def _scale(values: Tensor) -> Tensor:
     """Return the scale of a matrix as a whole in e4m3; where its rows have scales, the largest of those is the same."""
-    return values.abs().amax().float().clamp_min(1e-12) / _kernels().E4M3_LARGEST
+    largest: float = _kernels().E4M3_LARGEST
+    return values.abs().amax().float().clamp_min(1e-12) / largest
 
 
 def _times_transposed(
@@ -134,13 +135,14 @@ def _times_transposed(
     scale = _scale(weight) if weight_scale is None else weight_scale
     second = _kernels().round_transposed(weight, scale, False)
     # Both factors must have scales of one kind: one for each row.
-    return scaled_product(first, second, (scales, scale.expand(weight.shape[1], 1).contiguous()), dtype)
+    every_row = scale.expand(weight.shape[1], 1).contiguous()
+    return scaled_product(first, second, (scales, every_row), dtype)
 
 
 def _weight_gradient(gradient: Tensor, rows: Tensor, gradient_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
     """Return gradient.t() @ rows; gradients in e5m2, whose range is wider, as one scale must do for all of them."""
     kernels = _kernels()
-    wide = kernels.E4M3_LARGEST / kernels.E5M2_LARGEST
+    wide: float = kernels.E4M3_LARGEST / kernels.E5M2_LARGEST
     first_scale = (_scale(gradient) if gradient_scale is None else gradient_scale) * wide
     second_scale = _scale(rows) if row_scale is None else row_scale
     first = kernels.round_transposed(gradient, first_scale, True)

@@ -140,3 +140,48 @@ def round_transposed(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
 def _(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
     dtype = E5M2 if wide_range else E4M3
     return torch.empty(values.shape[1], values.shape[0], dtype=dtype, device=values.device)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _adamw8bit_kernel(
+    weights, gradients, averages, roots, average_scales, root_scales, blocks, step,
+    rate, decay, beta1, beta2, correction1, correction2_root, eps,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    place = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = row < blocks
+    every = inside & (place >= 0)
+    weight = tl.load(weights + place, mask=every, other=0.0).to(tl.float32)
+    gradient = tl.load(gradients + place, mask=every, other=0.0).to(tl.float32)
+    average = tl.load(averages + place, mask=every, other=0.0).to(tl.float32)
+    average *= tl.load(average_scales + row, mask=inside, other=0.0)
+    root = tl.load(roots + place, mask=every, other=0.0).to(tl.float32)
+    root *= tl.load(root_scales + row, mask=inside, other=0.0)
+    average = beta1 * average + (1 - beta1) * gradient
+    root = tl.sqrt(beta2 * root * root + (1 - beta2) * gradient * gradient)
+    moved = weight * (1 - decay) - rate * (average / correction1) / (root / correction2_root + eps)
+    tl.store(weights + place, moved.to(weights.dtype.element_ty), mask=every)
+    scale = tl.maximum(tl.max(tl.abs(average), 1), 1e-30)[:, None] / LARGEST
+    tl.store(average_scales + row, scale, mask=inside)
+    tl.store(averages + place, (average / scale).to(averages.dtype.element_ty), mask=every)
+    scale = tl.maximum(tl.max(root, 1), 1e-30)[:, None] / LARGEST
+    tl.store(root_scales + row, scale, mask=inside)
+    # As `adamw8bit.rounded_either_way`: up or down by chance, which is a function of step and place.
+    noise = (place + step.to(tl.int64) * 0x9E3779B9) * 0x2545F491
+    noise = ((noise ^ (noise >> 15)) * 0x45D9F3B) >> 11
+    bits = (root / scale).to(tl.int32, bitcast=True) + (noise & 0xFFFFF).to(tl.int32)
+    rounded = tl.minimum((bits & -0x100000).to(tl.float32, bitcast=True), LARGEST)
+    tl.store(roots + place, rounded.to(roots.dtype.element_ty), mask=every)
+
+
+def adamw8bit_(
+    weights: Tensor, gradients: Tensor, states: tuple[Tensor, ...], block: int, step: int, numbers: tuple[float, ...]
+) -> None:
+    """Take a step of AdamW on blocks of neighbouring values; `states`: averages, roots, and the scales of both."""
+    blocks = weights.numel() // block
+    rows = max(1, 2048 // block)
+    with torch.cuda.device(weights.device):
+        _adamw8bit_kernel[(triton.cdiv(blocks, rows),)](
+            weights, gradients, *states, blocks, step, *numbers, LARGEST=E4M3_LARGEST, ROWS=rows, BLOCK=block
+        )

@@ -75,7 +75,9 @@ class _HeadLoss(torch.autograd.Function):
         chunk = max(1, _CHUNK_LOGITS // len(matrix) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
         factors = _EightBits(matrix) if fp8 and len(hidden) % 16 == 0 else _Factors(matrix)
         losses, for_hidden, for_weight = [], torch.empty_like(hidden), None
-        for rows, labels, place in zip(*(each.split(chunk) for each in (hidden, targets, for_hidden)), strict=True):
+        for rows, labels, place in zip(
+            *(torch.split(each, chunk) for each in (hidden, targets, for_hidden)), strict=True
+        ):
             loss, gradient = factors.loss(rows, labels, vocabulary, place)
             losses.append(loss)
             for_weight = _add_product(for_weight, gradient, rows)
