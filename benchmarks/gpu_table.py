@@ -16,6 +16,7 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,13 +29,13 @@ from typing import Any
 import torch
 from clock import StepClock
 from contestants import CONTESTANTS
-from plain_models import PlainDecoder
+from plain_models import Bert, Images, PlainDecoder
 from report import describe, environment, table, write_json
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import PlainDataset, Task, Workload
 
-from phalanx import PyTorchDDPTrainer, torch_compat
+from phalanx import PyTorchDDPTrainer, torch_compiler
 
 _MODES: dict[str, dict[str, Any]] = {
     "ours": {"mixed_precision": "bf16", "compile": True},
@@ -80,20 +81,31 @@ def _llama() -> Case:
     return Case(plain, ours, 8, (2048,), 128256, lambda model: 2048 * model.flops_per_token(2048))
 
 
+def _same(make: Callable[[], nn.Module], batch: int, shape: tuple[int, ...], vocabulary: int) -> Case:
+    """Return a model that the rivals and Phalanx train alike."""
+    return Case(make, make, batch, shape, vocabulary, lambda model: 0.0)
+
+
 CASES = {
     "gpt2": _gpt("gpt2", 12, 768, 12, 32),
-    "gpt2-medium": _gpt("gpt2-medium", 24, 1024, 16, 16),
     "llama-1b": _llama(),
+    "gpt2-medium": _gpt("gpt2-medium", 24, 1024, 16, 16),
     "gpt2-xl": _gpt("gpt2-xl", 48, 1600, 25, 8),
+    "resnet50": _same(lambda: Images("resnet50"), 256, (3, 224, 224), 0),
+    "vit-b16": _same(lambda: Images("vit_b_16"), 256, (3, 224, 224), 0),
+    "bert-large": _same(Bert, 32, (512,), 30522),
 }
 
 
 class GpuClock(StepClock):
-    """The stopwatch, with the peak of memory after the warm-up and the time of the first step."""
+    """The stopwatch, with the time of the first step, and the most memory that torch has taken from the device.
+
+    Not what tensors use of it, as is usual: of a CUDA graph's memory torch does not count that.
+    """
 
     def __init__(self, warmup: int, steps: int) -> None:
         super().__init__(warmup, steps)
-        self.started, self.first, self.peak, self.compiling = time.time(), 0.0, 0, 0.0
+        self.started, self.first, self.peak = time.time(), 0.0, 0
 
     def tick(self) -> None:
         """Count a step that is done."""
@@ -101,9 +113,7 @@ class GpuClock(StepClock):
         if self.taken == 1:
             torch.cuda.synchronize()
             self.first = time.time() - self.started
-        if self.taken == self.warmup:
-            torch.cuda.reset_peak_memory_stats()
-        self.peak = torch.cuda.max_memory_allocated() if self.taken == self.total_steps else self.peak
+        self.peak = torch.cuda.max_memory_reserved() if self.taken == self.total_steps else self.peak
 
 
 def main() -> None:
@@ -140,7 +150,7 @@ def _in_process(model: str, options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, __file__, "--inside", "--model", model, "--steps", str(options.steps)]
         command += ["--json", str(result), "--only", *options.only]
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        subprocess.run(command, check=False, env={**__import__("os").environ, **caches})
+        subprocess.run(command, check=False, env={**os.environ, **caches})
         return json.loads(result.read_text()) if result.is_file() else {}
 
 
@@ -170,6 +180,7 @@ def _train(case: Case, name: str, steps: int) -> dict[str, float]:
     data = _data(case, case.batch * (clock.total_steps + 2))
     workload = Workload(case.batch, clock.warmup, clock.steps, bf16=True, compile=True)
     task = Task(workload, model, PlainDataset(data), data, clock, "cuda", 1)
+    torch.cuda.reset_peak_memory_stats()
     compiling = _compile_seconds()
     clock.started = time.time()
     if is_ours:
@@ -190,6 +201,9 @@ def _train(case: Case, name: str, steps: int) -> dict[str, float]:
 
 
 def _data(case: Case, samples: int) -> TensorDataset:
+    if not case.vocabulary:
+        images = torch.randint(256, (samples, *case.shape), dtype=torch.uint8)
+        return TensorDataset(images, torch.randint(1000, (samples,)))
     tokens = torch.randint(case.vocabulary, (samples, case.shape[0] + 1))
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
@@ -211,7 +225,7 @@ def _run_ours(task: Task, settings: dict[str, Any]) -> None:
 def _compile_seconds() -> Callable[[], float]:
     """Return a function of the seconds that torch.compile has compiled since this call."""
     spent, began = [0.0], [0.0]
-    torch_compat.around_compiles(
+    torch_compiler.around_compiles(
         lambda: began.__setitem__(0, time.perf_counter()),
         lambda: spent.__setitem__(0, spent[0] + time.perf_counter() - began[0]),
     )
@@ -219,7 +233,16 @@ def _compile_seconds() -> Callable[[], float]:
 
 
 def _table(model: str, found: dict[str, Any]) -> str:
-    header = ["contestant", "tokens/s", "x raw", "MFU", "GiB", "x raw", "first step", "compiling"]
+    header = [
+        "contestant",
+        "tokens/s" if CASES[model].vocabulary else "images/s",
+        "x raw",
+        "MFU",
+        "GiB",
+        "x raw",
+        "first step",
+        "compiling",
+    ]
     raw = found.get("raw", {})
     rows = []
     for name, values in found.items():
@@ -231,7 +254,9 @@ def _table(model: str, found: dict[str, Any]) -> str:
         mfu = f"{values['mfu']:.1%}" if values["mfu"] else "-"
         cells = [f"{values['per_second']:,.0f}", f"{speed:.2f}", mfu, f"{values['gib']:.1f}", f"{memory:.2f}"]
         rows.append([name, *cells, f"{values['first']:.1f} s", f"{values['compile']:.1f} s"])
-    return table(f"{model}, batch {CASES[model].batch} x {CASES[model].shape[0]}", header, rows)
+    case = CASES[model]
+    size = f"{case.batch} x {case.shape[0]}" if case.vocabulary else f"{case.batch} images"
+    return table(f"{model}, batch {size}", header, rows)
 
 
 def curves(steps: int) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Language models as people write them by hand: the reference of `gpu_table.py`, without anything of Phalanx."""
+"""Models as people write or take them: the reference of `gpu_table.py`, without anything of Phalanx."""
 
 from __future__ import annotations
 
@@ -110,3 +110,31 @@ class PlainDecoder(nn.Module):
             hidden = block(hidden, angles)
         logits = self.head(self.norm(hidden))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Images(nn.Module):
+    """A model of torchvision in channels_last; forward(images of uint8, labels) is the loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import torchvision
+
+        self.model = getattr(torchvision.models, name)().to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        scaled = images.to(memory_format=torch.channels_last).float() / 128 - 1
+        return F.cross_entropy(self.model(scaled), labels)
+
+
+class Bert(nn.Module):
+    """BERT-Large of transformers; forward(tokens, labels) is the loss of masked tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+        self.model = BertForMaskedLM(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=labels).loss

@@ -7,6 +7,7 @@ group's `_allgather_base`) stay in their classes and are listed here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -33,7 +34,10 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_get_default_store": "joining a process group of the user's",
     "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
     "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
-    "torch._dynamo.callback:on_compile_start": "heartbeats while a rank compiles",
+    "torch._dynamo.callback:callback_handler.register_start_callback": "heartbeats and times while a rank compiles",
+    "torch._dynamo.utils:counters": "the number of compiled graphs",
+    "torch._dynamo.utils:get_compilation_metrics": "the reason of a recompilation",
+    "torch._inductor.runtime.cache_dir_utils:default_cache_dir": "a compile cache that the next run finds",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
@@ -69,6 +73,8 @@ PRIVATE = {
     "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
     "torch.profiler:_ExperimentalConfig": "profile",
     "torch.autograd:_profiler_enabled": "the warning about a profiler around fit()",
+    "torch.cuda.memory:_cuda_endAllocateToPool": "training after a capture (capture) that failed",
+    "torch.cuda.memory:_cuda_releasePool": "training after a capture (capture) that failed",
     "torch.cuda.memory:_record_memory_history": "profile = 'memory' on CUDA",
     "torch.cuda.memory:_snapshot": "profile = 'memory' on CUDA",
     "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan --fake-run",
@@ -130,12 +136,13 @@ LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
 
 
-def scaled_product(first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return first @ second.t() of 8-bit matrices times their scales, each one number or one for each row [rows, 1]."""
+def scaled_product(
+    first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Return first @ second.t() + bias of 8-bit matrices with scales: one number, or one for each row [rows, 1]."""
     by_rows = scales[1].ndim > 0
-    return torch._scaled_mm(
-        first, second.t(), scales[0], scales[1].t() if by_rows else scales[1], out_dtype=dtype, use_fast_accum=True
-    )
+    second_scale = scales[1].t() if by_rows else scales[1]
+    return torch._scaled_mm(first, second.t(), scales[0], second_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
 # process groups
@@ -169,21 +176,6 @@ def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> N
         return run(lambda used: original(*args[:4], used, *args[5:], **kwargs), args[4], str(args[3]))
 
     dist.distributed_c10d._new_process_group_helper = make
-
-
-def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call `begin` and `end` around each compilation of torch.compile from now on."""
-    callbacks = import_module("torch._dynamo.callback")
-    callbacks.on_compile_start(lambda *_: begin())
-    callbacks.on_compile_end(lambda *_: end())
-
-
-def keep_activations(share: float) -> Callable[[], None]:
-    """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
-    config: Any = import_module("torch._functorch.config")
-    before = config.activation_memory_budget
-    config.activation_memory_budget = share
-    return functools.partial(setattr, config, "activation_memory_budget", before)
 
 
 def number_groups_from_zero() -> None:
@@ -313,6 +305,11 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer_id: int) -> dict[torch.dev
     return flags
 
 
+def forget_found_inf(scaler: torch.amp.GradScaler) -> None:
+    """Drop what a scaler has found for the step under way, without an update of its scale."""
+    scaler._per_optimizer_states.clear()
+
+
 SCHEDULED_MARK = "_wrapped_by_lr_sched"
 """The attribute by which torch's schedulers know that they have wrapped an optimizer's step."""
 
@@ -355,6 +352,19 @@ def functional_collectives() -> Any:
 def cuda_runtime() -> Any:
     """Return the CUDA runtime's functions, to page-lock memory that torch has not allocated."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Return allocator and generator to their state outside of a capture that CUDA has made invalid.
+
+    torch ends the capture first, which raises, and leaves both as they are within one: dropout would raise.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it was ended: the capture was valid up to the end
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    generator: Any = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def profiler_config(*, all_threads: bool) -> Any:

@@ -57,6 +57,7 @@ class CommonSettings(TypedDict, total=False):
     gradient_accumulation_steps: int
     gradient_clipping: float | None
     compile: bool
+    capture: bool | None
     activation_checkpointing: bool | str
     activation_offload: bool
     ema_decay: float | None

@@ -254,6 +254,12 @@ class Optimization:
     )
     gradient_clipping: float | None = option(None, "largest global gradient norm", above=0, keras="ignored")
     compile: bool = option(False, "compile the model with torch.compile", keras="ignored")
+    capture: bool | None = option(
+        None,
+        "launch a whole training step as one CUDA graph, which small steps gain by (default: where nothing in the step "
+        "needs the host)",
+        keras="ignored",
+    )
     activation_checkpointing: bool | str = option(
         False,
         "recompute in backward instead of keeping activations: full (or true: every repeated block), 'every 2' (every "

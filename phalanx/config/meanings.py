@@ -43,6 +43,7 @@ _SETTINGS = {
     "gradient_accumulation_steps": "grad_accum accum accumulate_grad_batches accumulation accumulation_steps grad_acc",
     "gradient_clipping": "clip grad_clip clip_grad max_grad_norm gradient_clip_val clip_norm clip_grad_norm",
     "compile": "torch_compile jit",
+    "capture": "cuda_graph cuda_graphs cudagraph cudagraphs graph",
     "activation_checkpointing": "gradient_checkpointing checkpointing recompute remat",
     "lora_rank": "lora lora_r",
     "communication_backend": "dist_backend ddp_backend comm_backend pg_backend",

@@ -9,6 +9,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from phalanx.config.option import as_text, join_options, option, plain, problem, split_options
@@ -37,9 +38,10 @@ class Aliases:
     mlflow_tracking: bool = option(False, "mlflow")
     mlflow_experiment: str | None = option(None, "mlflow=NAME")
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
-    fast: bool = option(False, "mixed_precision=fp8 and compile=true, unless these are given")
+    fast: bool = option(False, "mixed_precision=fp8, compile=true and capture=true, unless these are given")
     memory: bool = option(
-        False, "compile=true, activation_checkpointing='budget 0.5', optimizer=adamw8bit, unless these are given"
+        False,
+        "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit, capture=false, unless given",
     )
 
 
@@ -53,6 +55,22 @@ NAMES = {**FIELDS, **ALIASES}
 def _engine_option(name: str) -> Callable[[Any], dict[str, Any]]:
     """Return the meaning of an alias that is an option of an engine."""
     return lambda value: {"engine_options": as_text({name: value})}
+
+
+_MODES: dict[str, dict[str, Any]] = {
+    "memory": {
+        "compile": True,
+        "activation_checkpointing": "budget 0.4",
+        "optimizer": "adamw8bit",
+        "capture": False,  # a graph has memory of its own
+    },
+    "fast": {"mixed_precision": "fp8", "compile": True, "capture": True},
+}
+"""Aliases of several settings; each of these may be given beside one, and then wins. Of two modes the first wins."""
+
+
+def _mode(name: str, on: bool) -> dict[str, Any]:
+    return _MODES[name] if on else {}
 
 
 _OPTIONS = ("cpus_per_worker", "placement", "host_discovery_script", "adasum", "nvme_path", *OPTIONS)
@@ -70,15 +88,9 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "mlflow_tracking": lambda on: {"mlflow": on},
     "mlflow_experiment": lambda name: {"mlflow": name},
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
-    "fast": lambda on: {"mixed_precision": "fp8", "compile": True} if on else {},
-    "memory": lambda on: (
-        {"compile": True, "activation_checkpointing": "budget 0.5", "optimizer": "adamw8bit"} if on else {}
-    ),
+    **{mode: partial(_mode, mode) for mode in _MODES},
 }
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
-
-_MODES = ("fast", "memory")
-"""Aliases of several settings: each of these may be given beside them, and then wins."""
 
 
 class Removed(NamedTuple):

@@ -45,6 +45,8 @@ def map_batch(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any
 
 def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
     """Return `batch` on `device`; objects with a method `to` (BatchEncoding, graphs) move themselves."""
+    if type(batch) in (list, tuple) and all(type(part) is torch.Tensor for part in batch):  # a tenth of the time
+        return type(batch)([part.to(device, non_blocking=non_blocking) for part in batch])
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) or _takes_non_blocking(type(leaf).to):
@@ -117,25 +119,32 @@ def _size(part: Any) -> int | None:
 
 
 def staged(
-    pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, *, pin_first: bool
+    pairs: Iterator[tuple[MicroInfo, Any]],
+    device: torch.device,
+    *,
+    pin_first: bool,
+    leave_small: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[MicroInfo, Any]]:
-    """Move each batch to `device`: on CUDA one batch ahead, large ones in a side stream; on the CPU at no cost."""
+    """Move each batch to `device`: on CUDA one batch ahead, large ones in a side stream; on the CPU at no cost.
+
+    `leave_small`: whether small batches stay on the host, for what copies them to a place of its own on the device.
+    """
     if device.type == "cpu":
         return pairs
     if device.type == "cuda":
-        return _one_ahead(pairs, device, pin_first=pin_first)
+        return _one_ahead(pairs, device, pin_first, leave_small)
     return ((info, to_device(batch, device, non_blocking=True)) for info, batch in pairs)
 
 
 def _one_ahead(
-    pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, *, pin_first: bool
+    pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, pin_first: bool, leave_small: Callable[[], bool]
 ) -> Iterator[tuple[MicroInfo, Any]]:
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def stage(pair: tuple[MicroInfo, Any]) -> tuple[MicroInfo, Any, bool]:
         info, batch = pair
         if _is_small(batch):
-            return info, to_device(batch, device, non_blocking=True), False
+            return info, batch, False
         batch = pin(batch) if pin_first else batch
         with torch.cuda.stream(side):
             return info, to_device(batch, device, non_blocking=True), True
@@ -148,6 +157,8 @@ def _one_ahead(
             _hand_over(batch, side, device)
         following = next(pairs, None)
         ahead = stage(following) if following is not None else None
+        if not aside and not leave_small():
+            batch = to_device(batch, device, non_blocking=True)
         yield info, batch
 
 

@@ -99,6 +99,11 @@ class BatchFetcher(Dataset[Any]):
         self._gather = gather_function(dataset) if collate_fn is default_collate else None
         self._seeded = collate_fn is not default_collate or not is_deterministic(dataset)
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether whole batches are fetched at once."""
+        return self._gather is not None
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of a data set that has `set_epoch`."""
         if self._wants_epoch:

@@ -127,12 +127,15 @@ class ShardedLoader:
         self._batches, self._training, self._pin_first = batches, training, pin_first
         self._samples = self._micro_steps = 0
         self._resuming = self._finished = False
+        self.leaves_small = False
+        """Whether batches of some kilobytes stay on the host: a captured step copies them to where it reads them."""
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
         micro_steps = self._micro_steps
         pairs = self._batches.batches(self._order_epoch, self._samples, self._micro_steps)
-        for info, batch in staged(pairs, self.device, pin_first=self._pin_first):
+        kept = lambda: self.leaves_small  # noqa: E731 - read at every batch
+        for info, batch in staged(pairs, self.device, pin_first=self._pin_first, leave_small=kept):
             self.current = info
             micro_steps += 1
             if info.boundary:
@@ -221,6 +224,10 @@ class ShardedLoader:
         self._batches.split_by(self.layout)
         self._resuming = True
         return True
+
+    def fetch_ahead(self, ranks_here: int) -> None:
+        """Fetch batches in worker processes from here on where that makes no difference but time."""
+        self._batches.fetch_ahead(ranks_here)
 
     def close(self) -> None:
         """Stop worker processes kept between epochs (`persistent_workers=True`)."""

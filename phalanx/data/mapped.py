@@ -17,6 +17,9 @@ from phalanx.data.source import Source
 from phalanx.errors import OrderError
 from phalanx.world.seed import derive_seed
 
+_WORTH_WORKERS = 2000
+"""Batches of an epoch that must be left for worker processes to be started: that takes tenths of a second."""
+
 
 class _Requests:
     """The sampler of the inner DataLoader, changed each epoch, as persistent workers keep their DataLoader."""
@@ -66,6 +69,9 @@ class Batches(ABC):
         """Return a hash of what the user's sampler drew for the epoch; None for orders of Phalanx, and streams."""
         return None
 
+    def fetch_ahead(self, ranks_here: int) -> None:  # noqa: B027 - most sources do it by themselves, or cannot
+        """Fetch batches in worker processes from here on where that makes no difference but time."""
+
     def check_order(self, epoch: int, saved: str | None) -> None:  # noqa: B027 - a stream's order is not known before
         """Raise where an epoch that was begun cannot be continued, because its order is not what it was."""
 
@@ -109,6 +115,7 @@ class MappedBatches(Batches):
         self._compared = -1
         self.cuts_batches = source.batch_sampler is None
         """Whether batches are cut here; else those of the user's batch sampler are distributed whole."""
+        self._ahead = 0
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the epoch's plan; the last one is cached, as drawing an order takes time."""
@@ -163,10 +170,25 @@ class MappedBatches(Batches):
         """Samples that all ranks together visit in the epoch."""
         return self.plan(epoch).num_samples
 
+    def fetch_ahead(self, ranks_here: int) -> None:
+        """Fetch batches in worker processes from here on where that makes no difference but time."""
+        from phalanx.data.ahead import holds_data_only, worker_count  # few runs need it
+
+        if self.num_workers == 0 and not self._fetcher.is_fast and holds_data_only(self._source.dataset):
+            self._ahead = worker_count(ranks_here)
+
     def _fetch_here(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
-        fetch = self._fetcher.__getitem__
-        for indices, info in plan.cuts(start):
-            yield info, fetch(BatchRequest(indices, epoch, info.offset))
+        fetch, cuts = self._fetcher.__getitem__, plan.cuts(start)
+        for number, (indices, info) in enumerate(cuts):
+            batch = fetch(BatchRequest(indices, epoch, info.offset))
+            yield info, batch
+            if self._ahead > 0:
+                from phalanx.data.ahead import fetch_ahead, group_size
+
+                size, left = group_size(batch), plan.micro_batches - start // self._layout.micro_step - number
+                if size and left > _WORTH_WORKERS:
+                    generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
+                    yield from fetch_ahead(self._fetcher, cuts, epoch, size, self._ahead, generator)
 
     def _fetch_by_workers(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         self._requests.plan, self._requests.epoch, self._requests.start = plan, epoch, start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from phalanx.strategies.base import local
+from phalanx.torch_compiler import has_triton
 
 _EIGHT_BITS = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_EIGHT_BITS).max
@@ -142,7 +142,7 @@ def _step_blocks(parameter: Tensor, state: dict[str, Any], block: int, group: di
 
 
 def _has_kernel(weights: Tensor) -> bool:
-    if not weights.is_cuda or importlib.util.find_spec("triton") is None:
+    if not weights.is_cuda or not has_triton():
         return False
     return torch.cuda.get_device_capability(weights.device) >= _FIRST_CAPABILITY
 

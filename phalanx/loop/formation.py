@@ -18,6 +18,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -43,6 +44,7 @@ from phalanx.loop.prepare import (
     check_trains_adapters,
     compile_in_place,
     remember_process,
+    why_not_compile,
 )
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
@@ -55,6 +57,7 @@ from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
+    from phalanx.loop.compiling import CompiledCalls
 
 _FORMATIONS = itertools.count(1)
 
@@ -88,6 +91,13 @@ class Formation(Prepared):
         super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
         self._locks: dict[Path, RunLock] = {}
         self.saver = Saver()
+        self._compiled_calls: CompiledCalls | None = None
+        if config.compile:
+            from phalanx.loop.compiling import CompiledCalls, keep_compiled_code
+
+            self._compiled_calls = CompiledCalls()
+            self._undo.append(partial(self._compiled_calls.use, compiled=True))
+            self.notes += [note for note in [keep_compiled_code()] if note]
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
@@ -148,9 +158,11 @@ class Formation(Prepared):
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model
             self._replaced.apply(optimizer)
-        if self.config.compile:
+        if self.config.compile and not (why := why_not_compile(self.device)):
             for part in self.strategy.compile_targets(wrapped):
                 self._undo.append(compile_in_place(part))
+        elif self.config.compile:
+            self.notes.append(f"compile: {why}, so the model runs as it is written")
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped
@@ -176,7 +188,7 @@ class Formation(Prepared):
             in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
-        loader = PreparedLoader(sharded, self.gradients if training else None)
+        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls)
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)

@@ -16,9 +16,10 @@ from torch import nn
 
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
+from phalanx.loop.compiling import CompileWatch
 from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe import rank_table
-from phalanx.observe.events import Goodput, RanksReported
+from phalanx.observe.events import Event, Goodput, RanksReported
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.heartbeat import Gauges, current, read_beats
 from phalanx.observe.history import History
@@ -140,13 +141,15 @@ class TokenRate:
 class RunSpeed:
     """How fast the run is: throughput, tokens, MFU, and the share of the time in which it trains (goodput)."""
 
-    def __init__(self, formation: Formation, run_dir: Path, emit: Callable[[Goodput], None]) -> None:
+    def __init__(self, formation: Formation, run_dir: Path, emit: Callable[[Event], None]) -> None:
         self._formation, self._run_dir, self._emit = formation, run_dir, emit
+        self._reference = formation.config.options.reference_throughput
         self.clock = formation.clock
         self.clock.communication = self._communication
         world = formation.world
         self.ledger = Ledger(self.clock, attempt=world.env.attempt + world.env.generation, launched=world.is_launched)
         self.tokens = TokenRate()
+        self.compiles = CompileWatch(self.clock, emit)
         self._first_step = self._first_samples = 0
 
     def begin(self, step: int, samples: int) -> None:
@@ -154,6 +157,7 @@ class RunSpeed:
         self._first_step, self._first_samples = step, samples
         self.clock.start()
         self.ledger.begin()
+        self._formation.undo_later(self.compiles.watch(step, compiles=self._formation.config.compile))
 
     def _communication(self) -> float | None:
         sent = self._formation.strategy.comm_stats()
@@ -161,7 +165,7 @@ class RunSpeed:
 
     def report(self, samples: int) -> Goodput:
         """Report where the time of this attempt went so far; `samples`: of the run so far."""
-        rate, step = self.clock.steady, self._first_step + self.clock.steps
+        rate, step = self.clock.average, self._first_step + self.clock.steps
         counts = (self._first_samples, samples)
         event = self.ledger.event(step, self._first_step, counts, rate, self.tokens.mfu(rate))
         self._emit(event)
@@ -169,6 +173,7 @@ class RunSpeed:
 
     def close(self, samples: int, history: History) -> None:
         """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
+        self.compiles.step_done()
         last = self.report(samples)
         if not self._formation.is_main:
             return
@@ -178,14 +183,14 @@ class RunSpeed:
 
     def speedup(self, rate: float) -> float | None:
         """Return a throughput over that of `reference_throughput`, where it is given."""
-        reference = self._formation.config.options.reference_throughput
-        return None if reference is None else rate / reference
+        return None if self._reference is None else rate / self._reference
 
     def write_to(self, history: History) -> None:
         """Write throughput and traffic so far into the history."""
-        history.throughput = rate = self.clock.steady
+        history.throughput = rate = self.clock.average
         history.first_steps_seconds = self.clock.warm_up.seconds
-        history.slow_seconds = self.clock.slow_seconds
+        history.compile_seconds, history.compile_graphs = self.compiles.seconds, self.compiles.graphs
+        history.slow_seconds, history.slow_laps, history.laps = self.clock.slow_laps
         history.tokens_per_second, history.mfu = self.tokens.tokens(rate), self.tokens.mfu(rate)
         history.speedup = self.speedup(rate)
         sent = self._formation.strategy.comm_stats()  # of this run only, also after a resumption

@@ -79,8 +79,7 @@ class Gradients:
         self._followed = followed
         self.held = HeldParameters(strategy, unused_allowed=config.find_unused_parameters)
         self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size)
-        self._ready = False
-        self._direct = False
+        self._ready = self._direct = False
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []
         self._unfinished = UnfinishedSteps()
@@ -108,9 +107,10 @@ class Gradients:
             self._set_sync(self.boundary)
         self.held.add_optimizer(optimizer)
 
-    def begin(self, micro: MicroInfo, loader: ShardedLoader) -> None:
-        """Set the loader's description of the batch it is about to yield."""
-        self._read.add(loader, micro, self._passes)
+    def begin(self, micro: MicroInfo, loader: ShardedLoader | None = None) -> None:
+        """Set the description of the batch whose passes are next; `loader`: which is about to yield it."""
+        if loader is not None:
+            self._read.add(loader, micro, self._passes)
         self.micro = micro
         self._calls = 0
         if micro.boundary is not self.boundary:
@@ -305,3 +305,27 @@ class Gradients:
         self._strategy.step(None)
         self._unfinished.clear()
         self._weight.clear()
+
+
+def count_replayed(gradients: Gradients, passes: int) -> None:
+    """Count a step that the device has taken by itself, with this many backward passes."""
+    gradients._passes += passes
+    gradients._calls = 0
+    gradients._counts.tried[id(gradients._primary)] += 1
+    gradients.steps += 1
+    gradients._strategy.after_step()
+
+
+@contextmanager
+def undone_on_error(gradients: Gradients) -> Iterator[None]:
+    """Take back what is counted within where an error is raised: nothing of it was executed."""
+    counted = gradients.steps, gradients._passes, dict(gradients._counts.tried)
+    try:
+        yield
+    except BaseException:
+        gradients.steps, gradients._passes, gradients._counts.tried = counted
+        gradients._calls = 0
+        if gradients.scale is not None:
+            gradients.scale.forget()
+        gradients.abandon()
+        raise

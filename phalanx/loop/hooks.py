@@ -105,6 +105,12 @@ class Hooks:
         """Whether anything is called after steps."""
         return bool(self._every or self._callbacks)
 
+    @property
+    def has_users(self) -> bool:
+        """Whether code of the user is called after steps."""
+        own = (type(callback).__module__.partition(".")[0] for callback in self._callbacks)
+        return bool(self._every) or any(package != "phalanx" for package in own)
+
     def after_step(self, trainer: Any, info: StepInfo) -> None:
         """Call what is due after this step, and was not called for it yet."""
         if "on_step_end" not in self.called:

@@ -41,9 +41,14 @@ class LossLog:
 
     def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
         """Add a micro-batch's mean loss and its samples, or labels."""
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach() if loss.requires_grad else loss)
         self._shares.append(share)
         self._step_of.append(step)
+
+    def copy(self) -> None:
+        """Copy the losses that were not read yet: their memory is about to be written again."""
+        if self._losses:
+            self._losses = list(torch.stack(self._losses).unbind())
 
     def read(self) -> Losses:
         """Return step -> loss of its global batch, and clear the log; all ranks must call this together."""

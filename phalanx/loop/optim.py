@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -81,7 +82,16 @@ class LRSchedule:
     the optimizer gets its own rates back: they are what the next loop around it begins with.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factor: Callable[[int], float],
+        scale: float = 1.0,
+        *,
+        rounded: bool = False,
+    ) -> None:
+        """`rounded`: to single precision, in which a captured step reads rates, so that one without has the same."""
+        self._rounded = rounded
         self._optimizer = optimizer  # not its groups: loading a state replaces them
         self._scale = scale
         self._own = [float(group["lr"]) for group in optimizer.param_groups]
@@ -97,7 +107,8 @@ class LRSchedule:
         self._own += [float(group["lr"]) for group in groups[known:]]  # add_param_group, while training
         self._applied = factor
         for group, own in zip(groups[changed:], self._own[changed:], strict=True):
-            _set_rate(group, own * self._scale * factor)
+            rate = own * self._scale * factor
+            _set_rate(group, float(np.float32(rate)) if self._rounded else rate)
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Follow another factor from the next step on: the length of the run has changed."""

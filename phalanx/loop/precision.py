@@ -117,7 +117,9 @@ class LossScale:
         """Take an optimizer's step, unless its gradients overflowed."""
         # On the device: reading here whether the scaler skips this step would wait for it.
         skips = self._any_overflow(optimizer).sign()
-        self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)
+        if id(optimizer) not in self._overflows:
+            self._overflows[id(optimizer)] = torch.zeros_like(skips)
+        self._overflows[id(optimizer)] += skips  # in place: a captured step adds to the same memory
         self._scaler.step(optimizer)
         self._stepped.add(id(optimizer))
 
@@ -127,6 +129,12 @@ class LossScale:
             self._unscaled.clear()
             self._stepped.clear()
             self._scaler.update()
+
+    def forget(self) -> None:
+        """Forget a step that was prepared and not executed."""
+        self._unscaled.clear()
+        self._stepped.clear()
+        torch_compat.forget_found_inf(self._scaler)
 
     def settle(self, steps: int) -> None:
         """Update the scale for the last complete step, before its state is saved; not for an interrupted one."""

@@ -25,11 +25,13 @@ from phalanx.models.contract import Adapter, CompileRegions, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy, local
+from phalanx.torch_compiler import has_triton
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.loop.compiling import CompiledCalls
     from phalanx.loop.ema import WeightAverage
     from phalanx.loop.forward import Forward
 
@@ -138,6 +140,9 @@ class Prepared:
 
 
 _END = object()
+_MEASURED_BATCHES = 128
+_MUCH_WAITING = 0.2
+"""The share of the time in which the device may wait for data before batches are fetched ahead."""
 
 
 def _work_left(device: torch.device) -> Callable[[], bool]:
@@ -154,11 +159,17 @@ class PreparedLoader:
     Reports each micro-batch's share of the global batch to `Gradients` before yielding it.
     """
 
-    def __init__(self, sharded: ShardedLoader, gradients: Gradients | None = None) -> None:
+    def __init__(
+        self, sharded: ShardedLoader, gradients: Gradients | None = None, calls: CompiledCalls | None = None
+    ) -> None:
+        """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph."""
         self.sharded = sharded
-        self._gradients = gradients
+        self._gradients, self._calls = gradients, calls
+        self._most_samples = 0
         self.waited_s = 0.0
         """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
+        self.ranks_fetching_ahead = 0
+        """How many ranks of this machine may fetch batches in worker processes; 0: that would make a difference."""
 
     def __iter__(self) -> Iterator[Any]:
         board = current_heartbeat()
@@ -166,10 +177,13 @@ class PreparedLoader:
             for number, batch in enumerate(self.sharded):
                 raise_if_aborted()
                 board.count(number)
+                if self._calls is not None:
+                    self._calls.use(compiled=False)
                 yield batch
             return
         sharded, begin = self.sharded, self._gradients.begin
         batches, device_has_work = iter(sharded), _work_left(sharded.device)
+        measured, waited, since = 0, self.waited_s, perf_counter()
         try:
             while True:
                 began = perf_counter()
@@ -181,12 +195,33 @@ class PreparedLoader:
                     break
                 board.alive()
                 begin(sharded.current, sharded)
+                if self._calls is not None:
+                    self._calls.use(compiled=self._is_whole)
                 yield batch
+                measured += 1
+                if measured == _MEASURED_BATCHES:
+                    now = perf_counter()
+                    if self.ranks_fetching_ahead and self.waited_s - waited > _MUCH_WAITING * (now - since):
+                        sharded.fetch_ahead(self.ranks_fetching_ahead)
+                        self.ranks_fetching_ahead = 0
+                    measured, waited, since = 0, self.waited_s, now
         except GeneratorExit:
             if not sharded.current.boundary:
                 self._gradients.abandon()
             raise
         sharded.set_epoch(sharded.epoch + 1)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the current batch is as large as others of this rank, so that its graph serves these as well.
+
+        In batches of 32 the last one of 100 samples has 4. Of 20 samples on two ranks all have 10. The size of batches
+        that the data makes itself (`batch_size` is then 1) may always vary.
+        """
+        layout, samples = self.sharded.layout, self.sharded.current.samples
+        self._most_samples = max(self._most_samples, samples)
+        own = layout.shares[layout.dp_rank] if layout.shares else layout.batch_size
+        return samples >= min(self._most_samples, own)
 
     def steps_left(self, epochs: int | None) -> int | None:
         """Return the optimizer steps up to the end of the last epoch; None where that is not known beforehand."""
@@ -222,6 +257,12 @@ class PreparedLoader:
     def epoch(self) -> int:
         """The epoch that the next pass (or the one under way) belongs to, from 0."""
         return self.sharded.epoch
+
+
+def why_not_compile(device: torch.device) -> str:
+    """Return why torch.compile cannot compile for a device, in words; empty where it can."""
+    missing = device.type == "cuda" and not has_triton()
+    return "Triton is not installed (pip install triton)" if missing else ""
 
 
 def compile_in_place(model: nn.Module) -> Callable[[], None]:

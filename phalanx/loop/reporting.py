@@ -41,8 +41,6 @@ from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
-_FIRST_STEPS_COMPILED = 3
-"""torch compiles once more where gradients or optimizer states differ from the first step's."""
 
 
 class Reporter:
@@ -57,7 +55,6 @@ class Reporter:
         self.clock = formation.clock
         self._speed = RunSpeed(formation, run_dir, events.emit)
         self._every = self._config.log_every_n_steps
-        self._first_steps = _FIRST_STEPS_COMPILED if self._config.compile else 1
         self.history = History()
         self._began = time.monotonic()
         self._time_before = 0.0
@@ -100,8 +97,6 @@ class Reporter:
         self.say(self._config.unused_note, "warning")
         for note in self._formation.notes:
             self.say(note)
-        if self._config.compile:
-            self.events.emit(Phase("compile", "begin"))
         if total_steps is not None and step >= total_steps:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
@@ -169,12 +164,11 @@ class Reporter:
         """Count a step's samples."""
         seconds = self.clock.step_done(samples)
         self._gauges.after_step(seconds)
-        if self.clock.steps == self._first_steps:
-            if self._world.device.type == "cuda":  # else the first steps' work would count in the next one
+        if self.clock.steps == 1:
+            if self._world.device.type == "cuda":  # else the first step's work would count in the next one
                 torch.cuda.synchronize(self._world.device)
             self.clock.warmed_up()
-            if self._config.compile:
-                self.events.emit(Phase("compile", "end", self.clock.warm_up.seconds))
+        self._speed.compiles.step_done()
         self.samples += samples
         self._epoch_samples += samples
         if self._speed.ledger.is_due:
@@ -211,6 +205,7 @@ class Reporter:
             mfu=self._speed.tokens.mfu(rate),
             speedup=self._speed.speedup(rate),
             gpu_utilization=self._gauges.gpu.utilization,
+            rank=self.events.rank,  # else the stream would copy the event
         )
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}

@@ -92,13 +92,9 @@ def train_step(
     clock.enter("data")
     for batch in batches:
         clock.enter("forward")
-        share: float | torch.Tensor = float(gradients.current.samples)
-        if by_tokens:
-            share = forward.count_labels(batch) if gradients.current.samples else 0.0
         if reseed is not None:
             reseed(step, gradients.current.offset)
-        passes = BatchPasses(gradients, formation.precision, forward, clock, share if by_tokens else None)
-        loss = formation.strategy.train_batch(model, batch, passes)
+        loss, share = add_micro_batch(formation, model, forward, batch, by_tokens=by_tokens)
         loss_log.add(step, loss, share)
         if gradients.boundary:
             break
@@ -106,7 +102,28 @@ def train_step(
     else:
         clock.enter("other")
         return None
-    clock.enter("optimizer")
+    norm = finish_step(formation, optimizer, clip=clip, measure_norm=measure_norm)
+    return StepOutcome(loss.detach(), norm)
+
+
+def add_micro_batch(
+    formation: Prepared, model: nn.Module, forward: Forward, batch: Any, *, by_tokens: bool = False
+) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """Run forward and backward of a micro-batch; return its mean loss, and its samples or labels."""
+    gradients = formation.gradients
+    share: float | torch.Tensor = float(gradients.current.samples)
+    if by_tokens:
+        share = forward.count_labels(batch) if gradients.current.samples else 0.0
+    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, share if by_tokens else None)
+    return formation.strategy.train_batch(model, batch, passes), share
+
+
+def finish_step(
+    formation: Prepared, optimizer: torch.optim.Optimizer, *, clip: float | None, measure_norm: bool
+) -> torch.Tensor | None:
+    """Clip, step and drop the gradients; return their norm where it is clipped or measured."""
+    gradients = formation.gradients
+    formation.clock.enter("optimizer")
     norm = None
     if clip is not None:
         norm = gradients.clip(clip, [optimizer])
@@ -114,5 +131,5 @@ def train_step(
         norm = gradients.norm([optimizer])
     optimizer.step()
     optimizer.zero_grad()
-    clock.enter("other")
-    return StepOutcome(loss, norm)
+    formation.clock.enter("other")
+    return norm

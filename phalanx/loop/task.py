@@ -194,7 +194,10 @@ def make_schedule(
     if task.scheduler is None:
         layout = loader.sharded.layout
         scale = rate_scale(formation.config, layout.global_batch, layout.batch_size)
-        return LRSchedule(optimizer, rate_factor(formation.config, total_steps), scale)
+        config = formation.config
+        varies = config.lr_schedule != "constant" or config.warmup > 0
+        rounded = varies and formation.device.type == "cuda"
+        return LRSchedule(optimizer, rate_factor(config, total_steps), scale, rounded=rounded)
     scheduler = make_scheduler(task.scheduler, optimizer)
     formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
     by_step = task.scheduler_interval == "step"

@@ -18,7 +18,7 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
-from phalanx.loop.step import train_step
+from phalanx.loop.step import StepOutcome, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
 from phalanx.observe.heartbeat import current as current_heartbeat
@@ -26,6 +26,7 @@ from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
 if TYPE_CHECKING:
+    from phalanx.loop.capture import CapturedStep
     from phalanx.loop.checks import RankChecks
 
 
@@ -40,6 +41,7 @@ class TrainLoop:
         self.formation = formation
         self.task = task
         self.run_dir = run_dir
+        _leave_default_stream(formation)
         self.model = formation.prepare(task.model)
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
         self.train_loader = formation.prepare_loader(task.train)
@@ -65,6 +67,8 @@ class TrainLoop:
         self.continues = False
         """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._call = ModelCall(self)
+        self.yields_steps = True
+        """Whether the caller gets every step, and may change anything after it."""
 
     @property
     def config(self) -> DistributedConfig:
@@ -107,6 +111,7 @@ class TrainLoop:
 
     def run(self) -> History:
         """Train to the end and return the history."""
+        self.yields_steps = False
         for _ in self.steps():
             pass
         return self.history
@@ -140,26 +145,16 @@ class TrainLoop:
             self.stop.silence()
 
     def _epoch(self) -> Iterator[StepInfo]:
-        config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
+        epoch, heartbeat, average = self.epoch, current_heartbeat(), self.formation.average
         report, hooks, checks, call = self.report, self.hooks, self.checks, self._call
         begin_training(self.model, self.formation.unwrap(self.model))
+        call.begin_epoch()
         batches = call.decided(iter(self.train_loader))
         while call.forward is not None and not self.is_finished(within_epoch=True):
             step = self.step + 1
             self.schedule.apply(step - 1)
             due = report.is_due(step)
-            outcome = train_step(
-                self.formation,
-                self.model,
-                self.optimizer,
-                call.forward,
-                batches,
-                report.loss_log,
-                by_tokens=call.by_labels,
-                clip=config.gradient_clipping,
-                measure_norm=due,
-                reseed=self.reseed,
-            )
+            outcome = call.take_step(batches, measure_norm=due)
             if outcome is None:
                 break
             heartbeat.beat(step)
@@ -279,12 +274,46 @@ class TrainLoop:
 
 
 class ModelCall:
-    """How the model is called and batches are weighed: decided on the first batch."""
+    """How the model is called, batches are weighed and steps are launched: decided on the first batches."""
 
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
         self.forward: Forward | None = None
         self.by_labels = False
+        self._captured: CapturedStep | None = None
+        self._begun = False
+
+    def begin_epoch(self) -> None:
+        """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be."""
+        loop = self._loop
+        if not self._begun and (loop.formation.device.type == "cuda" or loop.config.capture):
+            from phalanx.loop.capture import captured_step  # ranks without a GPU do not load it
+
+            self._captured = captured_step(loop)
+        self._begun = True
+        if self._captured is not None:
+            self._captured.check()
+
+    def take_step(self, batches: Iterator[Any], *, measure_norm: bool) -> StepOutcome | None:
+        """Take the next step, replayed or eagerly; None when the epoch has none left."""
+        loop, forward, captured = self._loop, self.forward, self._captured
+        assert forward is not None, "decided on the first batch"
+        if captured is not None and not captured.is_off:
+            return captured.take(
+                forward, batches, by_tokens=self.by_labels, measure_norm=measure_norm, reseed=loop.reseed
+            )
+        return train_step(
+            loop.formation,
+            loop.model,
+            loop.optimizer,
+            forward,
+            batches,
+            loop.report.loss_log,
+            by_tokens=self.by_labels,
+            clip=loop.config.gradient_clipping,
+            measure_norm=measure_norm,
+            reseed=loop.reseed,
+        )
 
     def decided(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch, if that is to be done, and return all batches."""
@@ -299,6 +328,15 @@ class ModelCall:
             loop.report.first_batch(task.model, first)
             return _chained(first, batches)
         return batches
+
+
+def _leave_default_stream(formation: Formation) -> None:
+    """Prepare for a CUDA graph of the step, where several ranks may capture it."""
+    if formation.device.type == "cuda":
+        from phalanx.loop.capture import own_stream
+
+        if (undo := own_stream(formation)) is not None:
+            formation.undo_later(undo)
 
 
 def _ranks_synced(formation: Formation, step: int) -> bool:

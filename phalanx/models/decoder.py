@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models.init import init_transformer, is_meta
-from phalanx.models.loss import Head, LMOutput, token_loss, whole_logits
+from phalanx.models.loss import LMHead, LMOutput, token_loss, whole_logits
 from phalanx.world.splits import too_long
 
 
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.embed = embed
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.head = Head(config.hidden, config.vocab_size, bias=False)
+        self.head = LMHead(config.hidden, config.vocab_size, bias=False)
         self.tie()
         if not is_meta(self):
             self.init_weights()
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         if self.head is None:
             return hidden
         trains = targets is not None and self.training and torch.is_grad_enabled()
-        if trains and self.sequence_shards == 1 and isinstance(self.head, Head):  # one whole matrix, without adapters
+        if trains and self.sequence_shards == 1 and isinstance(self.head, LMHead):  # one whole matrix, without adapters
             return LMOutput(self.head(hidden, targets=targets), None)
         logits: Tensor = self.head(hidden)
         if targets is None:

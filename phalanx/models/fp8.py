@@ -6,7 +6,6 @@ their gradients and the names in checkpoints stay as they are.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.models.loss import Head
+from phalanx.models.loss import LMHead
 from phalanx.torch_compat import scaled_product
+from phalanx.torch_compiler import has_triton
 
 _MULTIPLE = 16
 """Of which 8-bit products need both sizes of a matrix."""
@@ -41,7 +41,7 @@ def why_not(device: torch.device) -> str:
         return (
             f"{torch.cuda.get_device_name(device)} has no products in 8 bits (Ada and Hopper GPUs, and later ones, do)"
         )
-    return "" if importlib.util.find_spec("triton") is not None else "Triton is not installed (pip install triton)"
+    return "" if has_triton() else "Triton is not installed (pip install triton)"
 
 
 def use_fp8(model: nn.Module, blocks: list[nn.Module]) -> tuple[int, Callable[[], None]]:
@@ -52,7 +52,7 @@ def use_fp8(model: nn.Module, blocks: list[nn.Module]) -> tuple[int, Callable[[]
     linears = {layer: nn.Linear for block in blocks for layer in block.modules() if _takes_fp8(layer)}
     for layer in linears:
         layer.__class__ = Fp8Linear  # in place: the layer stays the same object, with its names, hooks and state
-    heads = [layer for layer in model.modules() if isinstance(layer, Head)]
+    heads = [layer for layer in model.modules() if isinstance(layer, LMHead)]
     for head in heads:
         head.fp8 = True
     return len(linears) + len(heads), partial(_undo, linears, heads)
@@ -65,7 +65,7 @@ def _takes_fp8(layer: nn.Module) -> bool:
     return max(sizes) >= _SMALLEST_OUTPUT and not any(size % _MULTIPLE for size in sizes)
 
 
-def _undo(linears: dict[nn.Module, Any], heads: list[Head]) -> None:
+def _undo(linears: dict[nn.Module, Any], heads: list[LMHead]) -> None:
     for layer, own in linears.items():
         layer.__class__ = own
     for head in heads:
@@ -80,27 +80,28 @@ class Fp8Linear(nn.Linear):
         if not torch.is_grad_enabled() or inputs.numel() // self.in_features % _MULTIPLE:
             return super().forward(inputs)
         rows = inputs.to(torch.bfloat16).flatten(0, -2)
-        product: Tensor = _Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
-        outputs = product.view(*inputs.shape[:-1], -1)
-        return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
+        product: Tensor = _Product.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return product.view(*inputs.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
-    """rows @ weight.t(), and its gradients; each of the three products is in 8 bits where that pays."""
+    """rows @ weight.t() + bias, and its gradients; each of the three products is in 8 bits where that pays."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.bias_type = None if bias is None else bias.dtype
+        bias = None if bias is None else bias.to(rows.dtype)
         if weight.shape[0] < _SMALLEST_OUTPUT:
             ctx.save_for_backward(rows, weight, None, None)
-            return F.linear(rows, weight.to(rows.dtype))
+            return F.linear(rows, weight.to(rows.dtype), bias)
         first, scales = _kernels().round_rows(rows)
         second, weight_scales = _kernels().round_rows(weight)
         ctx.save_for_backward(rows, weight, scales.amax(), weight_scales.amax())
-        return scaled_product(first, second, (scales, weight_scales), rows.dtype)
+        return scaled_product(first, second, (scales, weight_scales), rows.dtype, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, weight, row_scale, weight_scale = ctx.saved_tensors
         outputs, inputs = weight.shape
         gradient_scale = None
@@ -114,7 +115,8 @@ class _Product(torch.autograd.Function):
             for_weight = _weight_gradient(gradient, rows, gradient_scale, row_scale)
         else:
             for_weight = gradient.t() @ rows
-        return for_rows, for_weight.to(weight.dtype)
+        for_bias = None if ctx.bias_type is None else gradient.float().sum(0).to(ctx.bias_type)
+        return for_rows, for_weight.to(weight.dtype), for_bias
 
 
 def _kernels() -> Any:

@@ -1,7 +1,7 @@
 """Kernels for CUDA in Triton: cross-entropy that replaces logits by their gradient, and rounding to 8 bits.
 
-Each is one pass over memory where torch's operations are several. They are operators of torch, so that compiled code
-can call them; without Triton (CPUs, Windows) this module is not imported.
+Each is one pass over memory where torch's operations are several. Those that compiled blocks use are operators of
+torch, whose kernels the compiled code launches itself. Without Triton (CPUs, Windows) this module is not imported.
 """
 
 # ruff: noqa: ANN001, ANN202 - Triton reads the annotations of a kernel
@@ -27,6 +27,7 @@ def _cross_entropy_kernel(
     logits, eight_bits, losses, targets, vocabulary, width, IGNORED: tl.constexpr, SCALE: tl.constexpr,
     WITH_EIGHT_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target = tl.load(targets + row)
@@ -34,19 +35,22 @@ def _cross_entropy_kernel(
     # Before the reductions, whose barriers keep other threads from overwriting it too early.
     chosen = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
     columns = tl.arange(0, BLOCK)
-    highest, total = float("-inf"), 0.0
+    highest = tl.full([BLOCK], -1e30, tl.float32)  # of each lane: one reduction after the loop, none in it
+    total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         places = start + columns
-        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(highest, tl.max(values, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
+        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32) * LOG2E
+        higher = tl.maximum(highest, values)
+        total = total * tl.exp2(highest - higher) + tl.exp2(values - higher)
         highest = higher
-    norm = highest + tl.log(total)
-    tl.store(losses + row, tl.where(counts, norm - chosen, 0.0))
+    top = tl.max(highest, 0)
+    norm = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))
+    tl.store(losses + row, tl.where(counts, norm / LOG2E - chosen, 0.0))
     for start in range(0, width, BLOCK):
         places = start + columns
-        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32)
-        gradient = tl.exp(values - norm) - tl.where(places == target, 1.0, 0.0)
+        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32) * LOG2E
+        gradient = tl.exp2(values - norm)
+        gradient = tl.where(places == target, gradient - 1.0, gradient)
         gradient = tl.where(counts, gradient, 0.0)
         tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=places < width)
         if WITH_EIGHT_BITS:
@@ -60,21 +64,20 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocabulary: int, eight_bits:
     Columns from `vocabulary` on are padding. `eight_bits` [tokens, width] gets the gradient times GRADIENT_SCALE.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(logits.shape[1]))
-    with torch.cuda.device(logits.device):
-        _cross_entropy_kernel[(len(logits),)](
-            logits,
-            logits if eight_bits is None else eight_bits,
-            losses,
-            targets,
-            vocabulary,
-            logits.shape[1],
-            IGNORED=IGNORED_LABEL,
-            SCALE=GRADIENT_SCALE,
-            WITH_EIGHT_BITS=eight_bits is not None,
-            BLOCK=block,
-            num_warps=16 if block >= 8192 else 4,
-        )
+    both = eight_bits is not None
+    _cross_entropy_kernel[(len(logits),)](
+        logits,
+        logits if eight_bits is None else eight_bits,
+        losses,
+        targets,
+        vocabulary,
+        logits.shape[1],
+        IGNORED=IGNORED_LABEL,
+        SCALE=GRADIENT_SCALE,
+        WITH_EIGHT_BITS=both,
+        BLOCK=2048 if both else 4096,  # as measured on an H200 for 50,257 tokens
+        num_warps=4 if both else 8,
+    )
     return losses
 
 
@@ -89,27 +92,20 @@ def _rows_kernel(values, result, scales, rows, width, LARGEST: tl.constexpr, ROW
     tl.store(scales + row, scale, mask=row < rows)
 
 
-@torch.library.custom_op("phalanx::round_rows", mutates_args=())
+@torch.library.triton_op("phalanx::round_rows", mutates_args={})
 def round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a contiguous matrix in e4m3 with a scale for each row [rows, 1]."""
+    """Return a matrix in e4m3 with a scale for each row [rows, 1]."""
     values = values.contiguous()
     rows, width = values.shape
-    result = torch.empty_like(values, dtype=E4M3)
+    result = torch.empty(rows, width, dtype=E4M3, device=values.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=values.device)
     block = triton.next_power_of_2(width)
     together = max(1, 4096 // block)
-    with torch.cuda.device(values.device):
-        _rows_kernel[(triton.cdiv(rows, together),)](
-            values, result, scales, rows, width, LARGEST=E4M3_LARGEST, ROWS=together, BLOCK=block,
-            num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
-        )  # fmt: skip
+    torch.library.wrap_triton(_rows_kernel)[(triton.cdiv(rows, together),)](
+        values, result, scales, rows, width, LARGEST=E4M3_LARGEST, ROWS=together, BLOCK=block,
+        num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+    )  # fmt: skip
     return result, scales
-
-
-@round_rows.register_fake
-def _(values: Tensor) -> tuple[Tensor, Tensor]:
-    scales = torch.empty(values.shape[0], 1, dtype=torch.float32, device=values.device)
-    return torch.empty(values.shape, dtype=E4M3, device=values.device), scales
 
 
 @triton.jit
@@ -123,23 +119,17 @@ def _transpose_kernel(values, result, scale, rows, width, LARGEST: tl.constexpr,
     tl.store(place, tl.trans(rounded), mask=(column[:, None] < width) & (row[None, :] < rows))
 
 
-@torch.library.custom_op("phalanx::round_transposed", mutates_args=())
+@torch.library.triton_op("phalanx::round_transposed", mutates_args={})
 def round_transposed(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
     """Return the transpose of a matrix divided by a scale, in e4m3, or in e5m2 for a wide range (gradients)."""
     values = values.contiguous()
     rows, width = values.shape
     result = torch.empty(width, rows, dtype=E5M2 if wide_range else E4M3, device=values.device)
     grid = (triton.cdiv(rows, 64), triton.cdiv(width, 64))
-    with torch.cuda.device(values.device):
-        largest = E5M2_LARGEST if wide_range else E4M3_LARGEST
-        _transpose_kernel[grid](values, result, scale, rows, width, LARGEST=largest, BLOCK=64, num_warps=4)
+    largest = E5M2_LARGEST if wide_range else E4M3_LARGEST
+    kernel = torch.library.wrap_triton(_transpose_kernel)
+    kernel[grid](values, result, scale, rows, width, LARGEST=largest, BLOCK=64, num_warps=4)
     return result
-
-
-@round_transposed.register_fake
-def _(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
-    dtype = E5M2 if wide_range else E4M3
-    return torch.empty(values.shape[1], values.shape[0], dtype=dtype, device=values.device)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -181,7 +171,6 @@ def adamw8bit_(
     """Take a step of AdamW on blocks of neighbouring values; `states`: averages, roots, and the scales of both."""
     blocks = weights.numel() // block
     rows = max(1, 2048 // block)
-    with torch.cuda.device(weights.device):
-        _adamw8bit_kernel[(triton.cdiv(blocks, rows),)](
-            weights, gradients, *states, blocks, step, *numbers, LARGEST=E4M3_LARGEST, ROWS=rows, BLOCK=block
-        )
+    _adamw8bit_kernel[(triton.cdiv(blocks, rows),)](
+        weights, gradients, *states, blocks, step, *numbers, LARGEST=E4M3_LARGEST, ROWS=rows, BLOCK=block
+    )

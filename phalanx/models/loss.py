@@ -1,12 +1,11 @@
 """The output and loss of a language model, without ever holding the logits of all tokens, or of the whole vocabulary.
 
-In training `Head` computes loss and gradients for a chunk of the tokens at a time. Over logits that tensor parallelism
-splits by vocabulary, `split_token_loss` adds up what each rank has.
+In training `LMHead` computes loss and gradients for a chunk of the tokens at a time. Over logits that tensor
+parallelism splits by vocabulary, `split_token_loss` adds up what each rank has.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.torch_compat import scaled_product
+from phalanx.torch_compiler import has_triton
 
 
 class LMOutput(NamedTuple):
@@ -27,7 +27,7 @@ class LMOutput(NamedTuple):
     logits: Tensor | None
 
 
-class Head(nn.Linear):
+class LMHead(nn.Linear):
     """The output matrix: a score for every token of the vocabulary, or with targets the mean cross-entropy alone."""
 
     fp8 = False
@@ -132,7 +132,7 @@ class _EightBits(_Factors):
 
 def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return each token's loss, and the gradient of the logits; those may be overwritten."""
-    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+    if logits.is_cuda and has_triton():
         from phalanx.models.kernels import cross_entropy_
 
         return cross_entropy_(logits, targets, vocabulary), logits

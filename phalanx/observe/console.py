@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ACTIVITIES = {
     "evaluate": "evaluating",
     "checkpoint": "saving a checkpoint",
-    "compile": "compiling the model in the first steps",
+    "compile": "compiling the model",
     "joining": "connecting the ranks",
     "joined": "preparing the model and the data",
 }

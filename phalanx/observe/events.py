@@ -33,7 +33,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as plain data that JSON can hold."""
-        fields = {item.name: _encode(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        fields = {name: _encode(value) for name, value in vars(self).items()}
         return {"event": self.kind, "time": fields.pop("time"), "rank": fields.pop("rank"), **fields}
 
     def to_json(self) -> str:
@@ -237,7 +237,10 @@ class Recovered(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """Training ended; `status` is "finished", "stopped", "preempted", "interrupted" or "failed"."""
+    """Training ended; `status` is "finished", "stopped", "preempted", "interrupted" or "failed".
+
+    Fields that `History` has are explained there.
+    """
 
     kind: ClassVar[str] = "run_ended"
     status: str
@@ -251,31 +254,24 @@ class RunEnded(Event):
     mfu: float | None = None
     speedup: float | None = None
     sent_bytes: int | None = None
-    """What rank 0 sent of its gradients, where that is counted."""
     plain_bytes: int | None = None
-    """What ddp would have sent, without compression."""
     exchange_hidden: float | None = None
-    """Seconds in which gradients travelled while rank 0 computed."""
     exchange_waited: float | None = None
-    """Seconds in which rank 0 waited for gradients to travel."""
     first_steps_seconds: float | None = None
-    """Seconds of the first steps (start-up, compilation): throughput, tokens per second and MFU leave them out."""
+    compile_seconds: float = 0.0
+    compile_graphs: int = 0
     slow_seconds: float = 0.0
-    """Seconds of steps that took more than twice the usual time, which throughput leaves out as well."""
+    slow_laps: int = 0
+    laps: int = 0
     reason: str = ""
-    """Why the run ended, in words; empty where it took all its steps."""
     best_checkpoint: str | None = None
     best_metric: str = ""
-    """The metric of `keep_best`, such as val/loss; empty where it was not measured."""
     best_value: float | None = None
     best_step: int | None = None
     goodput: dict[str, float] = field(default_factory=dict)
-    """Seconds of wall time by category (`phalanx.observe.goodput.CATEGORIES`), over all attempts of the run."""
     whole_throughput: float | None = None
-    """Samples per second of that wall time."""
     whole_mfu: float | None = None
     checkpoint_stall: float = 0.0
-    """Seconds in which training waited for checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,13 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     if end.goodput:
         rows.append(("goodput", goodput_words(end.goodput)))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
-        rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
-    if end.slow_seconds >= _MIN_SHOWN_SECONDS:
-        rows.append(("slow steps", f"{duration(end.slow_seconds)}, not in the throughput"))
+        rows.append(("first step", f"{duration(end.first_steps_seconds)}, not in the throughput"))
+    if end.compile_seconds >= _MIN_SHOWN_SECONDS:
+        graphs = f"{end.compile_graphs} graph{'s' * (end.compile_graphs != 1)}"
+        rows.append(("compilation", f"{duration(end.compile_seconds)} ({graphs}), not in the throughput"))
+    if end.slow_laps and end.slow_seconds >= _MIN_SHOWN_SECONDS:
+        laps = f"{end.slow_laps} of {end.laps} laps"
+        rows.append(("slow steps", f"{duration(end.slow_seconds)} in {laps}, in the throughput"))
     if end.checkpoint_stall >= _MIN_SHOWN_SECONDS:
         rows.append(("checkpoints", f"waited {duration(end.checkpoint_stall)} for them, not in the throughput"))
     if run is not None:

@@ -26,7 +26,8 @@ CATEGORIES = {
     "productive": "productive",
     "import": "start-up: import",
     "startup": "start-up: model and data",
-    "compile": "start-up: first steps",
+    "first_steps": "start-up: first step",
+    "compile": "compilation",
     "data_wait": "data wait",
     "communication": "exposed communication",
     "evaluation": "evaluation",
@@ -109,8 +110,8 @@ class Ledger:
         if 0 < first.steps < now.steps:  # what the first steps took more than others is start-up
             took = max(0.0, first.seconds - first.data_wait)
             usual = max(0.0, work - took) / (now.steps - first.steps)
-            spent["compile"] = min(work, max(0.0, took - first.steps * usual))
-            work -= spent["compile"]
+            spent["first_steps"] = min(work, max(0.0, took - first.steps * usual))
+            work -= spent["first_steps"]
         if clock.communication() is not None:
             spent["communication"] = now.communication
         parts = {"productive": work, **spent}
@@ -164,7 +165,7 @@ class Account:
     steps: int
     redone_steps: int
     steady_throughput: float
-    """Samples per second without start-up and slow steps, in the last attempt."""
+    """Samples per second without start-up and compilation, in the last attempt."""
     steady_mfu: float | None
     throughput: float
     """Samples per second of wall time; samples of steps that were lost do not count."""

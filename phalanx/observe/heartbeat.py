@@ -160,30 +160,27 @@ class LocalBoard:
     """The board of a process that no launcher started: only the process itself can read it."""
 
     def __init__(self) -> None:
-        self._beat: Beat | None = None
+        self._step, self._time, self._part, self._gauges = _NEVER, 0.0, 0, _NO_GAUGES
 
     def beat(self, step: int) -> None:
         """Keep the step."""
-        self._beat = Beat(step, time.time(), 0, _NO_GAUGES if self._beat is None else self._beat.gauges)
+        self._step, self._time, self._part = step, time.time(), 0
 
     def count(self, part: int) -> None:
         """Keep how many batches of an evaluation are done."""
-        if self._beat is not None:
-            self._beat = Beat(self._beat.step, time.time(), part, self._beat.gauges)
+        self._time, self._part = time.time(), part
 
     def alive(self) -> None:
         """Keep when this process made progress."""
-        if self._beat is not None:
-            self.count(self._beat.part)
+        self._time = time.time()
 
     def gauge(self, gauges: Gauges) -> None:
         """Keep what this rank measured about itself."""
-        if self._beat is not None:
-            self._beat = Beat(self._beat.step, self._beat.time, self._beat.part, gauges)
+        self._gauges = gauges
 
     def read(self, rank: int) -> Beat | None:
         """Return the last beat of this process, whose rank it is; None when it never gave one."""
-        return self._beat
+        return None if self._step == _NEVER else Beat(self._step, self._time, self._part, self._gauges)
 
     def close(self) -> None:
         """Do nothing: this board has no file to close."""

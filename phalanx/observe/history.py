@@ -34,11 +34,19 @@ class History:
     total_time: float = 0.0
     """Seconds of the whole run, evaluation and checkpoints included."""
     throughput: float = 0.0
-    """Samples per second of training time, over all ranks, without the first steps and those of `slow_seconds`."""
+    """Samples per second of training time, over all ranks: without the first step, compilation, evaluation, saving."""
     first_steps_seconds: float = 0.0
-    """What the first steps took: processes start, code is compiled. The first one; with `compile` the first three."""
+    """What the first step took apart from compilation: memory and kernels on first use. Not in the throughput."""
+    compile_seconds: float = 0.0
+    """What torch.compile took, in the first step and later. Not in the throughput."""
+    compile_graphs: int = 0
+    """How many graphs it has made."""
     slow_seconds: float = 0.0
-    """Seconds of steps that took more than twice the usual time (recompilation, waiting for data)."""
+    """Seconds of laps (from one logged step to the next) of over twice the usual time per step: in the throughput."""
+    slow_laps: int = 0
+    """How many such laps there were."""
+    laps: int = 0
+    """How many laps there were in all."""
     tokens_per_second: float | None = None
     """The same in tokens, for language models that know their operations per token."""
     mfu: float | None = None

@@ -24,11 +24,19 @@ class Reading(NamedTuple):
     """Seconds of work that waits for no other rank: data and forward passes, where replicas hold whole models."""
 
 
+class SlowLaps(NamedTuple):
+    """How long the slow laps took, how many there were, and of how many."""
+
+    seconds: float
+    slow: int
+    laps: int
+
+
 class StepClock:
     """Counts steps, their samples, and seconds by phase; what happens in `paused()` is counted apart, by its name.
 
-    A phase lasts until the next one is entered, so the phases add up to the wall time. On CUDA they are times of the
-    host, which launches work and does not wait for it.
+    A phase lasts until the next one is entered, so the phases add up to the wall time, apart from `leave_out`. On CUDA
+    they are times of the host, which launches work and does not wait for it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -54,9 +62,9 @@ class StepClock:
         self._excluded = (0.0, 0.0, 0.0)
         self._paused_at: tuple[float, float, float] | None = None
         self.warm_up = Reading(0.0, 0, 0, 0.0, 0.0, 0.0)
-        """What the average rate leaves out: processes started, code was compiled."""
+        """What the average rate leaves out beside the pauses: what is done on first use."""
         self._mark = (0.0, 0, 0)
-        self._laps: list[tuple[float, int, int]] = []
+        self._laps: list[tuple[float, int]] = []
 
     @property
     def now(self) -> float:
@@ -106,6 +114,18 @@ class StepClock:
             self._paused_at = None
             self._show(self.phase)
 
+    def leave_out(self, name: str, seconds: float) -> None:
+        """Count seconds that have just passed, such as those of a compilation, as a pause; within one they are its own.
+
+        Called where something ends that begins inside a phase, perhaps in a thread of torch's, which the phase waits
+        for. Such seconds are not in the phase either.
+        """
+        if self._paused_at is not None:
+            return
+        self._excluded = (self._excluded[0] + seconds, *self._excluded[1:])
+        self.pauses[name] = self.pauses.get(name, 0.0) + seconds
+        self._entered += seconds
+
     def _totals(self) -> tuple[float, float, float]:
         return self._clock(), self.data_wait(), self.communication() or 0.0
 
@@ -132,38 +152,28 @@ class StepClock:
         seconds, samples, steps = (new - old for new, old in zip(now, self._mark, strict=True))
         warm = max(self._mark, self.warm_up[:3])
         if now[2] > warm[2]:
-            self._laps.append((now[0] - warm[0], now[1] - warm[1], now[2] - warm[2]))
+            self._laps.append((now[0] - warm[0], now[2] - warm[2]))
         self._mark = now
         return _ratio(samples, seconds), _ratio(seconds, steps)
 
     @property
     def average(self) -> float:
-        """Samples per second of training time after the first steps; of those alone where there are no others yet."""
-        warm = self.warm_up if self.samples > self.warm_up.samples else (0.0, 0)
-        return _ratio(self.samples - warm[1], self.seconds - warm[0])
+        """Samples per second of training time after the first steps; of those alone where there are no others yet.
 
-    @property
-    def steady(self) -> float:
-        """Samples per second without laps that took more than twice the usual time per step, such as recompilations.
-
-        The average of all where there are fewer than three laps.
+        The time after the last step is not part of it, where a lap has ended with that step.
         """
-        if len(self._laps) < 3:
-            return self.average
-        slow = self._slow_laps()
-        kept = [lap for lap in self._laps if lap not in slow]
-        return _ratio(sum(lap[1] for lap in kept), sum(lap[0] for lap in kept))
+        end = self._mark if self._mark[2] == self.steps else (self.seconds, self.samples)
+        warm = self.warm_up if self.samples > self.warm_up.samples else (0.0, 0)
+        return _ratio(end[1] - warm[1], end[0] - warm[0])
 
     @property
-    def slow_seconds(self) -> float:
-        """The time of the laps that `steady` leaves out."""
-        return sum(lap[0] for lap in self._slow_laps())
-
-    def _slow_laps(self) -> list[tuple[float, int, int]]:
+    def slow_laps(self) -> SlowLaps:
+        """The laps that took more than twice the usual time per step; none where there are fewer than three."""
         if len(self._laps) < 3:
-            return []
-        usual = statistics.median(seconds / steps for seconds, _, steps in self._laps)
-        return [lap for lap in self._laps if lap[0] / lap[2] > 2 * usual]
+            return SlowLaps(0.0, 0, len(self._laps))
+        usual = statistics.median(seconds / steps for seconds, steps in self._laps)
+        slow = [seconds for seconds, steps in self._laps if seconds / steps > 2 * usual]
+        return SlowLaps(sum(slow), len(slow), len(self._laps))
 
 
 def _ratio(amount: float, per: float) -> float:

@@ -234,6 +234,11 @@ class Strategy:
 
     # One step.
 
+    @property
+    def why_not_captured(self) -> str:
+        """Why a step cannot be recorded as a CUDA graph and replayed; empty where it can."""
+        return f"strategy = {self.name!r} needs the host in every step"
+
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Set, before a forward pass, whether its backward must leave synchronised gradients; called on a change."""
 

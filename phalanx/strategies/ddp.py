@@ -161,6 +161,18 @@ class DDP(CompressesGradients):
         return wrapped
 
     @property
+    def why_not_captured(self) -> str:
+        """Why a step cannot be recorded: the host takes part in averaging, apart from plain nccl."""
+        config, backend = self.config, self.world.comm_backend
+        if self.world.world_size == 1:
+            return ""
+        if backend is None or "nccl" not in backend:
+            return f"the host averages gradients (communication_backend = {backend!r})"
+        if config.compression != "none" or is_emulated():
+            return f"the host compresses gradients (compression = {config.compression!r})"
+        return "find_unused_parameters looks for them in every step" if config.find_unused_parameters else ""
+
+    @property
     def _models(self) -> list[DistributedDataParallel]:
         """The wrapped models, in the same order on all ranks."""
         return [model for held in self._wrapped if (model := held()) is not None]

@@ -155,6 +155,11 @@ class Auto(RingDDP):
         else:
             super().follow(wrapped)
 
+    @property
+    def why_not_captured(self) -> str:
+        """Why a step cannot be recorded: on GPUs as torch's DDP."""
+        return self._ddp.why_not_captured
+
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; gradients of models in torch's DDP are averaged there."""
         self._ddp.backward(loss)

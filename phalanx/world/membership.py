@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from phalanx import torch_compat
+from phalanx import torch_compiler
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.processes import JOINS_LATE
@@ -157,7 +157,7 @@ class Member:
 def _beat_during_compiles() -> None:
     """Let a rank that compiles, which may take minutes, count as one that makes progress; once per process."""
     compiling = BusyBeat()
-    torch_compat.around_compiles(compiling.begin, compiling.end)
+    torch_compiler.around_compiles(compiling.begin, compiling.end)
 
 
 def without_frames(error: BaseException) -> str:

@@ -80,15 +80,40 @@ class rng_scope:
         self._seed = seed
 
     def __enter__(self) -> None:
-        self._python = random.getstate()
+        self._python = _PYTHON.copy()
         self._torch = torch.default_generator.get_state()
         self._numpy = _NUMPY.lend()
         seed_process(self._seed)
 
     def __exit__(self, *error: object) -> None:
-        random.setstate(self._python)
+        _PYTHON.put_back(self._python)
         torch.default_generator.set_state(self._torch)
         _NUMPY.take_back(*self._numpy)
+
+
+class _PythonGenerator:
+    """Python's global generator, whose state is copied as memory: `getstate` makes 625 integers, once per batch.
+
+    Its object holds the position in a block of words, then these, right after the head that every object has. Where
+    that is not so (another interpreter), the state is copied by `getstate`.
+    """
+
+    def __init__(self) -> None:
+        self._own: Any = random.seed.__self__  # type: ignore[attr-defined]  # the functions of `random` are its methods
+        self._memory = (ctypes.c_char * (4 * _KEY_WORDS + 4)).from_address(id(self._own) + object.__basicsize__)
+        *words, position = self._own.getstate()[1]
+        self._is_known = np.frombuffer(self._memory.raw, np.uint32).tolist() == [position, *words]
+
+    def copy(self) -> Any:
+        """Return the state, with the second of two normal numbers that are drawn at once."""
+        return (self._memory.raw, self._own.gauss_next) if self._is_known else self._own.getstate()
+
+    def put_back(self, state: Any) -> None:
+        """Restore what `copy` returned."""
+        if self._is_known:
+            self._memory.raw, self._own.gauss_next = state
+        else:
+            self._own.setstate(state)
 
 
 class _NumpyGenerator:
@@ -135,6 +160,7 @@ class _NumpyGenerator:
 
 
 _KEY_WORDS = 624
-"""Words of MT19937's block; its position follows them in memory."""
+"""Words of MT19937's block; in NumPy's memory its position follows them."""
 _FOR_DATA = np.random.MT19937()
 _NUMPY = _NumpyGenerator()
+_PYTHON = _PythonGenerator()

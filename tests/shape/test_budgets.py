@@ -21,9 +21,9 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 77_710, "core": 48_350}
-FILES = 428
-SETTINGS = 95
+LINES = {"package": 79_000, "core": 49_600}
+FILES = 432
+SETTINGS = 96
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 250
 RANK_MODULES = 137

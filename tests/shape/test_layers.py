@@ -22,6 +22,7 @@ CORE = {
     "engine": 1,
     "tool": 1,
     "torch_compat": 1,
+    "torch_compiler": 1,
     "torch_fakes": 1,
     "torch_flash": 1,
     "torch_records": 1,
@@ -158,6 +159,7 @@ def test_private_torch_is_used_in_one_module_only():
     for name, path in modules().items():
         if name in (
             "phalanx.torch_compat",
+            "phalanx.torch_compiler",
             "phalanx.torch_fakes",
             "phalanx.torch_flash",
             "phalanx.torch_records",

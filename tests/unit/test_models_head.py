@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.models import loss
 from phalanx.models.gpt import gpt
-from phalanx.models.loss import Head, token_loss
+from phalanx.models.loss import LMHead, token_loss
 
 
 @pytest.mark.parametrize("chunk_logits", [2**28, 100 * 37, 1], ids=["one chunk", "uneven chunks", "a token each"])
@@ -18,7 +18,7 @@ from phalanx.models.loss import Head, token_loss
 def test_loss_and_gradients_equal_those_of_whole_logits(monkeypatch, chunk_logits, dtype, tolerance):
     monkeypatch.setattr(loss, "_CHUNK_LOGITS", chunk_logits)
     torch.manual_seed(0)
-    head = Head(16, 100, bias=False).to(dtype)
+    head = LMHead(16, 100, bias=False).to(dtype)
     hidden = torch.randn(3, 50, 16, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, 100, (3, 50))
     targets[0, :7] = -100
@@ -33,7 +33,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(monkeypatch, chunk_logit
 
 
 def test_autocast_computes_in_half_precision_and_gives_precise_gradients():
-    head, hidden, targets = Head(16, 64, bias=False), torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))
+    head, hidden, targets = LMHead(16, 64, bias=False), torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))
     with torch.autocast("cpu", torch.bfloat16):
         head(hidden.requires_grad_(), targets).backward()
     assert head.weight.grad.dtype is hidden.grad.dtype is torch.float32
@@ -42,7 +42,7 @@ def test_autocast_computes_in_half_precision_and_gives_precise_gradients():
 
 def test_fp16_keeps_the_loss_scale_in_the_gradients_of_logits():
     """The gradients of logits are below 1 / tokens: unscaled they would vanish in fp16."""
-    head, targets = Head(16, 64, bias=False).half(), torch.randint(0, 64, (2, 8))
+    head, targets = LMHead(16, 64, bias=False).half(), torch.randint(0, 64, (2, 8))
     assert "HeadLoss" not in type(head(torch.randn(2, 8, 16).half(), targets).grad_fn).__name__
 
 

@@ -69,8 +69,17 @@ def test_the_summary_says_why_the_run_ended_and_which_checkpoint_is_the_best():
 
 def test_the_first_steps_are_shown_separately_where_they_took_long():
     long, short = (events.RunEnded("finished", 9, 90.0, 10.0, first_steps_seconds=time) for time in (61.0, 0.1))
-    assert ("first steps", "1:01, not in the throughput") in format.summary_rows(long, None)
-    assert "first steps" not in dict(format.summary_rows(short, None))
+    assert ("first step", "1:01, not in the throughput") in format.summary_rows(long, None)
+    assert "first step" not in dict(format.summary_rows(short, None))
+
+
+def test_what_the_throughput_leaves_out_and_what_it_does_not_is_named():
+    end = events.RunEnded("finished", 9, 90.0, 10.0, compile_seconds=12.34, compile_graphs=7, slow_seconds=4.2,
+                          slow_laps=3, laps=40)  # fmt: skip
+    rows = dict(format.summary_rows(end, None))
+    assert rows["compilation"] == "12.3 s (7 graphs), not in the throughput"
+    assert rows["slow steps"] == "4.2 s in 3 of 40 laps, in the throughput"
+    assert not {"compilation", "slow steps"} & dict(format.summary_rows(END, None)).keys()
 
 
 def test_the_lines_in_a_pipe_are_stable():

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.loop import formation
 from phalanx.loop.reporting import _command
 from phalanx.observe import events, heartbeat
 from phalanx.observe.console import Console
@@ -95,7 +94,7 @@ def test_before_training_a_spinner_shows_the_phase(monkeypatch):
     console.handle(RUN)
     assert drawn(view)[1] == "waiting for the first step"
     console.handle(events.Phase("compile", "begin"))
-    assert drawn(view)[2].endswith("compiling the model in the first steps 0:00")
+    assert drawn(view)[2].endswith("compiling the model 0:00")
     console.handle(STEP)
     assert len(drawn(view)) == 2
     console.close()
@@ -124,7 +123,7 @@ def test_every_row_fits_a_narrow_terminal(width):
     view = RichView(Tty(), Tty(), lambda: Beat(10, 0.0, 5))
     view.begin(RUN)
     view.step(STEP, RUN)
-    for name, total in (("evaluating", 2000), ("compiling the model in the first steps", None)):
+    for name, total in (("evaluating", 2000), ("compiling the model", None)):
         view.activity(name, total)
         rows = drawn(view, width)
         assert len(rows) == 3
@@ -221,15 +220,13 @@ class Phases:
         pass
 
 
-def test_a_run_reports_compilation_and_how_many_batches_an_evaluation_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(formation, "compile_in_place", lambda model: lambda: None)
+def test_a_run_reports_how_many_batches_an_evaluation_has(tmp_path):
     phases = Phases()
     data = TensorDataset(torch.ones(10, 2), torch.ones(10, 1))
     trainer = PyTorchDDPTrainer(nn.Linear(2, 1), num_workers=1, device="cpu", batch_size=2, callbacks=[phases],
-                                loss_fn=nn.MSELoss(), run_dir=str(tmp_path), progress=False, compile=True)  # fmt: skip
+                                loss_fn=nn.MSELoss(), run_dir=str(tmp_path), progress=False)  # fmt: skip
     trainer.fit(data, data)
-    evaluation = [("evaluate", "begin", 5), ("evaluate", "end", None)]
-    assert phases.found == [("compile", "begin", None), ("compile", "end", None), *evaluation]
+    assert phases.found == [("evaluate", "begin", 5), ("evaluate", "end", None)]
     assert heartbeat.current().read(0).part == 4, "the batches before the last one are counted as done"
 
 

@@ -231,27 +231,50 @@ def test_the_average_leaves_the_first_steps_out():
     assert (meter.average, meter.warm_up.seconds) == (64.0, 60.0)
 
 
-def test_the_steady_rate_leaves_out_laps_in_which_code_was_compiled_again():
+def test_slow_laps_are_counted_and_stay_in_the_average():
     now = [0.0]
     meter = StepClock(lambda: now[0])
-    for seconds in (60.0, 10.0, 9.0, 45.0, 11.0):  # the first lap is the warm-up, the fourth one compiles again
+    for seconds in (60.0, 10.0, 9.0, 45.0, 11.0):  # the first lap is the warm-up
         for _ in range(10):
             meter.step_done(8)
         now[0] += seconds
         meter.warmed_up() if now[0] == 60.0 else None
         meter.lap()
-    assert meter.steady == 240 / 30
+    assert meter.slow_laps == (45.0, 1, 4)
     assert meter.average == 320 / 75
+    now[0] += 30.0
+    assert meter.average == 320 / 75, "what follows the last step is not training"
+    meter.step_done(8)
+    assert meter.average == 328 / 105
 
 
-def test_with_few_laps_the_steady_rate_is_the_average():
+def test_laps_that_only_compiled_are_not_slow_and_compilation_is_not_in_the_average():
+    now = [0.0]
+    meter = StepClock(lambda: now[0])
+    for compiled in (0.0, 0.0, 40.0, 0.0):
+        meter.enter("forward")
+        now[0] += compiled
+        meter.leave_out("compile", compiled)
+        now[0] += 10.0
+        meter.enter("other")
+        meter.step_done(80)
+        meter.lap()
+    assert (meter.average, meter.slow_laps, meter.pauses["compile"]) == (8.0, (0.0, 0, 4), 40.0)
+    assert meter.phase_seconds["forward"] == 40.0
+    with meter.paused("evaluate"):
+        now[0] += 5.0
+        meter.leave_out("compile", 5.0)
+    assert meter.pauses == {"compile": 40.0, "evaluate": 5.0}
+
+
+def test_with_few_laps_none_is_slow():
     now = [0.0]
     meter = StepClock(lambda: now[0])
     for seconds in (1.0, 9.0):
         meter.step_done(5)
         now[0] += seconds
         meter.lap()
-    assert meter.steady == meter.average == 1.0
+    assert (meter.average, meter.slow_laps) == (1.0, (0.0, 0, 2))
 
 
 HISTORY = History(

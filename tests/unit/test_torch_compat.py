@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from phalanx import torch_compat, torch_fakes, torch_flash, torch_records
 
-NEEDS_CUDA = {"record_allocations", "allocations"}
+NEEDS_CUDA = {"end_failed_capture", "record_allocations", "allocations"}
 
 
 @pytest.fixture
@@ -208,6 +207,8 @@ def test_optimizers_and_scalers():
     scaler.scale(parameter.sum() * float("inf")).backward()
     scaler.unscale_(optimizer)
     assert [flag.item() for flag in torch_compat.found_inf(scaler, id(optimizer)).values()] == [1.0]
+    torch_compat.forget_found_inf(scaler)
+    assert torch_compat.found_inf(scaler, id(optimizer)) == {}
 
 
 class WorkerNumbers(IterableDataset):
@@ -278,17 +279,19 @@ def test_fake_tensors_are_known():
     assert not torch_fakes.is_fake(torch.zeros(2))
 
 
-def test_the_begin_and_end_of_a_compilation_are_known():
-    seen: list[str] = []
-    torch_compat.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
-    doubled = torch.compile(lambda x: 2 * x, backend="eager")
-    assert doubled(torch.ones(2)).sum() == 4
-    assert seen == ["begin", "end"]
-    import_module("torch._dynamo.callback").callback_handler.clear()
-
-
 def test_a_compiled_model_has_its_own_names():
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
     assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
     assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_scaled_products_multiply_8_bits(by_rows):
+    first, second = torch.randn(32, 64), torch.randn(16, 64)
+    scales = [each.abs().amax(1, keepdim=True) / 448 for each in (first, second)]
+    if not by_rows:
+        scales = [scale.amax() for scale in scales]
+    eight = [(each / scale).to(torch.float8_e4m3fn) for each, scale in zip((first, second), scales, strict=True)]
+    product = torch_compat.scaled_product(*eight, tuple(scales), torch.bfloat16)
+    assert (product.float() - first @ second.t()).abs().max() < 0.1 * (first @ second.t()).abs().max()

@@ -11,9 +11,10 @@ import torch
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.world import seed as seeds
 from phalanx.world.env import expand_hostlist, read_rank_env
 from phalanx.world.mesh import Mesh, plan_layout, plan_mesh
-from phalanx.world.seed import rng_state, seed_everything, set_rng_state
+from phalanx.world.seed import rng_scope, rng_state, seed_everything, seed_process, set_rng_state
 
 
 def test_one_machine_is_assumed_only_where_the_starter_says_so():
@@ -214,6 +215,31 @@ def test_rng_states_come_back():
     drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
     set_rng_state(state)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
+
+
+def drawn() -> list[float]:
+    """Draw from all generators; Python and NumPy draw two normal numbers at once, and keep the second."""
+    ours = [random.random(), random.gauss(0, 1), *random.sample(range(1000), 700)]
+    return [*ours, float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("as_memory", [True, False])
+def test_numbers_that_data_draw_depend_on_their_seed_and_leave_those_of_the_process(monkeypatch, as_memory):
+    assert seeds._PYTHON._is_known, "CPython's generator has another layout than it had"
+    monkeypatch.setattr(seeds._PYTHON, "_is_known", as_memory)
+    seed_process(5)
+    expected = drawn()
+    seed_everything(3)
+    follow = [drawn() for _ in range(2)]
+    seed_everything(3)
+    assert drawn() == follow[0]
+    with rng_scope(5):
+        first = drawn()
+        with rng_scope(5):
+            nested = drawn()
+        drawn()
+    assert first == nested == expected
+    assert drawn() == follow[1]
 
 
 def test_ranks_draw_different_numbers():

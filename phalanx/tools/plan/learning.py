@@ -149,7 +149,7 @@ def _components(
         "data wait", "s", estimate.breakdown.get("data", 0.0), found.seconds.get("data_wait", 0.0) / max(1, found.steps)
     )
     effective = reliability_of(estimator, layout)["effective"]
-    began = sum(found.seconds.get(name, 0.0) for name in ("import", "startup", "compile"))
+    began = sum(found.seconds.get(name, 0.0) for name in ("import", "startup", "first_steps", "compile"))
     useful = found.seconds.get("productive", 0.0) / max(1e-9, found.total - began)
     yield Component("goodput after start-up", "%", 100 * effective, 100 * useful)
 

@@ -1,0 +1,146 @@
+"""What a recorded training step reads and writes: batches at a fixed place, losses in a ring, rates on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from phalanx.data.order import MicroInfo
+from phalanx.loop.loss_log import LossLog
+from phalanx.torch_compat import pytree
+
+_LOSSES = 4096
+"""Losses on the device that are not read yet."""
+
+
+class Pulled(NamedTuple):
+    """The micro-batches of one step, on the device."""
+
+    infos: list[MicroInfo]
+    batches: list[Any]
+
+    def form(self) -> tuple[Any, ...]:
+        """Return all that must be equal for two steps to be one recording: structure, shapes, shares."""
+        return tuple((info.scale, info.samples, *batch_form(batch)) for info, batch in zip(*self, strict=True))
+
+
+def batch_form(batch: Any) -> tuple[Any, ...]:
+    """Return the structure of a batch, the shapes and dtypes of its tensors, and its other values."""
+    leaves, structure = pytree.tree_flatten(batch)
+    return (structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
+
+
+class RecordedStep:
+    """A recorded step: its graphs, the memory that they read and write, and what on the host they depend on."""
+
+    def __init__(self, pulled: Pulled, loss: torch.Tensor, optimizer: torch.optim.Optimizer, log: LossLog) -> None:
+        """`loss`: of an earlier step, for its dtype."""
+        self.form = pulled.form()
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        """By whether the norm of the gradients is measured."""
+        self.pool = torch.cuda.graph_pool_handle() if loss.is_cuda else None
+        self.norm = torch.zeros((), dtype=torch.float64, device=loss.device)
+        self.infos = pulled.infos
+        device = loss.device
+        self.batches: list[Any] = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: leaf.to(device, copy=True), pulled.batches
+        )
+        self._inputs: list[list[torch.Tensor]] = [pytree.tree_leaves(batch) for batch in self.batches]
+        self._forms = [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in self._inputs]
+        self._ring = torch.zeros(_LOSSES, dtype=loss.dtype, device=loss.device)
+        self._next = torch.zeros(1, dtype=torch.int64, device=loss.device)
+        self._losses = list(self._ring.unbind())
+        self._count = 0
+        self._log, self._optimizer = log, optimizer
+        self._rates = rates_of(optimizer)
+        self._on_device: list[torch.Tensor] | None = None
+
+    def fits(self, pulled: Pulled) -> bool:
+        """Whether a step is a replay of this one, with other values."""
+        infos, batches = pulled
+        if len(infos) != len(self.infos):
+            return False
+        for info, own, batch, held, tensors in zip(infos, self.infos, batches, self.batches, self._forms, strict=True):
+            if info.samples != own.samples or info.scale != own.scale or type(batch) is not type(held):
+                return False
+            if type(batch) not in (list, tuple):
+                return pulled.form() == self.form
+            if len(batch) != len(tensors):
+                return False
+            for leaf, (shape, dtype) in zip(batch, tensors, strict=True):
+                if leaf.shape != shape or leaf.dtype is not dtype:
+                    return False
+        return True
+
+    def put(self, pulled: Pulled) -> None:
+        """Copy the batches of a step to where the graph reads them; make room for its losses."""
+        if self._count + len(pulled.infos) > len(self._losses):  # begin again at the first place
+            self._log.copy()
+            self._next.zero_()
+            self._count = 0
+        for batch, tensors in zip(pulled.batches, self._inputs, strict=True):
+            leaves = batch if type(batch) in (list, tuple) else pytree.tree_leaves(batch)
+            for leaf, static in zip(leaves, tensors, strict=True):
+                static.copy_(leaf, non_blocking=True)
+
+    def write_loss(self, loss: torch.Tensor) -> None:
+        """Write a micro-batch's loss at the next place; recorded, so that the place is counted on the device."""
+        self._ring.index_copy_(0, self._next, loss.detach().reshape(1))
+        self._next.add_(1)
+
+    def log_losses(self, step: int, infos: list[MicroInfo]) -> torch.Tensor:
+        """Give the losses of a replayed step to the log; return the last one."""
+        for info in infos:
+            loss = self._losses[self._count]
+            self._log.add(step, loss, float(info.samples))
+            self._count += 1
+        return loss
+
+    def read_rates_on_device(self) -> None:
+        """Let the graphs read the rates from the device's memory."""
+        self._on_device = [torch.full((), rate, device=self._ring.device) for rate in self._rates]
+
+    def follow_rates(self) -> bool:
+        """Write learning rates that have changed to the device; return whether the graphs can use them."""
+        rates = rates_of(self._optimizer)
+        if rates == self._rates:
+            return True
+        if self._on_device is None or len(rates) != len(self._rates):
+            return False
+        for tensor, rate, before in zip(self._on_device, rates, self._rates, strict=True):
+            if rate != before:
+                tensor.fill_(rate)
+        self._rates = rates
+        return True
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Give the optimizer the settings for a capture: rates on the device, and torch's flag `capturable`."""
+        groups = self._optimizer.param_groups
+        before: list[dict[str, Any]] = [
+            {name: group[name] for name in ("lr", "capturable") if name in group} for group in groups
+        ]
+        for number, group in enumerate(groups):
+            if "capturable" in group:  # a fused optimizer is: torch asks for the flag
+                group["capturable"] = True
+            if self._on_device is not None:
+                group["lr"] = self._on_device[number]
+        try:
+            yield
+        finally:
+            for group, settings in zip(groups, before, strict=True):
+                group.update(settings)
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates of an optimizer's groups."""
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def takes_rate_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can read its learning rate from the device's memory: torch's fused ones."""
+    known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return known and all(group.get("fused") for group in optimizer.param_groups)

@@ -1,0 +1,72 @@
+"""What torch.compile says of its work: when it compiles, how many graphs, why again, where it keeps them.
+
+The table of `torch_compat` has the private names. Nothing here imports torch._dynamo before it is called: that takes
+two seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, in which kernels for GPUs are written; torch.compile needs it for CUDA."""
+    return find_spec("triton") is not None
+
+
+def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call `begin` and `end` around each compilation of torch.compile from now on; return what ends that.
+
+    Nested compilations count once. They are called in the thread that compiles: for a backward pass one of autograd's.
+    """
+    handler = import_module("torch._dynamo.callback").callback_handler
+    first = handler.register_start_callback(lambda *_: begin())
+    last = handler.register_end_callback(lambda *_: end())
+
+    def remove() -> None:
+        if first in handler.start_callbacks:  # torch._dynamo.reset() removes all of them
+            handler.remove_start_callback(first)
+            handler.remove_end_callback(last)
+
+    return remove
+
+
+def is_imported() -> bool:
+    """Whether something has imported what torch.compile runs on; before that nothing can have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    return int(import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
+
+
+def recompile_reason(since: float) -> str:
+    """Return in one line why torch.compile has last compiled something again; empty where it does not say.
+
+    `since`: only of compilations that ended after this time, in seconds since the epoch.
+    """
+    for each in reversed(import_module("torch._dynamo.utils").get_compilation_metrics()):
+        reason = getattr(each, "recompile_reason", None)
+        if reason and (each.end_time_us or 0) >= since * 1e6:
+            return str(reason).strip().splitlines()[0]
+    return ""
+
+
+def own_compile_cache() -> str:
+    """Return where torch keeps compiled code unless a variable says otherwise; it writes this into the variable."""
+    return str(import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir())
+
+
+def keep_activations(share: float) -> Callable[[], None]:
+    """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
+    config: Any = import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    config.activation_memory_budget = share
+    return partial(setattr, config, "activation_memory_budget", before)

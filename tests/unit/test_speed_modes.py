@@ -1,0 +1,123 @@
+"""The modes `fast` and `memory`, settings of recipes for GPUs, and compilation by region."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.config import resolve
+from phalanx.errors import ConfigError
+from phalanx.loop.activation import spare_activations
+from phalanx.loop.prepare import compile_in_place
+from phalanx.models.gpt import gpt
+from phalanx.models.llama import llama
+from phalanx.models.moe import moe
+from phalanx.recipes import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"fast": True}, {"mixed_precision": "fp8", "compile": True}),
+        ({"fast": True, "mixed_precision": "bf16"}, {"mixed_precision": "bf16", "compile": True}),
+        ({"fast": False}, {"mixed_precision": False, "compile": False}),
+        ({"memory": True}, {"optimizer": "adamw8bit", "activation_checkpointing": "budget 0.4", "compile": True}),
+        ({"memory": True, "optimizer": "sgd"}, {"optimizer": "sgd", "activation_checkpointing": "budget 0.4"}),
+        ({"fast": True, "memory": True}, {"mixed_precision": "fp8", "optimizer": "adamw8bit", "compile": True}),
+    ],
+    ids=str,
+)
+def test_a_mode_is_several_settings(given, expected):
+    config = resolve(given).config
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_a_mode_in_a_file_yields_to_a_flag(tmp_path):
+    (tmp_path / "run.toml").write_text("memory = true\n")
+    resolved = resolve({"optimizer": "adam"}, given_as="flag", file=tmp_path / "run.toml")
+    assert (resolved.config.optimizer, resolved.config.compile) == ("adam", True)
+    assert resolved.origins["compile"] == f"file {tmp_path / 'run.toml'}"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"activation_checkpointing": "budget 0.5"}, "needs compiled blocks: write compile = true"),
+        ({"activation_checkpointing": "budget 2", "compile": True}, "'budget <share from 0 to 1>'"),
+        ({"activation_checkpointing": "budget 0.5", "compile": True, "activation_offload": True}, "leave one of them"),
+        ({"optimizer": "adamw8bit", "strategy": "deepspeed"}, "deepspeed, which takes the steps itself: write adamw"),
+        ({"mixed_precision": "fp6"}, "Did you mean"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(given)
+
+
+def test_settings_of_a_recipe_for_gpus_apply_on_gpus_alone():
+    recipe = load_recipe("gpt")
+    assert resolve({}, **recipe.settings_for(0)).config.compile is False
+    on_gpus = resolve({}, **recipe.settings_for(1))
+    assert (on_gpus.config.compile, on_gpus.config.mixed_precision) == (True, "bf16")
+    assert on_gpus.origins["compile"] == "recipe gpt"
+    assert resolve({"device": "cpu"}, **recipe.settings_for(1)).config.compile is False
+    assert resolve({"mixed_precision": False}, **recipe.settings_for(1)).config.mixed_precision is False
+
+
+def test_settings_for_gpus_that_contradict_what_is_given_are_left_out():
+    config = resolve({"debug": "nan"}, **load_recipe("gpt").settings_for(1)).config
+    assert (config.debug, config.compile) == ("nan", False)
+
+
+@pytest.mark.parametrize("recompute", [False, "full", "selective"])
+@pytest.mark.parametrize("make", [gpt, llama], ids=["gpt", "llama"])
+def test_all_layers_are_compiled_once(make, recompute):
+    model = make("debug", layers=4)
+    before = [layer.forward for layer in model.layers]
+    if recompute:
+        config = resolve({"activation_checkpointing": recompute, "compile": True}).config
+        spare_activations(model, config)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        compiler = torch.compile
+        patch.setattr(torch, "compile", lambda function, **options: compiler(function, backend=count, **options))
+        undo = compile_in_place(model)
+    tokens = torch.randint(256, (2, 64))
+    model(tokens, tokens).loss.backward()
+    assert len(graphs) == 1
+    undo()
+    if not recompute:
+        assert [layer.forward for layer in model.layers] == before
+
+
+def test_experts_are_not_compiled_whose_shapes_change():
+    regions = moe("debug").compile_regions()
+    assert regions
+    assert {type(module).__name__ for module, _ in regions} == {"Attention"}
+
+
+def test_a_model_without_regions_is_compiled_as_a_whole():
+    model = nn.Sequential(nn.Linear(4, 4))
+    undo = compile_in_place(model)
+    assert model._compiled_call_impl is not None
+    undo()
+    assert model._compiled_call_impl is None
+
+
+def test_the_residual_stream_is_bf16_under_autocast_alone():
+    model = gpt("debug")
+    seen = []
+    model.layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    tokens = torch.randint(256, (2, 64))
+    model(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens)
+    assert seen == [torch.float32, torch.bfloat16]
