@@ -210,7 +210,7 @@ class HeadBytes(NamedTuple):
 def chunked_head(
     model: ModelShape, tokens: float, *, half: bool, fp8: bool, norm: int, gradient: int, kernel: bool
 ) -> HeadBytes:
-    """Return what a head needs that computes loss and gradients for a chunk of tokens at a time (`models.loss.Head`).
+    """Return what a head needs that computes loss and gradients for a chunk of tokens at a time (`models.loss.LMHead`).
 
     Forward has a copy of the matrix in the compute type (and two in fp8), the logits of one chunk, which a kernel turns
     into their gradient in place, and the gradient of the chunk before; it keeps the gradients of hidden states and of
