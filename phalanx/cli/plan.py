@@ -18,6 +18,7 @@ _EPILOG = """Examples:
   phalanx plan llama-70b --gpus 64 --gpu h100 --tokens 1T
   phalanx plan gpt2-1.5b --instance p4d.24xlarge --nodes 2 --what-if fewest-gpus --what-if gpu=h100
   phalanx plan ./my-model/config.json --gpus 8 --gpu a100-40 --lora-rank 16 --html plan.html
+  phalanx plan llama-7b --gpus 8 --gpu h100 --fast --memory
   phalanx plan --failures rsc-1 --gpus 1024,4096,16384"""
 COSTS = {"checkpoint_cost": "10s", "restart_cost": "5m", "recovery_cost": "10s"}
 """What a checkpoint, a restart and a recovery in place cost where nothing is given."""
@@ -66,11 +67,14 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
     add("--tokens", metavar="N", help="tokens of the whole training: 1T, 300B, 5e9 [20 per parameter]")
     add("--samples", metavar="N", help="samples of the data set")
     add("--epochs", type=float, metavar="X", help="passes over --samples [1]")
-    add("--precision", metavar="bf16,fp16,fp32", help="of matrix products [bf16, or the GPU's best]")
-    add("--optimizer", metavar="adamw,adam,sgd,rmsprop,adagrad", help="whose states are kept [adamw]")
+    add("--precision", metavar="bf16,fp16,fp8,fp32", help="of matrix products [bf16, or the GPU's best]")
+    add("--optimizer", metavar="adamw,adamw8bit,adam,sgd,rmsprop,adagrad", help="whose states are kept [adamw]")
     add("--deadline", metavar="TIME", help="say whether the training ends in time: 30d, 72h")
     add("--budget", type=float, metavar="X", help="say whether the money suffices")
     add("--compile", action="store_true", help="plan for kernels that torch.compile fuses")
+    add("--fast", action="store_true", help="plan for speed: matrix products in fp8, compiled")
+    add("--memory", action="store_true", help="plan for little memory: states of AdamW in 8 bits, and compiled layers "
+        "that keep half of their activations, or less where it is needed to fit")  # fmt: skip
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -80,7 +84,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--max-pipeline-parallel", type=int, metavar="N", help="at most this many pipeline ranks")
     add("--max-context-parallel", type=int, metavar="N", help="at most this many context-parallel ranks")
     add("--micro-batch", type=int, metavar="N", help="samples per data rank in one forward pass")
-    add("--recompute", metavar="none,selective,full", help="activation checkpointing [what is fastest]")
+    add("--recompute", metavar="none,selective,full,'budget 0.5'", help="activation checkpointing [what is fastest]")
     add("--zero-stage", type=int, metavar="0,1,2,3", help="what data ranks shard [what is fastest]")
     add("--offload", metavar="none,cpu", help="keep states in host memory [where nothing else fits]")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank instead of the weights")

@@ -139,7 +139,8 @@ def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, 
     shape = presets.model(namespace.plan_model, namespace.input)
     limits = Constraints(**{name: getattr(namespace, name) for name in _LIMITS})
     for name in _LIMITS:
-        if isinstance(value := getattr(limits, name), int) and value < (0 if name == "zero_stage" else 1):
+        value = getattr(limits, name)
+        if isinstance(value, int) and name != "memory" and value < (0 if name == "zero_stage" else 1):
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be 1 or more.")
     goal, notes = _goal(namespace, shape, cluster)
     return PlanCase(shape, cluster, goal, limits), notes
@@ -191,15 +192,14 @@ def _goal(
     notes: list[tuple[str, str, str]] = []
     goal = default_goal(shape, cluster)
     known = presets.parts_of(cluster)[0].tflops
-    precision = namespace.precision or next(name for name in ("bf16", "fp16", "fp32") if name in known)
-    for name, value, allowed in (("precision", precision, PRECISIONS), ("optimizer", namespace.optimizer, OPTIMIZERS)):
-        if value is not None and value not in allowed:
+    _check_modes(namespace)
+    best = "fp8" if namespace.fast else next(name for name in ("bf16", "fp16", "fp32") if name in known)
+    precision = namespace.precision or best
+    optimizer = namespace.optimizer or ("adamw8bit" if namespace.memory else goal.optimizer)
+    for name, value, allowed in (("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS)):
+        if value not in allowed:
             raise UsageError(unknown_name(name, value, allowed))
-    if precision == "fp8":
-        raise UsageError(
-            "--precision fp8: `phalanx train` has no fp8 yet", hint="--what-if fp8 says what it would bring."
-        )
-    if precision not in known:
+    if precision not in known and precision != "fp8":  # which the planner refuses with what to write
         raise UsageError(f"{cluster.gpu} has no {precision}. It has: {', '.join(known)}.")
     if namespace.seq_len is not None:
         per_step = goal.global_batch * goal.seq_len
@@ -221,14 +221,27 @@ def _goal(
     return replace(
         goal,
         precision=precision,
-        optimizer=namespace.optimizer or goal.optimizer,
+        optimizer=optimizer,
         tokens=tokens,
         samples=samples,
         epochs=namespace.epochs,
         deadline_hours=deadline,
         budget=namespace.budget,
-        compile=namespace.compile,
+        compile=namespace.compile or namespace.fast or namespace.memory,
     ), notes
+
+
+def _check_modes(namespace: argparse.Namespace) -> None:
+    """Refuse a flag that contradicts what --fast and --memory choose."""
+    for mode, flag, chosen in (
+        ("fast", "precision", "fp8"),
+        ("memory", "optimizer", "adamw8bit"),
+        ("memory", "recompute", "budget 0.5 or less"),
+    ):
+        if getattr(namespace, mode) and (given := getattr(namespace, flag)) not in (None, chosen):
+            raise UsageError(
+                f"--{mode} means --{flag} {chosen}, and --{flag} {given} was given: leave one of them out."
+            )
 
 
 def _positive(flag: str, value: int) -> int:

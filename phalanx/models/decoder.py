@@ -34,7 +34,7 @@ class DecoderConfig:
     def dimensions(self) -> dict[str, Any]:
         """Return the sizes by which `phalanx plan` knows a transformer (see `models/contract.py`)."""
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
-        return {**sizes, "vocab": self.vocab_size, "tied_embeddings": self.tie_weights}
+        return {**sizes, "vocab": self.vocab_size, "tied_embeddings": self.tie_weights, "reference": True}
 
     def flops_per_token(self, time: int | None = None) -> int:
         """Return 6 for each weight that multiplies a token, plus 12 x hidden x time per layer for attention.

@@ -108,6 +108,23 @@ def test_deadline_and_budget():
     assert "of the budget of $1,000,000,000: kept" in answer.out
 
 
+def test_fast_and_memory_are_planned_with_the_settings_that_train_reads():
+    usual, fast = (json.loads(phalanx(*LLAMA, *more, "--json").out) for more in ((), ("--fast",)))
+    assert not {"compile", "optimizer"} & set(usual["settings"])
+    assert usual["settings"]["mixed_precision"] == "bf16"
+    assert fast["settings"]["mixed_precision"] == "fp8"
+    assert fast["settings"]["compile"] is True
+    assert fast["best"]["estimate"]["step_seconds"] < 0.9 * usual["best"]["estimate"]["step_seconds"]
+    small = ("plan", "llama-13b", "--gpus", 2, "--gpu", "h100", "--json")
+    tight = json.loads(phalanx(*small, "--memory").out)
+    DistributedConfig(**tight["settings"])
+    assert tight["settings"]["optimizer"] == "adamw8bit"
+    assert tight["settings"]["activation_checkpointing"] == "budget 0.3"  # 0.5 does not fit
+    flags = shlex.split(tight["command"].replace("\\\n", " "))
+    assert flags[flags.index("--activation-checkpointing") + 1] == "budget 0.3"
+    assert "'budget 0.3'" in tight["command"]  # not cut at the end of a line
+
+
 @pytest.mark.parametrize(
     ("question", "words"),
     [
@@ -230,7 +247,18 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--global-batch", 0), "--global-batch 0: must be 1 or more"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--tokens", "many"), "such as 1T, 300B"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--epochs", 3), "--epochs without --samples"),
-        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--precision", "fp8"), "--what-if fp8"),
+        (
+            ("llama-7b", "--gpus", 8, "--gpu", "a100", "--fast"),
+            "a100-80 has no fp8. It has: bf16, fp16, fp32. GPUs",
+        ),
+        (
+            ("llama-7b", "--gpus", 8, "--gpu", "a100", "--precision", "fp8"),
+            "--precision bf16, or plan for another GPU",
+        ),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--fast", "--precision", "bf16"), "--fast means --precision fp8"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--memory", "--recompute", "full"), "--memory means --recompute"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--recompute", "budget 2"), "A budget is from 0 to 1"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--recompute", "budget 0.5"), "Write --compile"),
         (("llama-7b", "--gpus", 8, "--gpu", "t4", "--precision", "bf16"), "t4 has no bf16. It has: fp16, fp32"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--strategy", "fsd"), "Did you mean 'fsdp'?"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--what-if", "fewest"), "unknown question 'fewest'"),

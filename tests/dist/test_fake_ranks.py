@@ -241,17 +241,19 @@ PREDICTED = ModelShape(
     rms_norm=True,
     tied_embeddings=False,
     biases=False,
+    reference=True,
 )
 
 
 @pytest.mark.parametrize(
     "layout",
     [
+        Layout(dp_replicate=2, micro_batch=32),
         pytest.param(Layout(pp=2, micro_batch=2), marks=long_proof),
         pytest.param(Layout(pp=2, virtual_stages=2, schedule="zero-bubble", micro_batch=2), marks=long_proof),
         Layout(dp_shard=2, ep=2, zero_stage=3, micro_batch=4),
     ],
-    ids=["1f1b", "zero-bubble", "experts"],
+    ids=["ddp", "1f1b", "zero-bubble", "experts"],
 )
 def test_the_planner_predicts_the_peak_of_a_dry_run(layout):
     shape = replace(PREDICTED, experts=4) if layout.ep > 1 else PREDICTED

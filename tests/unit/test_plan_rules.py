@@ -185,7 +185,7 @@ def test_kinds_of_models_without_a_plan_are_refused_their_axes():
     assert refusal(traced, Layout(cp=8), goal, cluster) == "net has no methods for context parallelism"
     assert "no repeated blocks" in (refusal(traced, Layout(dp_shard=8, recompute="full"), goal, cluster) or "")
     assert refusal(traced, Layout(dp_shard=8), goal, cluster) is None
-    assert refusal(traced, Layout(dp_shard=8), Goal(global_batch=8, precision="fp8"), cluster) is not None
+    assert refusal(traced, Layout(dp_shard=8), Goal(global_batch=8, precision="int8"), cluster) is not None
 
 
 def test_settings_leave_defaults_out_and_name_a_stage_where_gradients_must_stay_sharded():

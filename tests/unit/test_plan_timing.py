@@ -12,9 +12,12 @@ import pytest
 from published import Row, megatron, mpt, nemo, nemo_fp8, published, recomputation, table
 
 from phalanx.errors import PhalanxError
+from phalanx.models import fp8
 from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape, estimate
 from phalanx.tools.plan.cluster import Group, collective_seconds, group_of
+from phalanx.tools.plan.kernels import FP8_OUTPUTS, FP8_WEIGHT
 from phalanx.tools.plan.planner import default_goal, make_plan
+from phalanx.tools.plan.plans import RECOMPUTE
 from phalanx.tools.plan.presets import link, model
 from phalanx.tools.plan.search import Constraints, search
 
@@ -43,6 +46,51 @@ def test_step_times_of_fused_kernels():
     assert len(errors) == 12
     assert statistics.fmean(errors) <= 0.05
     assert max(errors) <= 0.1
+
+
+def step(model: ModelShape, gpu: str = "h100", **change: object) -> float:
+    goal = Goal(global_batch=8, precision=str(change.pop("precision", "bf16")), compile=True)
+    layout = replace(Layout(dp_shard=8, attention="flash", kernels="fused"), **change)
+    return estimate(model, Cluster(gpu=gpu, gpus=8), layout, goal).step_seconds
+
+
+def test_fp8_multiplies_where_it_pays():
+    assert (FP8_OUTPUTS, FP8_WEIGHT) == (fp8._SMALLEST_OUTPUT, fp8._SMALLEST_WEIGHT)
+    for gpu in ("h100", "h200", "b200", "l40s", "rtx4090", "mi300x"):
+        assert step(SMALL, gpu, precision="fp8") < 0.99 * step(SMALL, gpu), gpu
+    assert step(SMALL, precision="fp8") < 0.92 * step(SMALL)
+    assert step(SMALL, "a100", precision="fp8") >= step(SMALL, "a100")  # products as in bf16
+    split = {"tp": 2, "dp_shard": 4, "sequence_parallel": True}
+    assert step(SMALL, **split, precision="fp8") == pytest.approx(step(SMALL, **split))  # layers are not whole
+    narrow = replace(SMALL, hidden=768, heads=12, ffn_hidden=768)
+    gain = step(narrow, precision="fp8") / step(narrow)
+    assert gain > step(SMALL, precision="fp8") / step(SMALL)
+    mixture = replace(SMALL, experts=8, ffn_hidden=4096)
+    dense = replace(SMALL, ffn_hidden=4 * 4096)
+    assert step(mixture, precision="fp8") / step(mixture) > step(dense, precision="fp8") / step(dense)  # not of experts
+
+
+def test_a_budget_repeats_what_is_cheap_first():
+    none, full = step(SMALL), step(SMALL, recompute="full")
+    budgets = [step(SMALL, recompute=f"budget {share}") for share in ("1", "0.75", "0.5", "0.25", "0")]
+    assert (budgets[0], budgets[-1]) == (none, full)
+    more = [later - earlier for earlier, later in itertools.pairwise(budgets)]
+    assert 0 < more[0] < more[1] < more[2] < more[3]
+    assert budgets[2] - none == pytest.approx((full - none) / 4)
+    for wrong in ("budget", "budget 1.5", "budget -1", "budget half"):
+        with pytest.raises(PhalanxError, match="A budget is from 0 to 1"):
+            step(SMALL, recompute=wrong)
+
+
+def test_a_budget_becomes_smaller_until_a_layout_fits():
+    llama, goal = model("llama-13b"), Goal(global_batch=64, seq_len=4096, compile=True, optimizer="adamw8bit")
+    plans = {gpus: make_plan(llama, Cluster(gpu="h100", gpus=gpus), goal, Constraints(memory=True)) for gpus in (2, 8)}
+    assert plans[8].best.layout.recompute == "budget 0.5"
+    assert plans[2].best.layout.recompute in ("budget 0.3", "budget 0.1", "budget 0")
+    usual = search(llama, plans[8].cluster, goal, Constraints()).fitting
+    assert {layout.recompute for _, layout in usual} == set(RECOMPUTE)
+    with pytest.raises(PhalanxError, match="for compiled blocks"):
+        make_plan(llama, plans[2].cluster, replace(goal, compile=False), Constraints(memory=True))
 
 
 def test_only_published_runs_of_megatron_core_hide_tensor_parallel_communication():

@@ -209,6 +209,49 @@ def test_a_gpu_is_judged_by_its_kernels(tmp_path):
     assert "gemm_backward" in "\n".join(lines(found, None, tmp_path))
 
 
+def test_host_waits_for_the_device_are_shown_with_operation_and_line(tmp_path):
+    recorded = Recorded(0, device="cuda", world_size=1, ranks=[0], comm_backend="nccl")
+    runtime = {"cat": "cuda_runtime"}
+    for number, begin in ((10, 0), (11, 100)):
+        recorded.loop(f"step {number}", begin, begin + 100)
+        recorded.add("train.py(12): log_loss", begin + 1, begin + 20, "python_function")
+        recorded.add("torch/_tensor.py(9): item", begin + 1, begin + 19, "python_function")
+        recorded.add("aten::item", begin + 2, begin + 12)
+        recorded.add("aten::_local_scalar_dense", begin + 3, begin + 11)
+        recorded.add("cudaMemcpyAsync", begin + 3, begin + 4, **runtime)
+        recorded.add("cudaStreamSynchronize", begin + 4, begin + 10, **runtime)
+        recorded.add("phalanx.profile:wait", begin + 90, begin + 99, "user_annotation")
+        recorded.add("cudaDeviceSynchronize", begin + 91, begin + 98, **runtime)  # the recorder's own
+        recorded.add("cudaEventSynchronize", begin + 50, begin + 60, tid=LOADER, **runtime)  # beside the loop
+    recorded.add("phalanx.module:experts", 140, 149, "user_annotation")
+    recorded.add("aten::nonzero", 141, 145)
+    recorded.add("cudaStreamSynchronize", 142, 144, **runtime)
+    recorded.add("autograd::engine::evaluate_function: IndexBackward0", 130, 140, tid=300)
+    recorded.add("hipStreamSynchronize", 131, 133, tid=300, **runtime)
+    recorded.add("cudaStreamSynchronize", 250, 260, **runtime)  # after the steps
+    recorded.add("gemm", 0, 200, "kernel", STREAM)
+    recorded.write(tmp_path)
+    found = analyse(tmp_path)
+    waits = {name: (round(each.seconds * 1e3, 6), each.calls) for name, each in found.timelines[0].host_waits.items()}
+    assert waits == {
+        "aten::item in train.py(12): log_loss": (12, 2),
+        "aten::nonzero in experts": (2, 1),
+        "hipStreamSynchronize": (2, 1),
+    }
+    shown = "\n".join(lines(found, None, tmp_path))
+    assert "host waits for the device, rank 0, per step" in shown
+    assert "aten::item in train.py(12): log_loss  6.000  1" in shown
+    assert document(found, tmp_path)["host_waits"][0][0]["name"] == "aten::item in train.py(12): log_loss"
+
+
+def test_a_step_without_host_waits_says_so(tmp_path):
+    recorded = Recorded(0, device="cuda", world_size=1, ranks=[0], comm_backend="nccl")
+    recorded.loop("step 10", 0, 100)
+    recorded.add("aten::item", 5, 6)  # of a tensor on the CPU
+    recorded.write(tmp_path)
+    assert "host waits for the device, rank 0, per step: none" in lines(analyse(tmp_path), None, tmp_path)
+
+
 def test_modules_are_charged_for_their_backward_pass_and_memory(tmp_path):
     recorded = Recorded(0, world_size=1, ranks=[0])
     recorded.loop("step 10", 0, 100)

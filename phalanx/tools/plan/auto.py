@@ -22,7 +22,7 @@ from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
-from phalanx.tools.plan.rules import layout_of
+from phalanx.tools.plan.rules import layout_of, recompute_of
 from phalanx.torch_compat import pytree
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.trainers.session import settle_strategy
@@ -52,14 +52,13 @@ def choose_strategy(
 
 def _layouts(config: DistributedConfig, ranks: int, train: Any) -> Iterator[tuple[dict[str, Any], Layout]]:
     """Yield what may be chosen, the fastest first, with the settings that it changes."""
-    recompute = config.recompute
-    kept = "none" if recompute is None else "selective" if recompute.selective else "full"
+    kept = recompute_of(config)
     size = config.batch_size or getattr(train, "batch_size", None) or 1
     yield {}, Layout(dp_replicate=ranks, micro_batch=size, recompute=kept)
     sharded = {"strategy": "fsdp", "sharding": "grad-op"}
     yield sharded, Layout(dp_shard=ranks, micro_batch=size, zero_stage=1, recompute=kept)
     yield {"strategy": "fsdp"}, Layout(dp_shard=ranks, micro_batch=size, recompute=kept)
-    if recompute is None:
+    if kept == "none":
         full = {"strategy": "fsdp", "activation_checkpointing": "full"}
         yield full, Layout(dp_shard=ranks, micro_batch=size, recompute="full")
 

@@ -11,7 +11,16 @@ from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.kernels import peak
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import ATTENTION, KERNELS, PRECISIONS, RECOMPUTE, Estimate, Goal, Layout
+from phalanx.tools.plan.plans import (
+    ATTENTION,
+    KERNELS,
+    PRECISIONS,
+    Estimate,
+    Goal,
+    Layout,
+    check_recompute,
+    repeated_share,
+)
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.timing import Machine, StepTime, attention_kind, step_time
 from phalanx.world.splits import SCHEDULES
@@ -20,7 +29,6 @@ INTERVAL = (0.95, 1.10)
 """Measured / predicted step time of nine in ten published rows (benchmarks/planner_accuracy.py)."""
 
 NAMES: dict[str, Collection[str]] = {
-    "recompute": RECOMPUTE,
     "attention": ATTENTION,
     "kernels": KERNELS,
     "offload": ("none", "cpu"),
@@ -66,6 +74,8 @@ def check(model: ModelShape | TracedShape, cluster: Cluster, layout: Layout, goa
 def check_values(*parts: ModelShape | TracedShape | Cluster | Layout | Goal) -> None:
     """Raise for unknown names and for numbers below 1 in what was given."""
     for part in parts:
+        if isinstance(part, Layout):
+            check_recompute(part.recompute)
         for name, value in vars(part).items():
             if name in NAMES and value is not None and str(value) not in NAMES[name]:
                 raise UsageError(unknown_name(name, str(value), NAMES[name]))
@@ -109,7 +119,8 @@ class Estimator:
         reserve = {kind: parts.pop("reserve") for kind, parts in memory.items()}
         # Backward computes gradients of inputs and of weights; frozen weights need none.
         seconds, useful = step.seconds, (3 if layout.lora_rank is None else 2) * self._forward
-        again = {"none": 0.0, "selective": self._selective(layout), "full": self._forward}[layout.recompute]
+        again = repeated_share(layout.recompute) * self._forward
+        again += self._selective(layout) if layout.recompute == "selective" else 0.0
         per_sample = goal.seq_len if isinstance(self.model, ModelShape) and not self.model.patches else 1
         low, high = INTERVAL
         return Estimate(

@@ -7,7 +7,6 @@ rank holds at its peak, and what it sends. Ranks differ by their pipeline stage;
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.overrides
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +30,7 @@ from phalanx.errors import ModelError, PhalanxError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optim import build_optimizer
-from phalanx.models import moe
+from phalanx.models import loss, moe
 from phalanx.models.contract import InitialisesWeights, implements
 from phalanx.strategies.tensors import find_blocks
 from phalanx.tools.plan.memory_trace import Collective, DryRun, FakeRank, Recorder, Sent
@@ -157,9 +155,10 @@ class _Job:
         formation, recorder = Formation(config), Recorder()
         if self.mesh.world_size > 1:
             build_device_mesh(self.mesh, "cpu")  # before tensors are fake: it reads values
-        precision = _CudaPrecision() if self.on_gpus else contextlib.nullcontext()
+        if self.on_gpus:
+            _compute_as_on_gpus()
         torch_fakes.pass_shapes(shapes)
-        with torch_fakes.fake_mode(), precision, recorder, recorder.resizes():
+        with torch_fakes.fake_mode(), recorder, recorder.resizes():
             return _take_step(formation, recorder, model, self.batch, self.loss_fn)
 
 
@@ -218,15 +217,33 @@ def _equal_parts(counts: torch.Tensor, total: int) -> list[int]:
     return [each + (index < more) for index in range(counts.numel())]
 
 
-class _CudaPrecision(torch.overrides.TorchFunctionMode):
-    """Runs under autocast in fp32 what it does so on GPUs but not on CPUs."""
+def _compute_as_on_gpus() -> None:
+    """Run under autocast in fp32 what it does so on GPUs alone, and the head's kernels without their arithmetic."""
+    for owner, names in ((torch, "layer_norm group_norm softmax log_softmax"), (torch.Tensor, "softmax log_softmax")):
+        for name in names.split():  # not by a mode: those end where backward starts, which recomputes blocks
+            setattr(owner, name, _in_fp32(getattr(owner, name)))
+    loss._cross_entropy = _in_place_loss
+    loss._add_product = _in_place_sum
 
-    _PRECISE = ("layer_norm", "group_norm", "softmax", "log_softmax")
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self._PRECISE and torch.is_autocast_enabled("cpu"):
+def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
             args = tuple(one.float() if isinstance(one, torch.Tensor) else one for one in args)
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _in_place_loss(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(targets, dtype=torch.float32), logits
+
+
+def _in_place_sum(total: torch.Tensor | None, gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if rows.dtype is torch.bfloat16:
+        return rows.new_empty(gradient.shape[1], rows.shape[1], dtype=torch.float32) if total is None else total
+    share = gradient.t() @ rows
+    return share if total is None else total.add_(share)
 
 
 def _take_step(

@@ -23,10 +23,22 @@ FLASH_BACKWARD = (2.5, 0.56)
 """Flash attention computes 2.5 times as much in backward, at this share of forward's speed."""
 CROSS_ENTROPY = (19.0, 13.5)
 """Bytes per logit in forward and backward: a copy in fp32, the softmax, its gradient."""
+CROSS_ENTROPY_KERNEL = (6.0, 0.0)
+"""The same of Phalanx's decoders: a kernel reads the logits twice, and writes their gradient."""
 FP8 = 0.75
-"""Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
+"""Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast.
+
+Fitted to runs of MPT and NeMo with Transformer Engine on H100. Phalanx's own products are measured at 0.76 on an H200
+(32,768 x 768 x 3,072: 0.145 ms instead of 0.22), and round their operands besides.
+"""
+FP8_OUTPUTS, FP8_WEIGHT = 1536, 800
+"""Where Phalanx has products in fp8 (`models/fp8.py`): from so many output features on; for the gradient of a weight,
+from so much in x out / (in + out) on."""
+FP8_ROUNDING = 3.0
+"""Bytes that rounding a value to fp8 moves: it is read in bf16 and written."""
 UNALIGNED = 0.3
-"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257); torch.compile pads them."""
+"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257), unless they are padded: by
+torch.compile, or as Phalanx's decoders pad theirs."""
 TRAFFIC = {"eager": 1.0, "autocast": 1.7, "fused": 0.5}
 """Elementwise traffic by kind of kernels: torch's autocast computes norms and sums in fp32, with casts between."""
 FUSED_ATTENTION = 1.8
@@ -105,15 +117,25 @@ def layer_passes(
     sequence_parallel: bool,
     attention: str,
     kernels: str = "eager",
+    where_it_pays: bool = False,
     mixture: bool = False,
 ) -> Passes:
-    """Return the time of one layer on a rank: its share of heads, features and (with cp) of the sequence."""
+    """Return the time of one layer on a rank: its share of heads, features and (with cp) of the sequence.
+
+    `where_it_pays`: fp8 is that of Phalanx; else all products are in it, as with Transformer Engine.
+    """
     tokens = batch * seq // cp
     width, unit = WIDTH[precision], tokens * model.hidden * WIDTH[precision]
     forward = backward = 0.0
-    for m, n, k, count in _products(model, tokens, tp, ep, mixture=mixture):
-        forward += product_seconds(gpu, precision, m, n, k, count)
-        backward += product_seconds(gpu, precision, m, k, n, count) + product_seconds(gpu, precision, k, n, m, count)
+    experts = _expert_products(model, tokens, tp, ep) if mixture else []
+    for m, n, k, count in (*_products(model, tokens, tp, mixture=mixture), *experts):
+        kinds = _precisions(n, k, precision, where_it_pays=where_it_pays, experts=count > 1)
+        forward += product_seconds(gpu, kinds[0], m, n, k, count)
+        backward += product_seconds(gpu, kinds[1], m, k, n, count) + product_seconds(gpu, kinds[2], k, n, m, count)
+        if where_it_pays:
+            values = (m * k, m * n, m * (n + k))
+            rounded = sum(size for size, kind in zip(values, kinds, strict=True) if kind == "fp8")
+            backward += traffic_seconds(gpu, FP8_ROUNDING * rounded)
     ffn, routed = _feed_forward(model, mixture=mixture)
     norms = (2 * 2 + 2 * 3) * unit / (tp if sequence_parallel else 1)  # two norms, two sums with the residual
     reorder = 2 * (model.attention_width + 2 * model.kv_width) * tokens * width / tp
@@ -131,6 +153,15 @@ def layer_passes(
     return Passes(forward, backward, again, core)
 
 
+def _precisions(n: int, k: int, precision: str, *, where_it_pays: bool, experts: bool) -> tuple[str, str, str]:
+    """Return the precisions of a layer's products: of its output (n features), gradients of input (k) and weight."""
+    if not where_it_pays:
+        return precision, precision, precision
+    pays = n >= FP8_OUTPUTS, k >= FP8_OUTPUTS, n * k >= FP8_WEIGHT * (n + k)
+    first, second, third = ("fp8" if each and not experts else "bf16" for each in pays)
+    return first, second, third
+
+
 def _feed_forward(model: ModelShape, *, mixture: bool) -> tuple[int, int]:
     """Return the width of a feed-forward layer, and how many of them each token passes through."""
     if mixture:
@@ -138,8 +169,8 @@ def _feed_forward(model: ModelShape, *, mixture: bool) -> tuple[int, int]:
     return (model.dense_ffn_hidden or model.ffn) if model.experts else model.ffn, 1
 
 
-def _products(model: ModelShape, tokens: int, tp: int, ep: int, *, mixture: bool) -> list[tuple[int, int, int, int]]:
-    """Return (m, n, k, count) of the matrix products of one layer."""
+def _products(model: ModelShape, tokens: int, tp: int, *, mixture: bool) -> list[tuple[int, int, int, int]]:
+    """Return (m, n, k, count) of the matrix products of one layer's linear layers."""
     hidden, ffn, up = model.hidden, model.ffn, 2 if model.gated_mlp else 1
     found = [
         (tokens, (model.attention_width + 2 * model.kv_width) // tp, hidden, 1),
@@ -148,14 +179,19 @@ def _products(model: ModelShape, tokens: int, tp: int, ep: int, *, mixture: bool
     if not mixture:
         ffn = _feed_forward(model, mixture=False)[0]
         return [*found, (tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
-    held = max(1, model.experts // ep)
-    each = max(1, tokens * ep * model.active_experts // model.experts)
     found += [(tokens, model.experts, hidden, 1)]
-    found += [(each, up * ffn // tp, hidden, held), (each, hidden, max(1, ffn // tp), held)]
     if model.shared_experts:
         ffn *= model.shared_experts
         found += [(tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
     return found
+
+
+def _expert_products(model: ModelShape, tokens: int, tp: int, ep: int) -> list[tuple[int, int, int, int]]:
+    """Return those of a mixture layer's experts, which are not linear layers."""
+    held = max(1, model.experts // ep)
+    each = max(1, tokens * ep * model.active_experts // model.experts)
+    up, ffn = 2 if model.gated_mlp else 1, model.ffn
+    return [(each, up * ffn // tp, model.hidden, held), (each, model.hidden, max(1, ffn // tp), held)]
 
 
 def _attention(
@@ -180,15 +216,25 @@ def _attention(
 
 @lru_cache(maxsize=4096)
 def head_passes(
-    model: ModelShape, gpu: Gpu, precision: str, batch: int, seq: int, *, tp: int, cp: int, kernels: str
+    model: ModelShape,
+    gpu: Gpu,
+    precision: str,
+    batch: int,
+    seq: int,
+    *,
+    tp: int,
+    cp: int,
+    kernels: str,
+    where_it_pays: bool = False,
 ) -> Passes:
-    """Return the time of the output layer and its loss."""
+    """Return the time of the output layer and its loss; the gradient of its weight is not in Phalanx's fp8."""
     if model.outputs is not None:
         return Passes(0.0, 0.0)
-    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused"
+    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused" or model.reference
     forward = product_seconds(gpu, precision, tokens, vocab, model.hidden, padded=padded)
     backward = product_seconds(gpu, precision, tokens, model.hidden, vocab, padded=padded)
-    backward += product_seconds(gpu, precision, model.hidden, vocab, tokens, padded=padded)
+    last = "bf16" if where_it_pays else precision
+    backward += product_seconds(gpu, last, model.hidden, vocab, tokens, padded=padded)
     logits = tokens * vocab
-    ahead, back = CROSS_ENTROPY
+    ahead, back = CROSS_ENTROPY_KERNEL if model.reference and tp == 1 else CROSS_ENTROPY
     return Passes(forward + traffic_seconds(gpu, ahead * logits), backward + traffic_seconds(gpu, back * logits))

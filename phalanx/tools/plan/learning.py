@@ -21,7 +21,7 @@ from phalanx.tools.plan.estimator import Estimator
 from phalanx.tools.plan.hf_config import recorded_shape
 from phalanx.tools.plan.model import ModelShape
 from phalanx.tools.plan.planner import reliability_of
-from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.plans import PRECISIONS, Goal, Layout
 from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.plan.search import kernels_of
 from phalanx.world.mesh import Mesh
@@ -102,7 +102,7 @@ def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], foun
     )
     gpu = _gpu(device, started["job"]["gpu_memory_gib"])
     cluster = Cluster(gpu=gpu, gpus=layout.gpus, gpus_per_node=job.gpus_per_node)
-    precision = started["precision"] if started["precision"] in ("bf16", "fp16") else "fp32"
+    precision = started["precision"] if started["precision"] in PRECISIONS else "fp32"
     goal = Goal(
         global_batch=started["global_batch"],
         seq_len=length,

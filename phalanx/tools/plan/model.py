@@ -49,6 +49,9 @@ class ModelShape:
     """Vision transformer: values per patch (16 x 16 x 3 = 768)."""
     outputs: int | None = None
     """Classes, where the output is not the vocabulary."""
+    reference: bool = False
+    """Whether it is a decoder of Phalanx: training has the logits of a chunk of tokens at a time, not of all, and under
+    bf16 the hidden states between layers are in it."""
     layer_extra: int = 0
     """Parameters of each layer that the dimensions above do not give (norms of queries and keys, fewer biases)."""
     extra: int = 0

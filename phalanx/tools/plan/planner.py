@@ -13,8 +13,9 @@ from phalanx.reliability import PRESETS as FAILURE_RATES
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster, Gpu, Link
 from phalanx.tools.plan.estimator import Estimator, check_values
+from phalanx.tools.plan.kernels import FP8
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan
+from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan, budget_of, repeated_share
 from phalanx.tools.plan.rules import accepted, settings_of
 from phalanx.tools.plan.search import HEADROOM, Constraints, Found, search, simplest
 
@@ -118,6 +119,7 @@ def make_plan(
     _check_cluster(machines)
     goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
     check_values(shape, machines, goal)
+    _check_modes(machines, goal, limits)
     if goal.global_batch > MAX_BATCH:
         raise UsageError(f"a global batch of {goal.global_batch}: plan for {MAX_BATCH:,} or less.")
     found = search(shape, machines, goal, limits)
@@ -128,7 +130,7 @@ def make_plan(
         "goal": goal,
         "searched": found.searched,
         "refused": tuple(found.refused.most_common(SHOWN_REASONS)),
-        "assumptions": assumptions(machines, goal),
+        "assumptions": assumptions(machines, goal, layout),
     }
     if layout is None:
         return Plan(best=None, smallest_change=smallest_change(shape, machines, goal, limits, found), **common)
@@ -160,6 +162,23 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
     tokens = next(tokens for size, tokens in USUAL_BATCH if model.parameters < size)
     doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
     return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
+
+
+def _check_modes(cluster: Cluster, goal: Goal, limits: Constraints) -> None:
+    """Refuse fp8 on a GPU without it, and a budget of activations without compilation."""
+    gpu = presets.parts_of(cluster)[0]
+    if goal.precision == "fp8" and "fp8" not in gpu.tflops:
+        known = (presets.gpu(name) for name in presets.names("gpus"))
+        able = sorted({one.name for one in known if "fp8" in one.tflops})
+        raise UsageError(
+            f"{gpu.name} has no fp8. It has: {', '.join(gpu.tflops)}. GPUs with fp8: {', '.join(able)}.",
+            hint="Leave --fast out or write --precision bf16, or plan for another GPU: --gpu h100.",
+        )
+    if (limits.memory or budget_of(limits.recompute or "") is not None) and not goal.compile:
+        raise UsageError(
+            "a budget of activations is for compiled blocks, and the goal does not compile",
+            hint="Write --compile (in Python: Goal(compile=True)), or --recompute selective.",
+        )
 
 
 def _check_cluster(cluster: Cluster) -> None:
@@ -227,7 +246,7 @@ def reliability_of(estimator: Estimator, layout: Layout) -> dict[str, float]:
     }
 
 
-def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...]:
+def assumptions(cluster: Cluster, goal: Goal, layout: Layout | None) -> tuple[tuple[str, str, str], ...]:
     """Return what the numbers rest on, with its origin."""
     gpu, intra, inter = presets.parts_of(cluster)
     peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
@@ -241,6 +260,12 @@ def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...
         ("between machines", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
         ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
     ]
+    if goal.precision == "fp8":
+        words = f"products of whole linear layers where it pays, at {FP8 * gpu.matmul:.0%} of peak"
+        rows.append(("fp8", words, "fitted to other libraries, docs/planning.md"))
+    if layout is not None and budget_of(layout.recompute) is not None:
+        words = f"{repeated_share(layout.recompute):.0%} of a layer's forward pass is repeated"
+        rows.append((layout.recompute, words, "assumed, docs/planning.md"))
     if learned := presets.measured("factors").get(gpu.name):
         words = f"kernels x {learned['kernels']:g}, links x {learned['links']:g}, memory {learned['memory_gib']:+g} GiB"
         rows.append(("learned", words, f"--calibrate-from {learned['run']}, {learned['date']}"))

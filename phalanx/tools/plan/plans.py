@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.world.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
+BUDGETS = ("budget 0.5", "budget 0.3", "budget 0.1", "budget 0")
+"""What `Constraints.memory` tries, until a layout fits."""
 KERNELS = ("auto", "eager", "autocast", "fused")
+_SHARE = re.compile(r"0?\.\d+|0|1|1\.0+")
 ATTENTION = ("auto", "flash", "materialized")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+
+
+def budget_of(recompute: str) -> float | None:
+    """Return the share of its activations that a block keeps under "budget 0.5"; None for another kind."""
+    word, _, share = recompute.partition(" ")
+    return float(share) if word == "budget" and _SHARE.fullmatch(share) else None
+
+
+def check_recompute(name: str) -> None:
+    """Raise for what is not a kind of recomputation."""
+    if name not in RECOMPUTE and budget_of(name) is None:
+        raise UsageError(unknown_name("recompute", name, (*RECOMPUTE, "budget 0.5")), hint="A budget is from 0 to 1.")
+
+
+def repeated_share(recompute: str) -> float:
+    """Return the share of a block's forward pass that backward repeats: 1 for full, (1 - b)^2 for a budget b.
+
+    What costs least per byte is recomputed first: elementwise kernels, then products, attention last. So the first
+    bytes cost next to nothing, and the last ones the whole pass; the square is the simplest such curve. Budget 0.5
+    repeats a quarter, 0.1 four fifths. Assumed, in the shape of the curve in PyTorch's "Current and New Activation
+    Checkpointing Techniques" (2025). Selective recomputation is timed by its kernels.
+    """
+    budget = budget_of(recompute)
+    return float(recompute == "full") if budget is None else (1 - budget) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +62,8 @@ class Layout:
     sequence_parallel: bool = False
     """Tensor parallel: norms and residuals split along the sequence."""
     recompute: str = "none"
-    """none, selective (what is large and cheap to compute again: scores of attention) or full (whole layers)."""
+    """none, selective (what is large and cheap to compute again: scores of attention), full (whole layers), or
+    "budget 0.5": compiled layers keep this share of their activations."""
     zero_stage: int | None = None
     """What dp_shard x cp ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if > 1, else 0."""
     schedule: str = "1f1b"
@@ -93,7 +123,8 @@ class Layout:
             axes.append(f"{kind}{shards}" + (f" x {self.dp_replicate} copies" if self.dp_replicate > 1 else ""))
         more = [f"micro-batch {self.micro_batch}"]
         more += [self.schedule] if self.pp > 1 else []
-        more += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        kept = "activation " if budget_of(self.recompute) is not None else ""
+        more += [kept + self.recompute + " recomputation" * (not kept)] if self.recompute != "none" else []
         more += ["states in host memory"] if self.offload != "none" else []
         more += [f"LoRA {self.lora_rank}"] if self.lora_rank else []
         return ", ".join([" ".join(axes) or "one GPU", *more])

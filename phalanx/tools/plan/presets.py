@@ -92,7 +92,12 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
         return read_config(Path(text))
     found, where, entry = _find("models", text)
     own = {key: value for key, value in entry.items() if key not in TrainNames._fields}
-    return _make(TracedShape, found, where, own) if "parameters" in own else _make(ModelShape, found, where, own)
+    if "parameters" in own:
+        return _make(TracedShape, found, where, own)
+    shape = _make(ModelShape, found, where, own)
+    # `train` has a reference model for decoders of any size, and for a mixture that is a preset.
+    ours = shape.causal and shape.outputs is None and (not shape.experts or "recipe" in entry)
+    return replace(shape, reference=own.get("reference", ours))
 
 
 def resolve(model_given: object, cluster_given: object) -> tuple[ModelShape | TracedShape, Cluster]:

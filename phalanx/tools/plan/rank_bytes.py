@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.tools.plan.model import ModelShape
-from phalanx.world.splits import SCHEDULES
+from phalanx.tools.plan.plans import budget_of
 
 HALF, SINGLE = 2, 4
 LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "compiled": (2, 8, 2), "split": (10, 10, 4)}
@@ -22,6 +22,8 @@ LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "comp
 half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:
 each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
 """
+CHUNK_LOGITS, CHUNK_TOKENS = 2**29, 1024
+"""Logits that Phalanx's decoders have at once in training, in multiples of so many tokens (`models/loss.py`)."""
 
 
 def published_layer_bytes(
@@ -72,12 +74,16 @@ def torch_layer_bytes(
     """Return what torch keeps per token and layer of Phalanx's models (flash attention, tensors split by tp).
 
     `residual`: bytes per value of the hidden states between layers, 4 under autocast and 2 in fsdp's half precision.
-    Selective recomputation keeps the layer's input and all outputs of products and attention; full keeps the input.
+    Selective recomputation keeps the layer's input and all outputs of products and attention; full keeps the input; a
+    budget keeps the input and its share of the rest.
     """
     width, hidden = HALF if half else SINGLE, model.hidden
     inputs = residual * hidden / tp
     if recompute == "full":
         return inputs
+    if (budget := budget_of(recompute)) is not None:
+        whole = torch_layer_bytes(model, tp, half=half, compiled=compiled, residual=residual, lora=lora)
+        return inputs + budget * (whole - inputs)
     projections = width * (model.attention_width + 2 * model.kv_width) / tp
     mixed = (width * model.attention_width + SINGLE * model.heads) / tp
     if recompute == "selective":
@@ -123,38 +129,6 @@ def working_bytes(model: ModelShape, tp: int, *, half: bool) -> float:
     copies = model.active_experts + model.shared_experts if model.experts else 1
     widest = max(copies * model.ffn, model.attention_width + 2 * model.kv_width)
     return ((HALF if half else SINGLE) * widest + SINGLE * model.hidden) / tp
-
-
-def in_flight(schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int) -> float:
-    """Return the micro-batches whose activations a pipeline rank keeps at its peak, in units of all its layers.
-
-    1f1b: p - i; interleaved: 1 + (p - 1)/(p v) times p on the first rank; zero-bubble: p on every rank; gpipe: all.
-    """
-    if ranks == 1:
-        return 1.0
-    if schedule == "gpipe":
-        return float(micro_batches)
-    if schedule == "zero-bubble":
-        return float(min(micro_batches, ranks))
-    if virtual_stages > 1:
-        chunks = 2 * (ranks - 1 - index) + (virtual_stages - 1) * ranks + 1
-        return min(micro_batches * virtual_stages, chunks) / virtual_stages
-    return float(min(micro_batches, ranks - index))
-
-
-def held_passes(
-    schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int
-) -> tuple[tuple[float, float], ...]:
-    """Return the moments at which a rank can hold the most: micro-batches in flight, and how many of them are pending.
-
-    Pending: their gradient of the input is computed and that of the weights is not yet, which zero-bubble leaves for
-    the end of the step. Rank i of p then holds p + i of its half micro-batches, of which 2i + 1 are pending.
-    """
-    kept = in_flight(schedule, ranks, virtual_stages, index, micro_batches)
-    if schedule != "zero-bubble" or ranks == 1:
-        return ((kept, 0.0),)
-    halves = 2 * micro_batches
-    return (kept, 0.5), (min(halves, ranks + index) / 2, min(halves, 2 * index + 1) / 2)
 
 
 class PerToken(NamedTuple):
@@ -223,6 +197,43 @@ def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, ...]) ->
     return tuple(size * classes for size in sizes)
 
 
+class HeadBytes(NamedTuple):
+    """Bytes of the output matrix and the loss."""
+
+    forward: float
+    backward: float
+    """At the start of backward."""
+    layers: float = 0.0
+    """While the layers' backward passes run."""
+
+
+def chunked_head(
+    model: ModelShape, tokens: float, *, half: bool, fp8: bool, norm: int, gradient: int, kernel: bool
+) -> HeadBytes:
+    """Return what a head needs that computes loss and gradients for a chunk of tokens at a time (`models.loss.LMHead`).
+
+    Forward has a copy of the matrix in the compute type (and two in fp8), the logits of one chunk, which a kernel turns
+    into their gradient in place, and the gradient of the chunk before; it keeps the gradients of hidden states and of
+    the matrix, the latter in fp32. Backward scales both into new tensors. Without the `kernel` (on CPUs) there are
+    logits in fp32, exponentials and two copies besides. GPT-2: chunks of 10,240 tokens, 2 bytes per logit.
+
+    `norm`, `gradient`: bytes per value of the last norm's output and of the matrix's gradient.
+    """
+    width, table = HALF if half else SINGLE, model.vocab * model.hidden
+    chunk = max(1, CHUNK_LOGITS // model.vocab // CHUNK_TOKENS) * CHUNK_TOKENS
+    several, logits = tokens > chunk, min(tokens, chunk) * model.vocab
+    each = width * (1 + several) + (fp8 if kernel else 12 if half else 8)
+    product = 0 if kernel and half else width + SINGLE * half  # of one chunk, and in fp32; CUDA adds it up in place
+    sums = SINGLE * (several or (kernel and half))
+    forward = max(logits * each + table * SINGLE * several, logits * width + table * (product + sums))
+    copies = norm + (width if norm != width else 0)
+    return HeadBytes(
+        forward + (width + 2 * fp8) * table + tokens * model.hidden * copies,
+        tokens * model.hidden * width + table * (2 * SINGLE + (gradient if gradient != SINGLE else 0)),
+        table * gradient,
+    )
+
+
 class StateBytes(NamedTuple):
     """Bytes per parameter."""
 
@@ -233,6 +244,8 @@ class StateBytes(NamedTuple):
 
 def state_bytes(precision: str = "bf16", optimizer: str = "adamw", *, master_weights: bool = True) -> StateBytes:
     """Return the bytes per parameter: 2 + 2 + 12 in mixed precision with AdamW, 4 + 4 + 8 in fp32.
+
+    adamw8bit has 2 + 8/256 instead of 8: two states of 8 bits, each with a scale in fp32 per 256 values.
 
     torch's autocast keeps 4 + 4 + 8 instead of 2 + 2 + 12: the sum is the same, the fp32 weights take the place of the
     master copy. Without master weights everything is in half precision.
@@ -280,50 +293,3 @@ def counts(model: ModelShape, tp: int = 1) -> Counts:
     adapters = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width
     table = classes * model.hidden / tp
     return Counts(layer, experts / tp, model.embedding_parameters / tp, head, table, adapters)
-
-
-class StageLayers(NamedTuple):
-    """Layers of the first, of each middle and of the last pipeline stage."""
-
-    first: float
-    middle: float
-    last: float
-
-
-@lru_cache(maxsize=1024)
-def train_cut(model: ModelShape, stages: int) -> StageLayers:
-    """Return how `train` cuts a model: so that the stage with the most parameters has as few as possible."""
-    here = counts(model)
-    layer, most = here.layer + here.experts, -(-model.layers // stages)
-    best: tuple[tuple[float, float], StageLayers] | None = None
-    for first in range(most + 1):
-        for last in range(most + 1) if stages > 2 else (model.layers - first,):
-            each, more = divmod(model.layers - first - last, stages - 2) if stages > 2 else (0, 0)
-            middle, ends = each + (more > 0), (here.embedding + first * layer, here.table + last * layer)
-            squares = more * (each + 1) ** 2 + (stages - 2 - more) * each**2
-            cost = max(*ends, middle * layer), ends[0] ** 2 + ends[1] ** 2 + squares * layer**2
-            if best is None or cost < best[0]:
-                best = cost, StageLayers(first, middle, last)
-    assert best is not None, "there is at least one way"
-    return best[1]
-
-
-def rank_layers(
-    cut: StageLayers, virtual: int, schedule: str, further: float | None = None
-) -> tuple[StageLayers, bool]:
-    """Return the layers of the first, a middle and the last rank, and whether the first holds the last stage too.
-
-    `further`: layers of each further stage of a rank, by default of the longest in the middle.
-    """
-    further = cut.middle if further is None else further
-    inner = (virtual - 1) * further
-    if schedule in SCHEDULES and SCHEDULES[schedule].folded:
-        first, others = cut.first + cut.last + inner - further, cut.middle + inner
-        return StageLayers(first, others, others), True
-    return StageLayers(*(layers + inner for layers in cut)), False
-
-
-def even_cut(layers: int, stages: int) -> StageLayers:
-    """Return as many layers for each stage, as publications have them; a share that is not whole is rounded up."""
-    share = float(-(-layers // stages))
-    return StageLayers(share, share, share)

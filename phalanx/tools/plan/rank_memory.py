@@ -4,15 +4,18 @@ The peak of a step is the highest of five moments, from the end of forward to th
 (124 M parameters, 12 layers) by DDP on 8 GPUs, in bf16 with AdamW, 8 sequences of 1,024 tokens per rank, in MB:
 
                                states   activations   logits   buffers      sum
-    end of forward              1,991         3,008    4,117        52    9,168
-    start of backward           1,991         3,008    4,940        52    9,992   the peak
-    backward of a late layer    1,991         3,083        0        52    5,127
+    end of forward              1,991         2,930    1,093        52    6,067   the peak
+    start of backward           1,991         2,930      321        52    5,295
+    backward of a late layer    1,991         3,006      154        52    5,204
     backward of the first       1,991            75        0        52    2,119
-    end of backward             1,991           154        0        52    2,198
+    end of backward             1,991           309        0        52    2,352
 
-States are 16 bytes per parameter. Activations are 12 layers x 8,192 tokens x 28.1 kB, and 247 MB of weights that
-autocast has copied; a layer's backward needs 75 MB besides. Logits are 8,192 x 50,257 values of 10 bytes, then of 12.
-At the end the embedding has two gradients, since it is the output matrix too. Buffers are two buckets of DDP.
+States are 16 bytes per parameter. Activations are 12 layers x 8,192 tokens x 28.1 kB, and 170 MB of weights that
+autocast has copied; a layer's backward needs 75 MB besides. Phalanx's decoders have the logits of a chunk of tokens at
+a time, here of all 8,192 x 50,257 in bf16, and compute the gradients of hidden states and output matrix in forward,
+which are kept until backward and scaled there: `chunked_head`. Other models have all logits: 4,117 MB at the end of
+forward, then 4,940 MB. At the end the embedding has two gradients and their sum, since it is the output matrix too.
+Buffers are two buckets of DDP.
 
 Without accumulation torch allocates gradients while it frees activations, so that the sum of both is never in use:
 `activations` is then what is needed beyond the gradients. Layers with scores in memory (attention = "materialized") are
@@ -21,28 +24,25 @@ counted as published for Megatron-LM, in which gradients have their memory from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.plans import Goal, Layout, budget_of
 from phalanx.tools.plan.rank_bytes import (
     HALF,
     SINGLE,
     Counts,
+    HeadBytes,
     PerToken,
-    StageLayers,
+    chunked_head,
     counts,
-    even_cut,
-    held_passes,
     per_token,
     published_per_token,
-    rank_layers,
     state_bytes,
-    train_cut,
 )
+from phalanx.tools.plan.stages import PipelineRank, StageLayers, even_cut, pipeline_ranks, train_cut
 
 GIB = float(2**30)
 WORKSPACE = 72 * 2**20
@@ -51,38 +51,6 @@ FRAGMENTATION = 0.03
 """Memory in pieces too small to use, as a share of what is in use: measured where a GPU was nearly full."""
 BUCKETS = 50 * 2**20
 """DDP: two buckets under way."""
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """What one kind of rank holds."""
-
-    layers: float
-    moments: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
-    """Micro-batches whose activations it keeps, and how many of them are pending; see `held_passes`."""
-    embeds: bool = True
-    computes_loss: bool = True
-    receives: int = 0
-    """Buffers per micro-batch: each stage but the first receives inputs, each but the last gradients."""
-
-
-@lru_cache(maxsize=4096)
-def _ranks(cut: StageLayers, pp: int, virtual: int, schedule: str, micro_batches: int) -> dict[str, _Rank]:
-    """Return the kinds of rank; each holds `virtual` stages."""
-    if pp == 1:
-        return {"all": _Rank(cut.first)}
-    held, folded = rank_layers(cut, virtual, schedule)
-    return {
-        name: _Rank(
-            layers,
-            held_passes(schedule, pp, virtual, index, micro_batches),
-            embeds=index == 0,
-            computes_loss=index == (0 if folded else pp - 1),
-            receives=2 * virtual - (index == 0) - (index == (0 if folded else pp - 1)),
-        )
-        for name, index, layers in zip(("first stage", "middle stage", "last stage"), (0, 1, pp - 1), held, strict=True)
-        if pp > 2 or name != "middle stage"
-    }
 
 
 def rank_memory(
@@ -100,10 +68,12 @@ def rank_memory(
     """
     micro_batches = layout.accumulation(goal.global_batch)
     outside = (gpu.reserve_gib if reserve_gib is None else reserve_gib) * GIB
-    case = _Case(layout, goal, micro_batches, published=attention == "materialized")
+    published, reference = attention == "materialized", isinstance(model, ModelShape) and model.reference
+    on_gpu = not gpu.name.startswith("cpu")
+    case = _Case(layout, goal, micro_batches, published=published, reference=reference, on_gpu=on_gpu)
     find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
     found, cut = {}, _cut(model, layout, case)
-    for name, rank in _ranks(cut, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
+    for name, rank in pipeline_ranks(cut, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
         parts = _at_peak(find(rank, case))
         parts["reserve"] = outside + FRAGMENTATION * sum(parts.values())
         found[name] = {part: size / GIB for part, size in parts.items()}
@@ -129,15 +99,21 @@ class _Facts(NamedTuple):
 class _Case:
     """The choices of a layout and a goal that decide what is kept."""
 
-    def __init__(self, layout: Layout, goal: Goal, micro_batches: int, *, published: bool) -> None:
+    def __init__(
+        self, layout: Layout, goal: Goal, micro_batches: int, *, published: bool, reference: bool, on_gpu: bool
+    ) -> None:
         self.layout, self.goal, self.published = layout, goal, published
         self.half = goal.precision != "fp32"
         self.width = HALF if self.half else SINGLE
         self.shards, self.stage = layout.dp_shard * layout.cp, layout.stage
         self.sharded = self.stage > 0 and self.shards > 1 and not published
         """Whether `fully_shard` gathers weights in half precision and reduces gradients in fp32, block by block."""
-        self.residual = HALF if self.half and (self.sharded or published) else SINGLE
+        stream = reference and goal.precision in ("bf16", "fp8")
+        self.residual = HALF if self.half and (self.sharded or published or stream) else SINGLE
         """Bytes per value of the hidden states between layers."""
+        self.chunks = reference and not published and layout.tp == layout.pp == 1 and goal.precision != "fp16"
+        """Whether the loss is computed for a chunk of tokens at a time: by a rank that has the whole matrix."""
+        self.on_gpu = on_gpu
         self.micro_batches = micro_batches
         self.lora = layout.lora_rank is not None
         self.casts = self.half and goal.master_weights and not published and not self.sharded
@@ -187,8 +163,8 @@ class _Held(NamedTuple):
     activations: float
     casts: tuple[float, float]
     """Copies of weights at the end of forward, and those kept for backward."""
-    logits: tuple[float, float]
-    """At the end of forward and at the start of backward."""
+    logits: HeadBytes
+    """With the gradients of hidden states and output matrix, where forward computes them."""
     working: float
     """What the backward pass of one layer needs besides."""
     buffers: tuple[float, float, float]
@@ -198,11 +174,11 @@ class _Held(NamedTuple):
 def _at_peak(held: _Held) -> dict[str, float]:
     """Return the parts at the moment when their sum is highest."""
     loss, layer, end = held.buffers
-    (cached, saved), (forward, backward) = held.casts, held.logits
+    (cached, saved), head = held.casts, held.logits
     moments = {  # model states, activations, logits, buffers
-        "end of forward": (held.base, held.activations + cached, forward, loss),
-        "start of backward": (held.base, held.activations + saved, backward, loss),
-        "backward of a late layer": (held.base, held.activations + saved + held.working, 0.0, layer),
+        "end of forward": (held.base, held.activations + cached, head.forward, loss),
+        "start of backward": (held.base, held.activations + saved, head.backward, loss),
+        "backward of a late layer": (held.base, held.activations + saved + held.working, head.layers, layer),
         "backward of the first": (held.end, held.working, 0.0, layer),
         "end of backward": (held.end, held.shared, 0.0, end),
     }
@@ -241,7 +217,7 @@ def _over_the_step(
     return base, shards
 
 
-def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> _Held:
+def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Case) -> _Held:
     layout, here = case.layout, facts.counts
     tokens, each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
     root = rank.embeds * here.embedding + rank.computes_loss * here.head
@@ -253,35 +229,46 @@ def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> 
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
     flights, pending = max(rank.moments, key=lambda held: held[0] * each.kept + held[1] * each.pending)
     loss = tokens * rank.computes_loss
-    forward, backward, waiting = (loss * size for size in each.logits)
-    waiting *= flights - 1 if layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
+    head = _head(model, case, each, loss, flights)
     return _Held(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
-        _embedding_gradient(case, rank, here.table, tied=tied),
+        _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks),
         tokens * rank.layers * (flights * each.kept + pending * each.pending) + loss * each.last,
-        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table),
-        (forward + waiting, backward + waiting),
+        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table * (not case.chunks)),
+        head,
         tokens * each.working,
         _buffers(case, whole, here.layer, root, tokens * _moved(model, case, rank)),
     )
 
 
-def _embedding_gradient(case: _Case, rank: _Rank, table: float, *, tied: bool) -> float:
+def _head(model: ModelShape, case: _Case, each: PerToken, tokens: float, flights: float) -> HeadBytes:
+    """Return what output matrix and loss of the tokens need; none without tokens."""
+    if case.chunks:
+        width = HALF if case.half and case.sharded else SINGLE
+        kinds = {"half": case.half, "fp8": case.goal.precision == "fp8", "kernel": case.on_gpu}
+        return chunked_head(model, tokens, norm=width, gradient=width, **kinds)
+    forward, backward, waiting = (tokens * size for size in each.logits)
+    waiting *= flights - 1 if case.layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
+    return HeadBytes(forward + waiting, backward + waiting)
+
+
+def _embedding_gradient(case: _Case, rank: PipelineRank, table: float, *, tied: bool, in_place: bool) -> float:
     """Return what the gradient of the token embedding needs besides itself, at the end of backward.
 
-    An embedding that is the output matrix too has two gradients, which are added. Tensor-parallel ranks compute the
-    gradient of the whole vocabulary, twice, before each keeps its part (DTensor).
+    An embedding that is the output matrix too has two gradients, which are added: in place where autograd has cast one
+    of them, else to a third. Tensor-parallel ranks compute the gradient of the whole vocabulary, twice, before each
+    keeps its part (DTensor).
     """
     if case.lora or case.published or not rank.embeds:
         return 0.0
     width, tp = case.width if case.sharded else SINGLE, case.layout.tp
     if tp > 1:
         return width * table * tp * (4 if tied else 2 - 1 / tp)
-    return width * table * (1 if case.half else 2) if tied and not case.sharded else 0.0
+    return width * table * (1 if in_place else 2) if tied and not case.sharded else 0.0
 
 
-def _moved(model: ModelShape, case: _Case, rank: _Rank) -> float:
+def _moved(model: ModelShape, case: _Case, rank: PipelineRank) -> float:
     """Return the bytes per token of buffers for activations that are sent and received.
 
     torch's pipeline has a buffer for each micro-batch of a step and keeps them all; Megatron-LM frees them.
@@ -302,7 +289,9 @@ def _casts(case: _Case, flights: float, pending: float, layers: float, table: fl
     """
     if not case.casts:
         return 0.0, 0.0
-    kept = HALF * (table + layers * (flights if case.layout.recompute == "none" else pending))
+    budget = budget_of(case.layout.recompute)
+    share = float(case.layout.recompute == "none") if budget is None else budget
+    kept = HALF * (table + layers * (share * flights + (1 - share) * pending))
     if case.layout.recompute == "none" or case.lora or case.goal.compile:
         return kept, kept
     return max(kept, HALF * (table + layers)), kept
@@ -327,15 +316,17 @@ def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float)
     return moved + gathered * root, moved + beside, moved + reduced * (root + layer)
 
 
-def _traced(model: TracedShape, rank: _Rank, case: _Case) -> _Held:
+def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
     """Return the memory of a module that was traced in half precision: in fp32 its activations are twice as large."""
     layout = case.layout
     share, samples = rank.layers / model.blocks, layout.micro_batch * (1 if case.half else 2)
     kept, block = model.activation_bytes_per_sample, model.activation_bytes_per_sample / model.blocks
     working = model.output_bytes_per_sample
     if layout.recompute != "none":
-        selective = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
-        kept, working = model.block_boundary_bytes_per_sample + selective, working + block
+        budget, inputs = budget_of(layout.recompute), model.block_boundary_bytes_per_sample
+        more = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
+        more = more if budget is None else budget * max(0.0, kept - inputs)
+        kept, working = inputs + more, working + (1 - (budget or 0.0)) * block
     parameters = model.parameters * share
     trained = model.trainable * share
     states = list(case.model_states(trained, 0.0, 0.0))
@@ -351,7 +342,7 @@ def _traced(model: TracedShape, rank: _Rank, case: _Case) -> _Held:
         0.0,
         samples * kept * share * rank.moments[0][0],
         _casts(case, *rank.moments[0], parameters, 0.0),
-        (0.0, 0.0),
+        HeadBytes(0.0, 0.0),
         samples * working,
         _buffers(case, parameters, block_parameters, block_parameters, 0.0),
     )

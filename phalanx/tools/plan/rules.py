@@ -15,7 +15,7 @@ from phalanx.config.settings import Settings
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import Goal, Layout
+from phalanx.tools.plan.plans import PRECISIONS, Goal, Layout, budget_of
 from phalanx.world.mesh import Mesh, check_device, plan_mesh
 from phalanx.world.splits import (
     SCHEDULES,
@@ -64,7 +64,6 @@ def layout_of(config: Settings, mesh: Mesh, batch_size: int) -> Layout:
     """Return the layout that settings describe: the inverse of `settings_of`."""
     schedule = SCHEDULES[config.pipeline_schedule]
     count = choose_microbatches(config.microbatches, batch_size, mesh.pp, schedule) if mesh.pp > 1 else 1
-    recompute = config.recompute
     whole = mesh.dp_shard * mesh.cp == 1 or (mesh.pp > 1 and schedule.name == "zero-bubble")
     stage = config.zero_stage or (1 if config.resolved_sharding.endswith("grad-op") else 3)
     return Layout(
@@ -77,12 +76,20 @@ def layout_of(config: Settings, mesh: Mesh, batch_size: int) -> Layout:
         virtual_stages=schedule.stages_per_rank if mesh.pp > 1 else 1,
         micro_batch=batch_size // count,
         sequence_parallel=mesh.tp > 1,
-        recompute="none" if recompute is None else "selective" if recompute.selective else "full",
+        recompute=recompute_of(config),
         zero_stage=0 if whole else stage,
         schedule=schedule.name,
         offload="none" if config.offload == "none" else "cpu",
         lora_rank=config.lora_rank,
     )
+
+
+def recompute_of(config: Settings) -> str:
+    """Return what settings recompute in backward: none, selective, full, or a budget."""
+    recompute = config.recompute
+    if recompute is not None and recompute.budget is not None:
+        return f"budget {recompute.budget:g}"
+    return "none" if recompute is None else "selective" if recompute.selective else "full"
 
 
 def _resources(cluster: Cluster) -> dict[str, Any]:
@@ -164,10 +171,12 @@ def _arithmetic(layout: Layout, goal: Goal, cluster: Cluster) -> Iterator[str]:
             f"a global batch of {goal.global_batch} cannot be divided by {layout.dp} data ranks x micro-batches of "
             f"{layout.micro_batch}"
         )
-    if goal.precision not in ("bf16", "fp16", "fp32"):
+    if goal.precision not in PRECISIONS:
         yield f"training in {goal.precision} is not supported"
     if goal.optimizer not in OPTIMIZERS:
         yield f"the optimizer {goal.optimizer} is not one of {', '.join(OPTIMIZERS)}"
+    if budget_of(layout.recompute) is not None and not goal.compile:
+        yield f"activation_checkpointing = '{layout.recompute}' is for compiled blocks: write compile = true"
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         yield f"the pipeline schedule {layout.schedule} is not one of {', '.join(SCHEDULES)}"
         return

@@ -10,7 +10,7 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.estimator import Estimator
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout
+from phalanx.tools.plan.plans import BUDGETS, RECOMPUTE, Goal, Layout, check_recompute
 from phalanx.tools.plan.rules import refusal
 from phalanx.world.splits import SCHEDULES
 
@@ -41,16 +41,27 @@ class Constraints:
     max_context_parallel: int | None = None
     micro_batch: int | None = None
     recompute: str | None = None
+    memory: bool = False
+    """Keep a share of the activations of compiled layers: the largest of `BUDGETS` with which a layout fits."""
     zero_stage: int | None = None
     offload: str | None = None
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
-        for name, known in (("strategy", STRATEGIES), ("recompute", RECOMPUTE), ("offload", ("none", "cpu"))):
+        if self.recompute is not None:
+            check_recompute(self.recompute)
+        for name, known in (("strategy", STRATEGIES), ("offload", ("none", "cpu"))):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise UsageError(unknown_name(name, value, known))
+
+    @property
+    def recomputations(self) -> tuple[tuple[str, ...], ...]:
+        """Kinds of recomputation in groups: the next group is tried where nothing of those before fits."""
+        if self.recompute is not None:
+            return ((self.recompute,),)
+        return tuple((budget,) for budget in BUDGETS) if self.memory else (RECOMPUTE,)
 
 
 @dataclass
@@ -69,11 +80,14 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
     """Estimate every candidate; offload to host memory is tried where nothing else fits."""
     estimator, found = Estimator(model, cluster, goal), Found()
     layouts = list(_candidates(model, cluster, goal, limits, found.refused))
-    for offload in ("none", "cpu") if limits.offload is None else (limits.offload,):
+    offloads = ("none", "cpu") if limits.offload is None else (limits.offload,)
+    groups = limits.recomputations if _has_blocks(model) else (("none",),)
+    for offload, kinds in ((offload, kinds) for offload in offloads for kinds in groups):
         for layout in layouts:
             if offload == "cpu" and not _can_offload(layout, model, cluster):
                 continue
-            _judge(estimator, replace(layout, offload=offload), found)
+            for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see rules.pipeline
+                _judge(estimator, replace(layout, offload=offload, recompute=kind), found)
         if found.fitting:
             break
     found.fitting.sort(key=lambda pair: pair[0])
@@ -143,9 +157,7 @@ def _candidates(
             if reason is not None:
                 refused[reason] += 1
                 continue
-            for recompute in RECOMPUTE if limits.recompute is None else (limits.recompute,):
-                if recompute == "none" or _has_blocks(model):
-                    yield replace(whole, recompute=recompute)
+            yield whole
 
 
 def _has_blocks(model: ModelShape | TracedShape) -> bool:

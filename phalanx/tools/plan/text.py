@@ -210,10 +210,11 @@ def train_command(plan: Plan, subject: str) -> str:
     """Return the command that trains this plan."""
     target = _target(plan, subject)
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
-    text = " ".join(shlex.quote(str(word)) for word in ("phalanx", "train", *target, *flags))
-    return textwrap.fill(
-        text, WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    ).replace("\n", " \\\n")
+    words = [shlex.quote(str(word)).replace(" ", "\0") for word in ("phalanx", "train", *target, *flags)]
+    lines = textwrap.wrap(
+        " ".join(words), WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+    return " \\\n".join(lines).replace("\0", " ")  # no line ends within a quoted word
 
 
 def _target(plan: Plan, subject: str) -> list[str]:

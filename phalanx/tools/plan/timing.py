@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from phalanx.tools.plan.cluster import Gpu, Group, Link, collective_seconds, group_of, send_seconds
 from phalanx.tools.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import TIME_PARTS, Goal, Layout
-from phalanx.tools.plan.rank_bytes import counts, rank_layers, train_cut
+from phalanx.tools.plan.plans import TIME_PARTS, Goal, Layout, repeated_share
+from phalanx.tools.plan.rank_bytes import counts
+from phalanx.tools.plan.stages import rank_layers, train_cut
 from phalanx.world.splits import SCHEDULES
 
 HIDDEN = 0.19
@@ -75,7 +76,7 @@ def attention_kind(layout: Layout, gpu: Gpu) -> str:
     if layout.attention != "auto":
         return layout.attention
     old = gpu.name.startswith(("v100", "a100"))
-    megatron = layout.stage < 3 and (layout.recompute != "none" or layout.tp > 1)
+    megatron = layout.stage < 3 and (layout.recompute in ("selective", "full") or layout.tp > 1)
     return "materialized" if old and megatron else "flash"
 
 
@@ -149,11 +150,15 @@ class _Stage:
 def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
     gpu = machine.gpu
     attention, kernels = attention_kind(layout, gpu), kernel_kind(layout, gpu)
-    case = (model, gpu, goal.precision, layout.micro_batch, goal.seq_len)
-    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels)
+    # Published runs in fp8 (Transformer Engine) have all products in it; Phalanx those that pay, if layers are whole.
+    own_fp8 = goal.precision == "fp8" and layout.kernels != "auto"
+    precision = "bf16" if own_fp8 and layout.tp > 1 else goal.precision
+    fp8 = {"where_it_pays": own_fp8 and layout.tp == 1}
+    case = (model, gpu, precision, layout.micro_batch, goal.seq_len)
+    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels, **fp8)
     stage = _Stage(math.ceil(model.layers / layout.pp), head=head.forward + head.backward)
     mixtures = round(stage.layers * model.mixture_layers / model.layers)
-    tensor = _tensor_seconds(model, machine, layout, goal)
+    tensor, repeated = _tensor_seconds(model, machine, layout, goal), repeated_share(layout.recompute)
     for number, mixture in ((stage.layers - mixtures, False), (mixtures, True)):
         if not number:
             continue
@@ -165,12 +170,13 @@ def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal
             sequence_parallel=layout.sequence_parallel,
             attention=attention,
             kernels=kernels,
+            **fp8,
             mixture=mixture,
         )
         backward = passes.backward * (FROZEN if layout.lora_rank else 1.0)
-        again = {"none": 0.0, "selective": passes.again, "full": passes.forward}[layout.recompute]
+        again = passes.again if layout.recompute == "selective" else repeated * passes.forward
         stage.add(number, passes.forward, backward, again)
-        passed = 1 + (layout.recompute == "full") + (1.5 if layout.sequence_parallel else 1.0)  # gathers inputs again
+        passed = 1 + repeated + (1.5 if layout.sequence_parallel else 1.0)  # gathers inputs again
         stage.parts["tensor_comm"] += number * passed * tensor
         stage.parts["context_comm"] += number * _context_seconds(model, machine, layout, goal, passes)
         stage.parts["expert_comm"] += number * _expert_seconds(model, machine, layout, goal) if mixture else 0.0
@@ -190,13 +196,14 @@ def _cut(model: ModelShape, layout: Layout) -> tuple[float, float]:
 def _traced_stage(model: TracedShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
     """Return the passes of a traced module: products at a lower speed, and the traffic of its other kernels."""
     gpu, batch = machine.gpu, layout.micro_batch
-    products = batch * model.forward_flops_per_sample / (peak(gpu, goal.precision) * gpu.matmul * CONVOLUTION)
+    precision = "bf16" if goal.precision == "fp8" else goal.precision  # convolutions stay as they are
+    products = batch * model.forward_flops_per_sample / (peak(gpu, precision) * gpu.matmul * CONVOLUTION)
     traffic = batch * model.traffic_bytes_per_sample * TRAFFIC[kernel_kind(layout, gpu)]
     forward = products + traffic_seconds(gpu, traffic)
     forward = max(forward, 30 * model.blocks * gpu.launch_us * 1e-6)  # short kernels wait for their launch
     share = 1 / (layout.tp * layout.pp * layout.cp)
     stage = _Stage(max(1, model.blocks // layout.pp))
-    stage.add(1, share * forward, 2 * share * forward, share * forward if layout.recompute == "full" else 0.0)
+    stage.add(1, share * forward, 2 * share * forward, share * forward * repeated_share(layout.recompute))
     return stage
 
 

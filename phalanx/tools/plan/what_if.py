@@ -181,9 +181,7 @@ def _fp8(case: PlanCase, plan: Plan, value: str) -> Answer:
         return Answer("fp8", f"{gpu.name} has no fp8" if plan.best else "nothing fits")
     step = Estimator(case.model, case.cluster, replace(case.goal, precision="fp8")).time(plan.best.layout).seconds
     change = step / plan.best.estimate.step_seconds - 1
-    return Answer(
-        "fp8", f"matrix products in fp8: step {seconds(step)} ({change:+.0%}); `phalanx train` has no fp8 yet"
-    )
+    return Answer("fp8", f"products in fp8: step {seconds(step)} ({change:+.0%}); --fast plans with it, compiled")
 
 
 def _other_gpu(case: PlanCase, plan: Plan, value: str) -> Answer:
@@ -191,9 +189,15 @@ def _other_gpu(case: PlanCase, plan: Plan, value: str) -> Answer:
     names = (
         [presets.gpu(value).name] if value else [name for name in ("a100-80", "h100", "h200", "b200") if name != own]
     )
-    return _variants(
-        "another GPU", plan, {name: replace(case, cluster=_with_gpu(case.cluster, name)) for name in names}
-    )
+    return _variants("another GPU", plan, dict(_on_gpu(case, name) for name in names))
+
+
+def _on_gpu(case: PlanCase, name: str) -> tuple[str, PlanCase]:
+    """Return the job on another GPU, in bf16 where that has no fp8, and its name."""
+    other = replace(case, cluster=_with_gpu(case.cluster, name))
+    if case.goal.precision != "fp8" or "fp8" in presets.gpu(name).tflops:
+        return name, other
+    return f"{name} (bf16)", replace(other, goal=replace(case.goal, precision="bf16"))
 
 
 def _with_gpu(cluster: Cluster, name: str) -> Cluster:

@@ -201,6 +201,7 @@ def lines(found: Analysis, rank: int | None, folder: Path) -> list[str]:
     if shown.modules:
         title = f"modules of rank {shown.rank} that took longest, forward and backward, per step"
         parts += ["", title, _usage_table(shown.modules, found, "operations")]
+    parts += _host_wait_lines(shown, found)
     parts += _memory_lines(shown, folder)
     rows = [("what would change if, at best", "step", "gain", "")]
     for each in what_if(found):
@@ -225,6 +226,7 @@ def document(found: Analysis, folder: Path) -> dict[str, Any]:
         "straggler": None if slow is None else slow._asdict(),
         "operations": {each.rank: _top(each.operations) for each in found.timelines},
         "modules": {each.rank: _top(each.modules) for each in found.timelines},
+        "host_waits": {each.rank: _top(each.host_waits) for each in found.timelines},
         "memory": {each.rank: owners._asdict() for each in found.timelines if (owners := _owners(each, folder))},
         "what_if": [each._asdict() for each in what_if(found)],
         "verdict": verdict(found),
@@ -303,6 +305,15 @@ def _usage_table(usages: dict[str, Usage], found: Analysis, counted: str) -> str
         for each in _top(usages)
     ]
     return table(rows)
+
+
+def _host_wait_lines(timeline: RankTimeline, found: Analysis) -> list[str]:
+    if not timeline.on_gpu:
+        return []
+    title = f"host waits for the device, rank {timeline.rank}, per step"
+    if not timeline.host_waits:
+        return ["", f"{title}: none"]
+    return ["", f"{title} (it launches nothing meanwhile)", _usage_table(timeline.host_waits, found, "waits")]
 
 
 def _owners(timeline: RankTimeline, folder: Path) -> MemoryOwners | None:

@@ -32,6 +32,7 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.tools.profile.collect import TraceExchange
 from phalanx.tools.profile.findings import conclude
 from phalanx.tools.profile.read import top_owners
+from phalanx.tools.profile.timeline import RECORDER
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -176,7 +177,8 @@ class StepProfile(Callback):
         if name == "data" and self._next != self._shown:
             self._shown = self._next
             if self._records and self._formation.device.type == "cuda":
-                torch.cuda.synchronize()  # the kernels of a step belong to it, also where the host is ahead
+                with torch.profiler.record_function(RECORDER):
+                    torch.cuda.synchronize()  # the kernels of a step belong to it, also where the host is ahead
             self._phases.leave()
             self._steps.leave()
             if self._next > self._plan.last:

@@ -78,6 +78,11 @@ MODULE = "phalanx.module:"
 _HOST_COLLECTIVE = ("c10d::", "_c10d_functional::", "c10d_functional::")
 _BACKWARD = "autograd::engine::evaluate_function"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+RECORDER = "phalanx.profile:wait"
+"""The range in which the recorder itself waits for the device, at the end of a step."""
+_PYTHON = "python:"
+_WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize")
+"""Calls in which the host does nothing until the device has come so far: `item()`, `nonzero()`, copies to the host."""
 _PAIRED = re.compile(r"send|recv|barrier", re.IGNORECASE)
 """Communication that not all ranks of a group see, or that moves no data: it is not linked."""
 
@@ -114,6 +119,8 @@ class RankTimeline:
     """By step."""
     operations: dict[str, Usage] = field(default_factory=dict)
     modules: dict[str, Usage] = field(default_factory=dict)
+    host_waits: dict[str, Usage] = field(default_factory=dict)
+    """By operation, with its Python line or module: how long the host waited for the device within steps."""
     memory: MemoryOwners | None = None
 
     @property
@@ -154,6 +161,8 @@ class _Builder:
         self._calls: list[_Call] = []
         self._seen: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         self._by_module: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        self._waits: list[tuple[str, Span]] = []
+        self._own_waits: list[Span] = []
         self._module_of: dict[int, str] = {}
         self._allocations: list[tuple[int, int, str]] = []
 
@@ -190,6 +199,13 @@ class _Builder:
                 self._calls.append((thread, str(args.get("Collective name") or name) + _group(args), span))
             else:
                 self._kernels.append(item)
+        elif kind in ("cuda_runtime", "python_function"):
+            if _WAITS.fullmatch(name):
+                self._threads[thread].append(_Item(*span, name, None, None))
+            elif kind == "python_function" and self._found.on_gpu:
+                self._threads[thread].append(_Item(*span, _PYTHON + name, None, None))
+        elif name == RECORDER:
+            self._own_waits.append(span)
         elif name.startswith(LOOP + "step "):
             self._found.steps[int(name.rpartition(" ")[2])] = span
         elif name.startswith(LOOP) and "#" in name:
@@ -210,9 +226,10 @@ class _Builder:
         """Find the module of each operation: forward by nesting, backward by the sequence number of its forward."""
         sequences: dict[int, str] = {}
         for thread in sorted(self._threads, key=lambda thread: thread != self._main):
-            self._sweep(self._threads[thread], sequences, counts=thread == self._main and not self._found.on_gpu)
+            self._sweep(self._threads[thread], sequences, is_main=thread == self._main)
 
-    def _sweep(self, items: list[_Item], sequences: dict[int, str], *, counts: bool) -> None:
+    def _sweep(self, items: list[_Item], sequences: dict[int, str], *, is_main: bool) -> None:
+        counts = is_main and not self._found.on_gpu
         stack: list[tuple[_Item, str, list[float]]] = []  # the item, its module, the time of what is within it
 
         def close(until: float) -> None:
@@ -230,6 +247,11 @@ class _Builder:
             if item.bytes:
                 owner = module or (stack[-1][0].name if stack else "outside of operations")
                 self._allocations.append((item.address, item.bytes, owner))
+                continue
+            if _WAITS.fullmatch(item.name):
+                around = [each.name for each, _, _ in stack]
+                if is_main or any(name.startswith(_BACKWARD) for name in around):  # others may wait beside the loop
+                    self._waits.append((_place(item.name, around, module), item[:2]))
                 continue
             if item.name.startswith(MODULE):
                 module = item.name.removeprefix(MODULE)
@@ -264,9 +286,31 @@ class _Builder:
         found.collectives = _by_step(found, _linkable(found, calls))
         found.operations = {name: Usage(value[0], int(value[1])) for name, value in self._seen.items()}
         found.modules = {name: Usage(value[0], int(value[1])) for name, value in self._by_module.items()}
+        found.host_waits = self._host_waits(union(found.steps.values()), union(self._own_waits))
         if self._allocations:
             found.memory = owners_at_peak(self._allocations)
         return found
+
+    def _host_waits(self, steps: Spans, own: Spans) -> dict[str, Usage]:
+        """Add up the waits within steps, without those of the recorder."""
+        waits: dict[str, Usage] = {}
+        for place, (begin, end) in self._waits:
+            if clip(steps, begin, end) and not clip(own, begin, end):
+                before = waits.get(place, Usage(0.0, 0))
+                waits[place] = Usage(before.seconds + end - begin, before.calls + 1)
+        return waits
+
+
+def _place(call: str, around: list[str], module: str) -> str:
+    """Return what made a call wait: the outermost operation around it, the line of the program or else the module.
+
+    For example aten::item in train.py(12): log_loss.
+    """
+    operations = [name for name in around if not name.startswith((MODULE, _PYTHON, _BACKWARD))]
+    python = [name.removeprefix(_PYTHON) for name in around if name.startswith(_PYTHON)]
+    lines = [name for name in python if ".py(" in name and "torch/" not in name]
+    where = lines[-1] if lines else module
+    return (operations[0] if operations else call) + (f" in {where}" if where else "")
 
 
 def _group(args: dict[str, Any]) -> str:
