@@ -151,8 +151,10 @@ def _uncompile(regions: list[tuple[nn.Module, str, Any]]) -> None:
 class CompiledCalls:
     """Switches all compiled models of this process between their graphs and the code as it is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: list[str]) -> None:
+        """Keep compiled code from now on; `notes` gets a message where that is not possible."""
         self._eager: ExitStack | None = None
+        notes += [note for note in [keep_compiled_code()] if note]
 
     def use(self, *, compiled: bool) -> None:
         """Let calls from now on run compiled, or as written; a call that changes nothing costs nothing."""

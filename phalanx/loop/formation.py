@@ -91,11 +91,10 @@ class Formation(Prepared):
         self.saver = Saver()
         self._compiled_calls: CompiledCalls | None = None
         if config.compile:
-            from phalanx.loop.compiling import CompiledCalls, keep_compiled_code
+            from phalanx.loop.compiling import CompiledCalls
 
-            self._compiled_calls = CompiledCalls()
+            self._compiled_calls = CompiledCalls(self.notes)
             self._undo.append(partial(self._compiled_calls.use, compiled=True))
-            self.notes += [note for note in [keep_compiled_code()] if note]
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()

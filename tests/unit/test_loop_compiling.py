@@ -175,7 +175,7 @@ def test_calls_are_switched_for_the_whole_process():
         traced.append(torch.compiler.is_compiling())
         return 2 * x
 
-    compiled, calls = torch.compile(twice), CompiledCalls()
+    compiled, calls = torch.compile(twice), CompiledCalls([])
     calls.use(compiled=False)
     calls.use(compiled=False)
     compiled(torch.ones(2))
