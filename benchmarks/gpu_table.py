@@ -129,7 +129,7 @@ def main() -> None:
         print("\n" + _table(model, document["models"][model]), flush=True)
         write_json(options.json, document)
     if options.curves:
-        document["curves"] = curves(options.curves)
+        document["curves"] = curves(options.curves, [name for name in options.only if name in _MODES])
         write_json(options.json, document)
 
 
@@ -173,7 +173,7 @@ def _measure(model: str, names: list[str], steps: int, path: Path) -> None:
 
 def _train(case: Case, name: str, steps: int) -> dict[str, float]:
     torch.manual_seed(0)
-    clock = GpuClock(5, steps)
+    clock = GpuClock(10, steps)
     is_ours = name in _MODES
     model = case.ours() if is_ours else case.plain()
     flops = case.flops(model) if is_ours else 0.0
@@ -259,11 +259,11 @@ def _table(model: str, found: dict[str, Any]) -> str:
     return table(f"{model}, batch {size}", header, rows)
 
 
-def curves(steps: int) -> dict[str, list[float]]:
+def curves(steps: int, modes: list[str]) -> dict[str, list[float]]:
     """Train GPT-2 124M on the bytes of Python's library in each mode from equal weights; return the losses."""
     found: dict[str, list[float]] = {}
     data = _text(8 * steps, 1024)
-    for name, settings in _MODES.items():
+    for name in modes:
         torch.manual_seed(0)
         losses: list[torch.Tensor] = []
         trainer = PyTorchDDPTrainer(
@@ -275,7 +275,7 @@ def curves(steps: int) -> dict[str, list[float]]:
             gradient_clipping=1.0,
             max_steps=steps,
             callbacks=[lambda info, kept=losses: kept.append(info.loss_tensor.detach().clone())],
-            **settings,
+            **_MODES[name],
         )
         with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:
             trainer.fit(DataLoader(data, batch_size=8, shuffle=False, pin_memory=True), run_dir=run_dir)

@@ -35,9 +35,9 @@ _PROBED_COMPILED = 4
 _PROBED_RANKS = 12
 """torch's DDP wants eleven steps before it is captured."""
 _MOST_MICRO_BATCHES = 64
-_MOST_MEMORY = 0.05
-"""The share of the device's memory up to which a step is captured unless asked for: its activations may be held twice.
-Steps with more of them take longer on the device than on the host, and gain little."""
+_MOST_MEMORY = 0.4
+"""The share of the device's memory up to which a step is captured unless asked for: the activations of a smaller batch,
+which runs without the graph, are held beside the memory of the graph."""
 _PATIENCE = 50
 """So many steps may pass without two equal ones in a row."""
 

@@ -127,7 +127,7 @@ def test_unknown_values_are_refused(given, message):
 
 @pytest.mark.parametrize("given", ["every 2", "every-2", "every  2 "])
 def test_every_second_block_may_be_written_in_several_ways(given):
-    assert DistributedConfig(activation_checkpointing=given).recompute == (2, False)
+    assert DistributedConfig(activation_checkpointing=given).recompute == (2, False, None)
 
 
 def test_models_that_cannot_are_refused():
