@@ -5,9 +5,9 @@
 
 One process measures all rows of a model in turns, `--rounds` times; the median counts. The optimizer is fused AdamW
 everywhere. The raw loops train on batches that are on the device already; Phalanx trains on a plain Dataset (a length
-and a `__getitem__`) or, in the rows "tensors", on a TensorDataset, with its logging as it comes. A captured run has more
-steps, and a longer warm-up: worker processes, which fetch ahead where the device waits for data, need some tenths of a
-second to start.
+and a `__getitem__`) or, in the rows "tensors", on a TensorDataset, with its logging as it comes. A captured run has
+more steps, and a longer warm-up: worker processes, which fetch ahead where the device waits for data, need some tenths
+of a second to start.
 """
 
 from __future__ import annotations
