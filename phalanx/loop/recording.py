@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from phalanx.data.device import to_device
 from phalanx.data.order import MicroInfo
+from phalanx.loop.forward import Forward
 from phalanx.loop.loss_log import LossLog
+from phalanx.loop.prepare import Prepared
+from phalanx.loop.step import StepOutcome, add_micro_batch, finish_step
 from phalanx.torch_compat import pytree
 
 _LOSSES = 4096
@@ -133,6 +138,70 @@ class RecordedStep:
         finally:
             for group, settings in zip(groups, before, strict=True):
                 group.update(settings)
+
+
+class StepParts(NamedTuple):
+    """What a step works on."""
+
+    prepared: Prepared
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    log: LossLog
+
+
+class StepCalls:
+    """The calls of one step: run them, or record them."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        forward: Forward,
+        pulled: Pulled,
+        step: int,
+        *,
+        by_tokens: bool,
+        reseed: Callable[[int, int], None] | None,
+    ) -> None:
+        self._prepared, self._model, self._optimizer, self._log = parts
+        self._forward, self._step, self._by_tokens, self._reseed = forward, step, by_tokens, reseed
+        self.pulled = pulled
+
+    def run_passes(self) -> torch.Tensor | None:
+        """Run forward and backward of all micro-batches; return the last loss."""
+        loss = None
+        for info, batch in zip(*self.pulled, strict=True):
+            self._prepared.gradients.begin(info)
+            if self._reseed is not None:
+                self._reseed(self._step, info.offset)
+            loss, share = self._add(to_device(batch, self._prepared.device, non_blocking=True))
+            self._log.add(self._step, loss, share)
+        return loss
+
+    def _add(self, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        return add_micro_batch(self._prepared, self._model, self._forward, batch, by_tokens=self._by_tokens)
+
+    def _finish(self, measure_norm: bool) -> torch.Tensor | None:
+        return finish_step(
+            self._prepared, self._optimizer, clip=self._prepared.config.gradient_clipping, measure_norm=measure_norm
+        )
+
+    def run(self, measure_norm: bool) -> StepOutcome:
+        """Take the step."""
+        loss = self.run_passes()
+        assert loss is not None, "a step has micro-batches"
+        return StepOutcome(loss.detach(), self._finish(measure_norm))
+
+    def record(self, recording: RecordedStep, measure_norm: bool) -> None:
+        """Do on the recording's memory what the step does on its batches."""
+        for info, batch in zip(self.pulled.infos, recording.batches, strict=True):
+            self._prepared.gradients.begin(info)
+            loss, _ = self._add(batch)
+            recording.write_loss(loss)
+        norm = self._finish(measure_norm)
+        if norm is not None:
+            recording.norm.copy_(norm)
+        if (scale := self._prepared.gradients.scale) is not None:
+            scale.update()
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
