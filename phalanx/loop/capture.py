@@ -112,7 +112,7 @@ class CapturedStep:
         self._loss: torch.Tensor | None = None
         self._why = ""
         self.is_off = False
-        """Whether no step of this run is captured from here on; equal on all ranks."""
+        """Whether no step of this run is captured from here on."""
 
     def take(
         self,
@@ -137,6 +137,8 @@ class CapturedStep:
             if graph is not None:  # the usual case
                 if reseed is not None:
                     reseed(step, pulled.infos[0].offset)
+                if gradients.scale is not None:  # after an eager step, whose scale the next one begins with
+                    gradients.scale.update()
                 recording.put(pulled)
                 count_replayed(gradients, len(pulled.infos))
                 return self._replay(recording, graph, step, pulled, measure_norm)

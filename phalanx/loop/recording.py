@@ -1,4 +1,4 @@
-"""What a recorded training step reads and writes: batches at a fixed place, losses in a ring, rates on the device."""
+"""What a recorded training step reads and writes, and its calls: batches at a fixed place, losses in a ring."""
 
 from __future__ import annotations
 

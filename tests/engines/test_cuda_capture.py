@@ -109,7 +109,23 @@ CASES: dict[str, dict[str, Any]] = {
         "scaler_init_scale": 2.0**40,
         "scaler_growth_interval": 4,
     },
-    "deterministic order": {"lr_schedule": "inverse-sqrt", "warmup": 4, "seed": 3},
+    # The last batch of an epoch runs eagerly, and the scale that it leaves is used by the next graph.
+    "fp16 with ragged epochs": {
+        "mixed_precision": "fp16",
+        "scaler_init_scale": 2.0**20,
+        "scaler_growth_interval": 2,
+        "epochs": 8,
+        "max_steps": None,
+        "data": make_data(5 * 16 + 5),
+    },
+    "accumulation with ragged epochs": {
+        "gradient_accumulation_steps": 3,
+        "batch_size": 4,
+        "epochs": 5,
+        "max_steps": None,
+        "data": make_data(7 * 12 + 5),
+    },
+    "inverse-sqrt": {"lr_schedule": "inverse-sqrt", "warmup": 4, "seed": 3},
 }
 
 
