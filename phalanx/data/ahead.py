@@ -33,7 +33,7 @@ _MESSAGES = 3
 """Groups that each worker prepares in advance."""
 _SHARED_BYTES = 64 << 20
 """Free shared memory without which nothing is fetched ahead; a container has 64 MiB unless it is given more."""
-_PICKLED_BYTES = 64 << 20
+_PICKLED_BYTES = 16 << 20
 
 
 def group_size(batch: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +104,14 @@ class BatchFetcher(Dataset[Any]):
         """Whether whole batches are fetched at once."""
         return self._gather is not None
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a batch is a selection of rows of tensors: then several are selected in one call."""
+        inner = self.dataset
+        while type(inner) is Subset:
+            inner = inner.dataset
+        return self._gather is not None and not self._seeded and type(inner) is TensorDataset
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of a data set that has `set_epoch`."""
         if self._wants_epoch:
@@ -121,6 +129,14 @@ class BatchFetcher(Dataset[Any]):
             return self._fetch(request.indices)
         with rng_scope(seed):
             return self._fetch(request.indices)
+
+    def fetch_several(self, several: list[Any]) -> Iterator[list[torch.Tensor]]:
+        """Yield a batch for each of some arrays of indices into tensors in memory."""
+        assert self._gather is not None, "asked before"
+        fields = self._gather(torch.from_numpy(np.concatenate(several)))
+        sizes = [len(indices) for indices in several]
+        for parts in zip(*(field.split(sizes) for field in fields), strict=True):  # type: ignore[no-untyped-call]
+            yield list(parts)
 
     def _fetch(self, indices: Any) -> Any:
         if not isinstance(indices, np.ndarray):

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from phalanx import torch_compat
-from phalanx.data.device import to_device
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
 from phalanx.loop.host_state import HostUse, HostWatch
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
-from phalanx.loop.recording import Pulled, RecordedStep, rates_of, takes_rate_on_device
-from phalanx.loop.step import StepOutcome, add_micro_batch, finish_step
+from phalanx.loop.recording import Pulled, RecordedStep, StepCalls, StepParts, rates_of, takes_rate_on_device
+from phalanx.loop.step import StepOutcome
 from phalanx.observe.call_ring import GRADIENTS
 from phalanx.torch_compat import pytree
 
@@ -98,6 +97,7 @@ class CapturedStep:
     ) -> None:
         """`is_watched`: code of the user runs after steps, and may change what a recording depends on."""
         self._prepared, self._model, self._optimizer, self._log, self._say = prepared, model, optimizer, log, say
+        self._parts = StepParts(prepared, model, optimizer, log)
         self._is_watched = is_watched
         self._clip, self._ranks = prepared.config.gradient_clipping, prepared.world_size
         self._probed = _PROBED_COMPILED if prepared.config.compile else _PROBED
@@ -113,7 +113,7 @@ class CapturedStep:
         self._loss: torch.Tensor | None = None
         self._why = ""
         self.is_off = False
-        """Whether no step of this run is captured from here on; equal on all ranks."""
+        """Whether no step of this run is captured from here on."""
 
     def take(
         self,
@@ -138,10 +138,12 @@ class CapturedStep:
             if graph is not None:  # the usual case
                 if reseed is not None:
                     reseed(step, pulled.infos[0].offset)
+                if gradients.scale is not None:  # after an eager step, whose scale the next one begins with
+                    gradients.scale.update()
                 recording.put(pulled)
                 count_replayed(gradients, len(pulled.infos))
                 return self._replay(recording, graph, step, pulled, measure_norm)
-        calls = StepCalls(self, forward, pulled, step, by_tokens=by_tokens, reseed=reseed)
+        calls = StepCalls(self._parts, forward, pulled, step, by_tokens=by_tokens, reseed=reseed)
         if not is_whole:
             calls.run_passes()
             clock.enter("other")
@@ -189,6 +191,9 @@ class CapturedStep:
         if recording is not None and recording.follow_rates():
             return recording if recording.fits(pulled) else None  # with the norm, for the first time
         form, rates = pulled.form(), rates_of(self._optimizer)
+        if recording is not None and self._ranks > 1:
+            self.turn_off("the learning rate has changed since the ranks recorded a step")
+            return None
         if recording is not None:  # its rates are part of it
             self._recording, self._tried = None, 0
         changed = bool(self._rates) and rates != self._rates
@@ -258,8 +263,11 @@ class CapturedStep:
 
     def check(self) -> None:
         """Drop the recording where what it depends on has changed on the host, by a callback or between two epochs."""
-        if self._recording is not None and self._watch is not None and self._watch.has_changed():
-            self.drop()
+        if self._recording is None or self._watch is None or not self._watch.has_changed():
+            return
+        if self._ranks > 1:  # another rank may not have changed, and would not record with this one
+            self.turn_off("the model, the optimizer or their settings have changed since the ranks recorded a step")
+        self.drop()
 
     def _record(self, recording: RecordedStep, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a step; None where that is not possible: then nothing has changed."""
@@ -307,60 +315,6 @@ class CapturedStep:
         self._equal = self._tried = 0
         self._form, self._rates = (), []
         self._leave_small(False)
-
-
-class StepCalls:
-    """The calls of one step: run them, or record them."""
-
-    def __init__(
-        self,
-        owner: CapturedStep,
-        forward: Forward,
-        pulled: Pulled,
-        step: int,
-        *,
-        by_tokens: bool,
-        reseed: Callable[[int, int], None] | None,
-    ) -> None:
-        self._prepared, self._model, self._optimizer = owner._prepared, owner._model, owner._optimizer
-        self._log, self._clip = owner._log, owner._clip
-        self._forward, self._step, self._by_tokens, self._reseed = forward, step, by_tokens, reseed
-        self.pulled = pulled
-
-    def run_passes(self) -> torch.Tensor | None:
-        """Run forward and backward of all micro-batches; return the last loss."""
-        loss = None
-        for info, batch in zip(*self.pulled, strict=True):
-            self._prepared.gradients.begin(info)
-            if self._reseed is not None:
-                self._reseed(self._step, info.offset)
-            loss, share = self._add(to_device(batch, self._prepared.device, non_blocking=True))
-            self._log.add(self._step, loss, share)
-        return loss
-
-    def _add(self, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-        return add_micro_batch(self._prepared, self._model, self._forward, batch, by_tokens=self._by_tokens)
-
-    def _finish(self, measure_norm: bool) -> torch.Tensor | None:
-        return finish_step(self._prepared, self._optimizer, clip=self._clip, measure_norm=measure_norm)
-
-    def run(self, measure_norm: bool) -> StepOutcome:
-        """Take the step."""
-        loss = self.run_passes()
-        assert loss is not None, "a step has micro-batches"
-        return StepOutcome(loss.detach(), self._finish(measure_norm))
-
-    def record(self, recording: RecordedStep, measure_norm: bool) -> None:
-        """Do on the recording's memory what the step does on its batches."""
-        for info, batch in zip(self.pulled.infos, recording.batches, strict=True):
-            self._prepared.gradients.begin(info)
-            loss, _ = self._add(batch)
-            recording.write_loss(loss)
-        norm = self._finish(measure_norm)
-        if norm is not None:
-            recording.norm.copy_(norm)
-        if (scale := self._prepared.gradients.scale) is not None:
-            scale.update()
 
 
 def captured_step(loop: Any) -> CapturedStep | None:

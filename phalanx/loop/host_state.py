@@ -18,6 +18,8 @@ _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 _WAITS = "called a synchronizing CUDA operation"
 """How torch's warning begins where code waits for the device."""
+_ABOUT_WAITS = "Synchronization debug mode"
+"""How its warning about these warnings begins: they do not tell of all waits. A capture does."""
 
 State = dict[str, Any]
 """By name: values that can be compared."""
@@ -197,7 +199,7 @@ def _noted_waits(model: nn.Module) -> Iterator[list[str]]:
     for each in caught:
         if str(each.message).startswith(_WAITS):
             places.append(_place(each.filename, each.lineno))
-        else:
+        elif not str(each.message).startswith(_ABOUT_WAITS):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 

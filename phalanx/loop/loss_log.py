@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
+from phalanx.torch_compat import base_of
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.world import World
 
@@ -55,26 +56,26 @@ class LossLog:
         if not self._losses:
             return {}
         first, single_rank = self._step_of[0], self._world.world_size == 1
-        losses = torch.stack(self._losses).double()
+        losses = _side_by_side(self._losses).double()
         if single_rank or losses.device.type == "cpu":
             # One transfer, or none: for a few numbers the host is faster than starting kernels.
             numbers = [share for share in self._shares if not isinstance(share, torch.Tensor)]
             on_host = len(numbers) == len(self._shares)
-            table = self._sums(losses.tolist(), numbers if on_host else _stack(self._shares, None).tolist())
-        else:
-            table = self._sums_on_device(losses)
+            sums = self._sums(losses.tolist(), numbers if on_host else _stack(self._shares, None).tolist())
         if not single_rank:
+            on_cpu = losses.device.type == "cpu"
+            table = torch.tensor(sums, dtype=torch.float64) if on_cpu else self._sums_on_device(losses)
             dist.all_reduce(table)
+            sums = table.tolist()
         self._losses.clear()
         self._shares.clear()
         self._step_of.clear()
-        totals, weights = table.tolist()
         raise_if_aborted()  # else a part of a sum
-        rows_read = zip(itertools.count(first), totals, weights, strict=False)
+        rows_read = zip(itertools.count(first), *sums, strict=False)
         # A step in which no label counts has no loss to report.
         return {step: StepLoss(total / weight, weight) for step, total, weight in rows_read if weight}
 
-    def _sums(self, losses: list[float], shares: list[float]) -> torch.Tensor:
+    def _sums(self, losses: list[float], shares: list[float]) -> list[list[float]]:
         """Return two rows, by step: the weighted losses and the weights.
 
         An empty batch has share 0; a NaN in its loss must not spread to all ranks.
@@ -85,7 +86,7 @@ class LossLog:
             if share > 0:
                 weighted[step - first] += loss * share
                 weights[step - first] += share
-        return torch.tensor([weighted, weights], dtype=torch.float64)
+        return [weighted, weights]
 
     def _sums_on_device(self, losses: torch.Tensor) -> torch.Tensor:
         device, first = losses.device, self._step_of[0]
@@ -96,6 +97,15 @@ class LossLog:
         table[0].index_add_(0, rows, weighted)
         table[1].index_add_(0, rows, shares)
         return table
+
+
+def _side_by_side(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Return losses as one tensor; those that a replayed step has written one after the other are one already."""
+    base, begin = base_of(losses[0]), losses[0].storage_offset()
+    is_plain = base.ndim == 1 and base.is_contiguous() and base.storage_offset() == 0
+    if is_plain and base_of(losses[-1]) is base and losses[-1].storage_offset() == begin + len(losses) - 1:
+        return base[begin : begin + len(losses)]
+    return torch.stack(losses)
 
 
 def _stack(shares: list[float | torch.Tensor], device: torch.device | None) -> torch.Tensor:

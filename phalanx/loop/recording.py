@@ -1,15 +1,21 @@
-"""What a recorded training step reads and writes: batches at a fixed place, losses in a ring, rates on the device."""
+"""What a recorded training step reads and writes, and its calls: batches at a fixed place, losses in a ring."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from phalanx.data.device import to_device
 from phalanx.data.order import MicroInfo
+from phalanx.loop.forward import Forward
 from phalanx.loop.loss_log import LossLog
+from phalanx.loop.prepare import Prepared
+from phalanx.loop.step import StepOutcome, add_micro_batch, finish_step
 from phalanx.torch_compat import pytree
 
 _LOSSES = 4096
@@ -33,6 +39,61 @@ def batch_form(batch: Any) -> tuple[Any, ...]:
     return (structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
 
 
+_ALIGNED = 256
+_STAGED_BYTES = 128 << 10
+_ROWS = 64
+
+
+class StaticBatch:
+    """A micro-batch at a fixed place on the device; a small one of the host gets there by one copy of all its tensors.
+
+    The copy is from page-locked rows, which are used in turns: before a half of them is used again, the device must
+    have read it.
+    """
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        leaves: list[torch.Tensor] = pytree.tree_leaves(batch)
+        places = list(itertools.accumulate((-(-leaf.nbytes // _ALIGNED) * _ALIGNED for leaf in leaves), initial=0))
+        self._memory = torch.empty(places[-1], dtype=torch.uint8, device=device)
+        self.tensors = [_placed(self._memory, place, leaf) for place, leaf in zip(places, leaves, strict=False)]
+        is_plain = all(leaf.is_contiguous() for leaf in leaves)
+        if not is_plain:  # such as channels_last, for which kernels add up in another order
+            self.tensors = [torch.empty_like(leaf, device=device) for leaf in leaves]
+        self.batch = pytree.tree_unflatten(self.tensors, pytree.tree_structure(batch))
+        self.forms = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._rows: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        if device.type == "cuda" and is_plain and places[-1] <= _STAGED_BYTES:
+            for row in torch.empty((_ROWS, places[-1]), dtype=torch.uint8, pin_memory=True).unbind():
+                parts = [_placed(row, place, leaf) for place, leaf in zip(places, leaves, strict=False)]
+                self._rows.append((row, parts))
+        self._used = 0
+        self._read: list[torch.cuda.Event | None] = [None, None]
+        """When the device has read each half of the rows."""
+
+    def put(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Copy a batch to its place."""
+        given = list(leaves)
+        if not self._rows or given[0].is_cuda:
+            for leaf, static in zip(given, self.tensors, strict=True):
+                static.copy_(leaf, non_blocking=True)
+            return
+        half, within = divmod(self._used, _ROWS // 2)
+        if within == 0 and (event := self._read[half]) is not None:
+            event.synchronize()
+        row, parts = self._rows[self._used]
+        for leaf, part in zip(given, parts, strict=True):
+            part.copy_(leaf)
+        self._memory.copy_(row, non_blocking=True)
+        self._used = (self._used + 1) % _ROWS
+        if within == _ROWS // 2 - 1:
+            self._read[half] = torch.cuda.current_stream(self._memory.device).record_event()
+
+
+def _placed(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a part of some bytes as a tensor of the same shape and dtype as another."""
+    return memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+
 class RecordedStep:
     """A recorded step: its graphs, the memory that they read and write, and what on the host they depend on."""
 
@@ -44,12 +105,8 @@ class RecordedStep:
         self.pool = torch.cuda.graph_pool_handle() if loss.is_cuda else None
         self.norm = torch.zeros((), dtype=torch.float64, device=loss.device)
         self.infos = pulled.infos
-        device = loss.device
-        self.batches: list[Any] = pytree.tree_map_only(
-            torch.Tensor, lambda leaf: leaf.to(device, copy=True), pulled.batches
-        )
-        self._inputs: list[list[torch.Tensor]] = [pytree.tree_leaves(batch) for batch in self.batches]
-        self._forms = [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in self._inputs]
+        self._static = [StaticBatch(batch, loss.device) for batch in pulled.batches]
+        self.batches: list[Any] = [static.batch for static in self._static]
         self._ring = torch.zeros(_LOSSES, dtype=loss.dtype, device=loss.device)
         self._next = torch.zeros(1, dtype=torch.int64, device=loss.device)
         self._losses = list(self._ring.unbind())
@@ -63,14 +120,14 @@ class RecordedStep:
         infos, batches = pulled
         if len(infos) != len(self.infos):
             return False
-        for info, own, batch, held, tensors in zip(infos, self.infos, batches, self.batches, self._forms, strict=True):
-            if info.samples != own.samples or info.scale != own.scale or type(batch) is not type(held):
+        for info, own, batch, static in zip(infos, self.infos, batches, self._static, strict=True):
+            if info.samples != own.samples or info.scale != own.scale or type(batch) is not type(static.batch):
                 return False
             if type(batch) not in (list, tuple):
                 return pulled.form() == self.form
-            if len(batch) != len(tensors):
+            if len(batch) != len(static.forms):
                 return False
-            for leaf, (shape, dtype) in zip(batch, tensors, strict=True):
+            for leaf, (shape, dtype) in zip(batch, static.forms, strict=True):
                 if leaf.shape != shape or leaf.dtype is not dtype:
                     return False
         return True
@@ -81,10 +138,8 @@ class RecordedStep:
             self._log.copy()
             self._next.zero_()
             self._count = 0
-        for batch, tensors in zip(pulled.batches, self._inputs, strict=True):
-            leaves = batch if type(batch) in (list, tuple) else pytree.tree_leaves(batch)
-            for leaf, static in zip(leaves, tensors, strict=True):
-                static.copy_(leaf, non_blocking=True)
+        for batch, static in zip(pulled.batches, self._static, strict=True):
+            static.put(batch if type(batch) in (list, tuple) else pytree.tree_leaves(batch))
 
     def write_loss(self, loss: torch.Tensor) -> None:
         """Write a micro-batch's loss at the next place; recorded, so that the place is counted on the device."""
@@ -133,6 +188,70 @@ class RecordedStep:
         finally:
             for group, settings in zip(groups, before, strict=True):
                 group.update(settings)
+
+
+class StepParts(NamedTuple):
+    """What a step works on."""
+
+    prepared: Prepared
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    log: LossLog
+
+
+class StepCalls:
+    """The calls of one step: run them, or record them."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        forward: Forward,
+        pulled: Pulled,
+        step: int,
+        *,
+        by_tokens: bool,
+        reseed: Callable[[int, int], None] | None,
+    ) -> None:
+        self._prepared, self._model, self._optimizer, self._log = parts
+        self._forward, self._step, self._by_tokens, self._reseed = forward, step, by_tokens, reseed
+        self.pulled = pulled
+
+    def run_passes(self) -> torch.Tensor | None:
+        """Run forward and backward of all micro-batches; return the last loss."""
+        loss = None
+        for info, batch in zip(*self.pulled, strict=True):
+            self._prepared.gradients.begin(info)
+            if self._reseed is not None:
+                self._reseed(self._step, info.offset)
+            loss, share = self._add(to_device(batch, self._prepared.device, non_blocking=True))
+            self._log.add(self._step, loss, share)
+        return loss
+
+    def _add(self, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        return add_micro_batch(self._prepared, self._model, self._forward, batch, by_tokens=self._by_tokens)
+
+    def _finish(self, measure_norm: bool) -> torch.Tensor | None:
+        return finish_step(
+            self._prepared, self._optimizer, clip=self._prepared.config.gradient_clipping, measure_norm=measure_norm
+        )
+
+    def run(self, measure_norm: bool) -> StepOutcome:
+        """Take the step."""
+        loss = self.run_passes()
+        assert loss is not None, "a step has micro-batches"
+        return StepOutcome(loss.detach(), self._finish(measure_norm))
+
+    def record(self, recording: RecordedStep, measure_norm: bool) -> None:
+        """Do on the recording's memory what the step does on its batches."""
+        for info, batch in zip(self.pulled.infos, recording.batches, strict=True):
+            self._prepared.gradients.begin(info)
+            loss, _ = self._add(batch)
+            recording.write_loss(loss)
+        norm = self._finish(measure_norm)
+        if norm is not None:
+            recording.norm.copy_(norm)
+        if (scale := self._prepared.gradients.scale) is not None:
+            scale.update()
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from command import phalanx
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
+from phalanx.data.ahead import fetch_ahead
 from phalanx.models.gpt import gpt
 from phalanx.models.resnet import resnet
 
@@ -108,7 +109,23 @@ CASES: dict[str, dict[str, Any]] = {
         "scaler_init_scale": 2.0**40,
         "scaler_growth_interval": 4,
     },
-    "deterministic order": {"lr_schedule": "inverse-sqrt", "warmup": 4, "seed": 3},
+    # The last batch of an epoch runs eagerly, and the scale that it leaves is used by the next graph.
+    "fp16 with ragged epochs": {
+        "mixed_precision": "fp16",
+        "scaler_init_scale": 2.0**20,
+        "scaler_growth_interval": 2,
+        "epochs": 8,
+        "max_steps": None,
+        "data": make_data(5 * 16 + 5),
+    },
+    "accumulation with ragged epochs": {
+        "gradient_accumulation_steps": 3,
+        "batch_size": 4,
+        "epochs": 5,
+        "max_steps": None,
+        "data": make_data(7 * 12 + 5),
+    },
+    "inverse-sqrt": {"lr_schedule": "inverse-sqrt", "warmup": 4, "seed": 3},
 }
 
 
@@ -239,6 +256,37 @@ def test_compiled(tmp_path, monkeypatch):
     captured = train(tmp_path, make_mlp(0.0), True, compile=True)
     assert captured[2].about(RECORDED), captured[2].texts
     assert_equal(captured, train(tmp_path, make_mlp(0.0), False, compile=True))
+
+
+class Plain(Dataset):
+    """A length and a `__getitem__`, which draws random numbers."""
+
+    def __init__(self, tensors: TensorDataset) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int):
+        inputs, target = self.tensors[index]
+        return inputs + 0.1 * torch.randn(16), target
+
+
+def test_batches_that_are_fetched_ahead(tmp_path, monkeypatch):
+    began: list[int] = []
+
+    def counted(*given):
+        began.append(1)
+        return fetch_ahead(*given)
+
+    monkeypatch.setattr("phalanx.data.mapped._WORTH_WORKERS", 100)
+    monkeypatch.setattr("phalanx.loop.prepare._MEASURED_BATCHES", 32)
+    monkeypatch.setattr("phalanx.data.ahead.fetch_ahead", counted)
+    monkeypatch.setattr("phalanx.data.ahead.worker_count", lambda ranks_here: 2)
+    data = Plain(make_data(16 * 400))
+    captured = train(tmp_path, make_mlp(), True, data=data, max_steps=600)
+    assert began, "the device waits for a data set that is read sample by sample"
+    assert_equal(captured, train(tmp_path, make_mlp(), False, data=data, max_steps=600))
 
 
 def test_two_ranks_over_nccl(tmp_path, monkeypatch, fork_server):

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.loop import capture
 from phalanx.loop.host_state import HostUse, change, hooked, model_state
-from phalanx.loop.recording import Pulled, batch_form, takes_rate_on_device
+from phalanx.loop.recording import Pulled, StaticBatch, batch_form, takes_rate_on_device
 
 
 class Replayed:
@@ -238,6 +238,23 @@ def test_the_form_of_a_batch():
         assert batch_form(first) != batch_form(other)
     assert batch_form({"a": first[0], "n": 3}) != batch_form({"a": first[0], "n": 4})
     assert Pulled([], []).form() == ()
+
+
+def test_a_batch_at_a_fixed_place():
+    batch = {"x": torch.randn(3, 5), "mask": torch.tensor([True, False, True]), "y": torch.arange(3)}
+    static = StaticBatch(batch, torch.device("cpu"))
+    static.put(batch.values())
+    assert all(torch.equal(static.batch[name], value) for name, value in batch.items())
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in static.tensors)
+    before = static.batch["x"].data_ptr()
+    static.put([batch["x"] + 1, batch["mask"], batch["y"]])
+    assert torch.equal(static.batch["x"], batch["x"] + 1)
+    assert static.batch["x"].data_ptr() == before
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    other = StaticBatch([images], torch.device("cpu"))
+    other.put([images])
+    assert torch.equal(other.batch[0], images)
+    assert other.batch[0].stride() == images.stride()
 
 
 def test_a_change_is_named():

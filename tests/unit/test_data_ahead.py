@@ -105,5 +105,5 @@ def test_only_data_without_handles_is_fetched_elsewhere(tmp_path):
         dataset.handle = handle
         assert not holds_data_only(dataset)
     dataset = Plain()
-    dataset.text = "x" * (65 << 20)
+    dataset.text = "x" * (17 << 20)
     assert not holds_data_only(dataset)
