@@ -123,6 +123,8 @@ class CommonSettings(TypedDict, total=False):
     mlflow_tracking: bool
     mlflow_experiment: str | None
     tensorboard_dir: str | os.PathLike[str] | None
+    fast: bool
+    memory: bool
     start_timeout: float | None
     stall_timeout: float | None
     stop_grace: float
