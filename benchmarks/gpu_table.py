@@ -262,7 +262,7 @@ def _table(model: str, found: dict[str, Any]) -> str:
 def curves(steps: int, modes: list[str]) -> dict[str, list[float]]:
     """Train GPT-2 124M on the bytes of Python's library in each mode from equal weights; return the losses."""
     found: dict[str, list[float]] = {}
-    data = _text(8 * steps, 1024)
+    data = _text(4 * steps, 1024)
     for name in modes:
         torch.manual_seed(0)
         losses: list[torch.Tensor] = []
@@ -278,7 +278,7 @@ def curves(steps: int, modes: list[str]) -> dict[str, list[float]]:
             **_MODES[name],
         )
         with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:
-            trainer.fit(DataLoader(data, batch_size=8, shuffle=False, pin_memory=True), run_dir=run_dir)
+            trainer.fit(DataLoader(data, batch_size=4, shuffle=False, pin_memory=True), run_dir=run_dir)
         found[name] = [round(loss.item(), 4) for loss in losses]
         last = sum(found[name][-100:]) / 100
         print(f"curve {name}: loss at 300 {sum(found[name][290:310]) / 20:.4f}, last 100 {last:.4f}", flush=True)
