@@ -33,7 +33,7 @@ COMMON = (
     "num_workers", "num_nodes", "device", "strategy", "batch_size", "epochs", "max_steps", "learning_rate",
     "optimizer", "weight_decay", "lr_schedule", "warmup", "seed", "data_dir", "mixed_precision",
     "gradient_accumulation_steps", "gradient_clipping", "compile", "fast", "memory", "checkpoint_frequency",
-    "resume_from_checkpoint", "keep_best", "early_stopping", "run_dir", "tensorboard", "wandb",
+    "resume_from_checkpoint", "run_dir", "tensorboard", "wandb",
 )  # fmt: skip
 """The settings that the short help shows."""
 

@@ -57,7 +57,7 @@ def test_an_unknown_group_is_answered_with_the_nearest():
 def test_switches_show_both_forms_and_choices_are_listed():
     out = phalanx("train", "--help-all").out
     assert "--[no-]compile " in out
-    assert "--[no-]mixed-precision [{fp16,bf16}]" in out
+    assert "--[no-]mixed-precision [{fp16,bf16,fp8}]" in out
     assert "--zero-stage {1,2,3}" in out
 
 
