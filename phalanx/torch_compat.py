@@ -139,10 +139,13 @@ raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_
 def scaled_product(
     first: Tensor, second: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """Return first @ second.t() + bias of 8-bit matrices with scales: one number, or one for each row [rows, 1]."""
-    by_rows = scales[1].ndim > 0
-    second_scale = scales[1].t() if by_rows else scales[1]
-    return torch._scaled_mm(first, second.t(), scales[0], second_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
+    """Return first @ second.t() + bias of 8-bit matrices with scales: one number, or one for each row [rows, 1].
+
+    Sums over tokens, for gradients of weights in float32, are added up precisely; the others in the fast way.
+    """
+    second_scale = scales[1].t() if scales[1].ndim > 0 else scales[1]
+    fast = dtype is not torch.float32
+    return torch._scaled_mm(first, second.t(), scales[0], second_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 # process groups

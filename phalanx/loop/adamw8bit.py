@@ -23,6 +23,9 @@ _BLOCK = 256
 _SMALLEST = 4096
 """Parameters with fewer values (norms, biases) keep states in float32: they need little memory."""
 _STATES = ("exp_avg", "exp_avg_root")
+_SAVED = (*_STATES, *(f"{name}_scale" for name in _STATES))
+_LEAST_ROOT = 2.0**-9
+"""The smallest positive e4m3. A root is never rounded to zero: the next step would divide by almost nothing."""
 _FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs on which Triton has e4m3; others take the same steps by torch's operations."""
 
@@ -30,8 +33,8 @@ _FIRST_CAPABILITY = (8, 9)
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW that keeps the average gradient m and the root of the average square v as 8-bit floats, scaled by block.
 
-    The root, because sqrt(v) and m have the same range: where one is rounded to zero, so is the other. A zero v under
-    an m that is not zero would be a step of m / eps.
+    The root, because its range is half as wide in powers of two as that of the square. It is never rounded to zero: m,
+    which has a scale of its own, may be positive there, and the step would be m / eps.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"lr = {lr}, betas = {betas}, eps = {eps}, weight_decay = {weight_decay}: one is negative")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -63,20 +68,31 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; torch makes states of the parameter's type, which for 8 bits loses nothing but memory."""
+        """Load a state; a state of another optimizer is refused.
+
+        torch makes states of the parameter's type: 8 bits survive that, and the scales are taken from what was given.
+        """
+        given = [
+            state_dict["state"].get(number, {}) for group in state_dict["param_groups"] for number in group["params"]
+        ]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        wanted = [(p, state) for p, state in zip(parameters, given, strict=False) if state and _block(p)]
+        if missing := [name for _, state in wanted for name in _SAVED if name not in state]:
+            raise ValueError(f"this is not a state of AdamW8bit: a parameter has no {missing[0]}")
         super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():
-            for name in _STATES if _block(parameter) else ():
-                state[name] = state[name].to(_EIGHT_BITS)
-                state[f"{name}_scale"] = state[f"{name}_scale"].float()
+        for parameter, state in wanted:
+            own = self.state[parameter]
+            own |= {name: own[name].to(_EIGHT_BITS) for name in _STATES}
+            own |= {name: state[name].to(own[name].device, copy=True) for name in _SAVED if name not in _STATES}
 
 
 def _block(parameter: Tensor) -> int:
     """Return the size of a parameter's blocks, which divides its rows; 0 for states in float32."""
-    if parameter.ndim < 2 or parameter.numel() < _SMALLEST:
+    piece = local(parameter)
+    if parameter.ndim < 2 or parameter.numel() < _SMALLEST or not piece.is_contiguous():
         return 0
-    row, size = parameter.shape[1:].numel(), _BLOCK
-    while size >= 32 and (row % size or local(parameter).numel() % size):
+    row, size = piece.shape[1:].numel(), _BLOCK
+    while size >= 32 and row % size:
         size //= 2
     return size if size >= 32 else 0
 
@@ -84,22 +100,25 @@ def _block(parameter: Tensor) -> int:
 def _new_state(parameter: Tensor) -> dict[str, Any]:
     block, piece = _block(parameter), local(parameter.detach())
     if not block:
-        zeros = (torch.zeros_like(piece, dtype=torch.float32) for _ in range(2))
-        average, square = (_like(parameter, each) for each in zeros)
-        return {"step": torch.zeros((), device=piece.device), "exp_avg": average, "exp_avg_sq": square}
+        zeros = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=piece.device), **zeros}
     state: dict[str, Any] = {"step": torch.zeros(())}
     for name in _STATES:
-        state[name] = _like(parameter, torch.zeros(piece.shape, dtype=_EIGHT_BITS, device=piece.device))
-        rows = (piece.shape[0], piece.shape[1:].numel() // block)
-        state[f"{name}_scale"] = _like(parameter, torch.zeros(rows, device=piece.device))
+        eight = torch.zeros(piece.shape, dtype=_EIGHT_BITS, device=piece.device)
+        scales = torch.zeros(piece.shape[0], piece.shape[1:].numel() // block, device=piece.device)
+        state[name], state[f"{name}_scale"] = _like(parameter, eight, 1), _like(parameter, scales, block)
     return state
 
 
-def _like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """Return a state of this rank's piece of a parameter, sharded as the parameter is."""
+def _like(parameter: Tensor, piece: Tensor, block: int) -> Tensor:
+    """Return a state with a value for each `block` values of a parameter, sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return piece
-    return DTensor.from_local(piece, parameter.device_mesh, parameter.placements, run_check=False)
+    shape = parameter.shape if block == 1 else torch.Size([parameter.shape[0], parameter.shape[1:].numel() // block])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _step_small(trained: list[tuple[Tensor, dict[str, Any]]], group: dict[str, Any]) -> None:
@@ -132,7 +151,7 @@ def _step_blocks(parameter: Tensor, state: dict[str, Any], block: int, group: di
     numbers = (rate, rate * group["weight_decay"], beta1, beta2, *corrections, group["eps"])
     assert parameter.grad is not None, "parameters without a gradient are not updated"
     weights, gradient = local(parameter.detach()), local(parameter.grad).contiguous()
-    states = tuple(local(state[name]) for name in (*_STATES, *(f"{each}_scale" for each in _STATES)))
+    states = tuple(local(state[name]) for name in _SAVED)
     if _has_kernel(weights):
         from phalanx.models.kernels import adamw8bit_
 
@@ -162,7 +181,7 @@ def _step_by_operations(
     average_scale.copy_(average.abs().amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
     average8.copy_((average / average_scale).to(_EIGHT_BITS))
     root_scale.copy_(root.amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
-    root8.copy_(rounded_either_way(root / root_scale, step).clamp_max(_LARGEST).to(_EIGHT_BITS))
+    root8.copy_(rounded_either_way(root / root_scale, step).clamp(_LEAST_ROOT, _LARGEST).to(_EIGHT_BITS))
 
 
 def rounded_either_way(values: Tensor, step: int) -> Tensor:

@@ -52,7 +52,7 @@ def use_fp8(model: nn.Module, blocks: list[nn.Module]) -> tuple[int, Callable[[]
     linears = {layer: nn.Linear for block in blocks for layer in block.modules() if _takes_fp8(layer)}
     for layer in linears:
         layer.__class__ = Fp8Linear  # in place: the layer stays the same object, with its names, hooks and state
-    heads = [layer for layer in model.modules() if isinstance(layer, LMHead)]
+    heads = [each for each in model.modules() if isinstance(each, LMHead) and not each.in_features % _MULTIPLE]
     for head in heads:
         head.fp8 = True
     return len(linears) + len(heads), partial(_undo, linears, heads)

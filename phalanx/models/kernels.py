@@ -33,7 +33,9 @@ def _cross_entropy_kernel(
     target = tl.load(targets + row)
     counts = target != IGNORED
     # Before the reductions, whose barriers keep other threads from overwriting it too early.
-    chosen = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
+    known = (target >= 0) & (target < vocabulary)
+    chosen = tl.load(logits + tl.where(known, target, 0)).to(tl.float32)
+    chosen = tl.where(known, chosen, float("nan"))  # a label that is no token: the run ends with a NaN loss
     columns = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], -1e30, tl.float32)  # of each lane: one reduction after the loop, none in it
     total = tl.zeros([BLOCK], tl.float32)
@@ -64,6 +66,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocabulary: int, eight_bits:
     Columns from `vocabulary` on are padding. `eight_bits` [tokens, width] gets the gradient times GRADIENT_SCALE.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    targets = targets.contiguous()
     both = eight_bits is not None
     _cross_entropy_kernel[(len(logits),)](
         logits,
@@ -161,7 +164,8 @@ def _adamw8bit_kernel(
     noise = (place + step.to(tl.int64) * 0x9E3779B9) * 0x2545F491
     noise = ((noise ^ (noise >> 15)) * 0x45D9F3B) >> 11
     bits = (root / scale).to(tl.int32, bitcast=True) + (noise & 0xFFFFF).to(tl.int32)
-    rounded = tl.minimum((bits & -0x100000).to(tl.float32, bitcast=True), LARGEST)
+    rounded = (bits & -0x100000).to(tl.float32, bitcast=True)
+    rounded = tl.minimum(tl.maximum(rounded, 0.001953125), LARGEST)  # never zero: the smallest positive e4m3
     tl.store(roots + place, rounded.to(roots.dtype.element_ty), mask=every)
 
 
@@ -170,6 +174,7 @@ def adamw8bit_(
 ) -> None:
     """Take a step of AdamW on blocks of neighbouring values; `states`: averages, roots, and the scales of both."""
     blocks = weights.numel() // block
+    assert all(scales.numel() == blocks for scales in states[2:]), "a scale for each block"
     rows = max(1, 2048 // block)
     _adamw8bit_kernel[(triton.cdiv(blocks, rows),)](
         weights, gradients, *states, blocks, step, *numbers, LARGEST=E4M3_LARGEST, ROWS=rows, BLOCK=block

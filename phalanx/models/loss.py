@@ -80,18 +80,18 @@ class _HeadLoss(torch.autograd.Function):
         ):
             loss, gradient = factors.loss(rows, labels, vocabulary, place)
             losses.append(loss)
-            for_weight = _add_product(for_weight, gradient, rows)
+            if ctx.needs_input_grad[1]:  # the matrix of adapters is frozen
+                for_weight = _add_product(for_weight, gradient, rows)
         count = (targets != IGNORED_LABEL).sum()
-        assert for_weight is not None, "a batch has tokens"
-        ctx.save_for_backward(for_hidden, for_weight[:vocabulary], count)
+        ctx.save_for_backward(for_hidden, None if for_weight is None else for_weight[:vocabulary], count)
         return torch.stack(losses).sum() / count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         for_hidden, for_weight, count = ctx.saved_tensors
-        scale = gradient / count
-        return for_hidden * scale, for_weight * scale, None, None
+        scale = gradient / count.clamp_min(1)  # without a label that counts the gradients are zero, the loss is NaN
+        return for_hidden * scale, None if for_weight is None else for_weight * scale, None, None
 
 
 class _Factors:
