@@ -12,6 +12,7 @@ import io
 import itertools
 import os
 import pickle
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ _MESSAGES = 3
 _SHARED_BYTES = 64 << 20
 """Free shared memory without which nothing is fetched ahead; a container has 64 MiB unless it is given more."""
 _PICKLED_BYTES = 16 << 20
+_PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def group_size(batch: Any) -> int:
@@ -79,7 +81,18 @@ class _Pickler(pickle.Pickler):
             if item.device.type != "cpu":
                 raise pickle.PicklingError("a tensor on a device, which a forked process cannot use")
             return str, ()
-        return (str, ()) if type(item) is np.ndarray and item.dtype != object else NotImplemented
+        if type(item) is np.ndarray and item.dtype != object:
+            return str, ()
+        if _pickles_itself(type(item)):
+            raise pickle.PicklingError("it may leave out a file, which a forked process shares")
+        return NotImplemented
+
+
+def _pickles_itself(kind: type) -> bool:
+    """Whether a class that is not of a library says itself what of it is pickled."""
+    if kind.__module__.partition(".")[0] in (*sys.stdlib_module_names, "numpy", "torch"):
+        return False
+    return any(getattr(kind, name, None) is not getattr(object, name, None) for name in _PICKLING)
 
 
 def holds_data_only(dataset: Any) -> bool:

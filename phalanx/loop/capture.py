@@ -242,7 +242,7 @@ class CapturedStep:
             return calls.run(measure_norm)
         if any(not isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(calls.pulled.batches)):
             self._why = "a batch holds more than tensors"
-        use = HostUse(self._prepared.unwrap(self._model), self._optimizer)
+        use = HostUse(self._prepared.unwrap(self._model), self._optimizer, calls.loss_fn)
         with use.watching():
             outcome = calls.run(measure_norm)
         self._why = self._why or use.reason or self._too_large()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,61 @@ _WAITS = "called a synchronizing CUDA operation"
 _ABOUT_WAITS = "Synchronization debug mode"
 """How its warning about these warnings begins: they do not tell of all waits. A capture does."""
 
+_MOST_ITEMS = 100
+"""Of a list that are compared."""
+
 State = dict[str, Any]
 """By name: values that can be compared."""
 
 
-def model_state(model: nn.Module) -> State:
-    """Return the plain attributes of a model's modules, how long their containers are, and where their tensors lie."""
+def seen(value: Any, depth: int = 3) -> Any:
+    """Return what can be compared of a value: plain values, places of tensors, states of generators, what it holds."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, (nn.Module, type)) or depth == 0:
+        return id(value)
+    if isinstance(value, Mapping):
+        return {str(key): seen(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [seen(item, depth - 1) for item in itertools.islice(value, _MOST_ITEMS)] + [len(value)]
+    return {name: seen(item, depth - 1) for name, item in _inside(value).items()}
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """Return what an object or a function holds: attributes, variables of a closure, arguments of a partial."""
+    held = dict(getattr(value, "__dict__", {}))
+    cells = getattr(value, "__closure__", None) or ()
+    names = value.__code__.co_freevars if cells else ()
+    for name, cell in zip(names, cells, strict=True):
+        with suppress(ValueError):  # an empty cell
+            held[name] = cell.cell_contents
+    for name in ("__self__", "func", "args", "keywords"):
+        if hasattr(value, name) and not isinstance(value, type):
+            held[name] = getattr(value, name)
+    return held
+
+
+def model_state(model: nn.Module, loss_fn: Any = None) -> State:
+    """Return what a model's modules and a loss hold on the host, and where their tensors lie."""
     found: State = {}
-    for path, module in model.named_modules():
+    if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+        found |= {f"loss_fn.{name}": seen(value) for name, value in _inside(loss_fn).items()}
+    losses = [("loss_fn", each) for each in loss_fn.modules()] if isinstance(loss_fn, nn.Module) else []
+    for path, module in [*model.named_modules(), *losses]:
         prefix = f"{path or type(module).__name__}."
         for name, value in vars(module).items():
             if type(value) in _PLAIN:
                 found[prefix + name] = value
-            elif isinstance(value, torch.Tensor):
-                found[prefix + name] = id(value)
-            elif name not in _OF_TORCH and isinstance(value, Sized):
-                found[prefix + name] = len(value)
+            elif name not in _OF_TORCH and name != "forward":  # compiled, or recomputed: made by this package
+                found[prefix + name] = seen(value)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found[name] = (tensor.data_ptr(), tensor.requires_grad)
     return found
@@ -154,18 +195,18 @@ class _Table:
 class HostUse:
     """Watches one step: afterwards `reason` says what of it needs the host; empty where nothing does."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = None) -> None:
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self.reason = ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Compare what the host holds before and after, and note where code waits for the device."""
-        states = model_state(self._model), optimizer_state(self._optimizer), random_state()
+        states = model_state(self._model, self._loss_fn), optimizer_state(self._optimizer), random_state()
         with _noted_waits(self._model) as waits:
             yield
         drawn = change(states[2], random_state())
-        changed = change(states[0], model_state(self._model))
+        changed = change(states[0], model_state(self._model, self._loss_fn))
         counted = change(states[1], optimizer_state(self._optimizer))
         hook = hooked(self._model, self._optimizer)
         if hook:

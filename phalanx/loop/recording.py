@@ -215,6 +215,7 @@ class StepCalls:
         self._prepared, self._model, self._optimizer, self._log = parts
         self._forward, self._step, self._by_tokens, self._reseed = forward, step, by_tokens, reseed
         self.pulled = pulled
+        self.loss_fn = forward.run if forward.loss_fn is None else forward.loss_fn
 
     def run_passes(self) -> torch.Tensor | None:
         """Run forward and backward of all micro-batches; return the last loss."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -325,3 +326,49 @@ def test_asked_for_without_a_gpu_is_said(tmp_path):
     messages.clear()
     train(tmp_path, capture=None, callbacks=[Sink()], epochs=1)
     assert not [text for _, text in messages if "capture" in text]
+
+
+class Holder(nn.Module):
+    """A model that keeps something on the host."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.held = held
+
+
+class Counter:
+    calls = 0
+
+
+@pytest.mark.parametrize(
+    ("held", "use"),
+    [
+        ({"calls": 0}, lambda held: held.update(calls=1)),
+        ([0], lambda held: held.__setitem__(0, 1)),
+        (Counter(), lambda held: setattr(held, "calls", 1)),
+        (random.Random(0), lambda held: held.random()),
+        (np.random.default_rng(0), lambda held: held.random()),
+        (torch.Generator(), lambda held: torch.rand(1, generator=held)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_model_holds_on_the_host_is_watched(held, use):
+    model = Holder(held)
+    before = model_state(model)
+    assert change(before, model_state(model)) == ""
+    use(held)
+    assert change(before, model_state(model)) == "Holder.held"
+
+
+def test_what_a_loss_holds_on_the_host_is_watched():
+    weights = {"now": 1.0}
+
+    def loss_fn(output, target):
+        weights["now"] *= 0.5
+        return weights["now"] * (output - target).square().mean()
+
+    model = Holder(None)
+    before = model_state(model, loss_fn)
+    loss_fn(torch.ones(1), torch.zeros(1))
+    assert change(before, model_state(model, loss_fn)) == "loss_fn.weights"
