@@ -70,7 +70,8 @@ _MODES: dict[str, dict[str, Any]] = {
 
 
 def _mode(name: str, on: bool) -> dict[str, Any]:
-    return _MODES[name] if on else {}
+    """Return the settings of a mode; turned off, in a later source than the one that has turned it on, the defaults."""
+    return _MODES[name] if on else {each: FIELDS[each].default for each in _MODES[name]}
 
 
 _OPTIONS = ("cpus_per_worker", "placement", "host_discovery_script", "adasum", "nvme_path", *OPTIONS)

@@ -122,10 +122,14 @@ def pipeline(settings: Settings) -> Mistakes:
         )
 
 
-@rule("optimizer", *STRATEGY)
+@rule("optimizer", "mixed_precision", *STRATEGY)
 def optimizer(settings: Settings) -> Mistakes:
     """Report an optimizer of this package where an engine or server takes the steps."""
     facts, keras = settings.facts, settings.framework == "keras"
+    if settings.mixed_precision == "fp8" and keras:
+        yield settings.mistake(
+            "mixed_precision", f" with {settings.backend}, which has no products in fp8: write bf16."
+        )
     if settings.optimizer == "adamw8bit" and (facts.shards_by_engine or facts.has_servers or keras):
         engine = settings.backend if keras else settings.resolved_strategy
         yield settings.mistake("optimizer", f" with {engine}, which takes the steps itself: write adamw.")

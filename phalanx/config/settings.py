@@ -384,7 +384,7 @@ def precision_name(wanted: bool | str, device_type: str) -> PrecisionName:
     """Return the precision of the forward pass; True picks what is fast: fp16 on CUDA, bf16 on a CPU that has it."""
     if wanted is True:
         return "fp16" if device_type == "cuda" else "bf16" if cpu_has_bf16() else "fp32"
-    if wanted is False:
+    if wanted is False or (wanted == "fp8" and device_type == "cpu" and not cpu_has_bf16()):
         return "fp32"
     return "fp16" if wanted == "fp16" else "bf16"  # the config allows no other name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,22 +52,24 @@ def resolve(
     recipe: Mapping[str, Any] | None = None,
     recipe_name: str = "",
     gpu_settings: Mapping[str, Any] | None = None,
+    on_gpus: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Merge all sources into one checked config; every mistake of every source is reported together.
 
-    Of several files a later one wins. `gpu_settings`: those of the recipe for GPUs, which are there.
+    Of several files a later one wins. `gpu_settings`: those of the recipe for GPUs, and `on_gpus`: whether there are
+    any. Each of them applies unless it contradicts what the user gives.
     """
     environ = os.environ if environ is None else environ
     if gpu_settings:
+        resolve({}, recipe=gpu_settings, recipe_name=recipe_name, environ={})  # mistakes of the recipe itself
         sources: dict[str, Any] = {"given_as": given_as, "file": file, "recipe_name": recipe_name, "environ": environ}
-        plain_recipe = resolve(given, recipe=recipe, **sources)
-        if plain_recipe.config.device == "cpu":
-            return plain_recipe
-        try:
-            return resolve(given, recipe={**(recipe or {}), **gpu_settings}, **sources)
-        except ConfigError:  # they contradict what the user gave, which is right without them
-            return plain_recipe
+        found, used = resolve(given, recipe=recipe, **sources), dict(recipe or {})
+        for name, value in gpu_settings.items() if on_gpus and found.config.device != "cpu" else ():
+            with suppress(ConfigError):
+                found = resolve(given, recipe={**used, name: value}, **sources)
+                used[name] = value
+        return found
     variables = {name: ENV_PREFIX + name.upper() for name in NAMES}
     files = [file] if isinstance(file, (str, Path)) else list(file or ())
     layers = [

@@ -33,7 +33,7 @@ class Precision:
         """Whether linear layers multiply in 8 bits."""
         self.note = _COMPUTES_IN_FP32 if wanted is True and emulated else None
         if self.fp8 and (why := _why_no_fp8(config, device, by_engine=by_engine)):
-            wanted, self.fp8 = False if emulated else "bf16", False
+            self.fp8 = False
             self.note = _NO_FP8.format(why=why, instead="fp32" if emulated else "bf16")
         self.name = precision_name(wanted, device.type)
         self.device_type = device.type

@@ -139,9 +139,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Te
     counted = targets != IGNORED_LABEL
     places = targets.where(counted, 0)[:, None]
     precise = logits[:, :vocabulary].to(torch.promote_types(logits.dtype, torch.float32))  # sums lose digits in half
-    norm = precise.logsumexp(-1, keepdim=True)
-    losses = (norm - precise.gather(1, places))[:, 0] * counted
-    shares = (precise - norm).exp_().scatter_add_(1, places, -torch.ones_like(norm)).mul_(counted[:, None])
+    # Not by exp: MKL's is less precise in the first call of a process now and then (1e-11 in float64).
+    losses = -precise.log_softmax(-1).gather(1, places)[:, 0] * counted
+    one = torch.ones_like(places, dtype=precise.dtype)
+    shares = precise.softmax(-1).scatter_add_(1, places, -one).mul_(counted[:, None])
     return losses, F.pad(shares.to(logits.dtype), (0, logits.shape[1] - vocabulary))
 
 
@@ -164,8 +165,14 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if is_split(logits):
             return split_token_loss(logits, targets)
         logits = whole_logits(logits)
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision loses digits in the sum
-    return F.cross_entropy(precise.flatten(0, 1), targets.flatten())
+    precise = torch.promote_types(logits.dtype, torch.float32)  # half precision loses digits in the sum
+    if torch.is_grad_enabled():
+        return F.cross_entropy(logits.to(precise).flatten(0, 1), targets.flatten())
+    rows, labels = logits.flatten(0, 1), targets.flatten()
+    chunk = max(1, _CHUNK_LOGITS // logits.shape[-1])  # in evaluation no more than a chunk is held in both types
+    pairs = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
+    total = torch.stack([F.cross_entropy(row.to(precise), label, reduction="sum") for row, label in pairs]).sum()
+    return total / (labels != IGNORED_LABEL).sum()
 
 
 def is_split(logits: Tensor) -> TypeGuard[DTensor]:

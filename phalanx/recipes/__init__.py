@@ -59,7 +59,7 @@ class Recipe:
         """Return it as a source of settings for `resolve`; with fewer GPUs than ranks there is one rank for each."""
         ranks = self.settings.get("num_workers", 1)
         settings = {**self.settings, "num_workers": gpus} if 0 < gpus < ranks else self.settings
-        return {"recipe": settings, "recipe_name": self.name, "gpu_settings": self.gpu_settings if gpus else {}}
+        return {"recipe": settings, "recipe_name": self.name, "gpu_settings": self.gpu_settings, "on_gpus": gpus > 0}
 
     def with_preset(self, preset: str | None) -> Recipe:
         """Return the recipe with another size of its model; an unknown one is refused with the nearest."""
