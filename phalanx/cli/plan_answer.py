@@ -138,6 +138,8 @@ def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, 
     cluster = _cluster(namespace)
     shape = presets.model(namespace.plan_model, namespace.input)
     limits = Constraints(**{name: getattr(namespace, name) for name in _LIMITS})
+    if limits.recompute is not None:  # what is given beside a mode wins
+        limits = replace(limits, memory=False)
     for name in _LIMITS:
         value = getattr(limits, name)
         if isinstance(value, int) and name != "memory" and value < (0 if name == "zero_stage" else 1):
@@ -192,7 +194,6 @@ def _goal(
     notes: list[tuple[str, str, str]] = []
     goal = default_goal(shape, cluster)
     known = presets.parts_of(cluster)[0].tflops
-    _check_modes(namespace)
     best = "fp8" if namespace.fast else next(name for name in ("bf16", "fp16", "fp32") if name in known)
     precision = namespace.precision or best
     optimizer = namespace.optimizer or ("adamw8bit" if namespace.memory else goal.optimizer)
@@ -229,19 +230,6 @@ def _goal(
         budget=namespace.budget,
         compile=namespace.compile or namespace.fast or namespace.memory,
     ), notes
-
-
-def _check_modes(namespace: argparse.Namespace) -> None:
-    """Refuse a flag that contradicts what --fast and --memory choose."""
-    for mode, flag, chosen in (
-        ("fast", "precision", "fp8"),
-        ("memory", "optimizer", "adamw8bit"),
-        ("memory", "recompute", "budget 0.5 or less"),
-    ):
-        if getattr(namespace, mode) and (given := getattr(namespace, flag)) not in (None, chosen):
-            raise UsageError(
-                f"--{mode} means --{flag} {chosen}, and --{flag} {given} was given: leave one of them out."
-            )
 
 
 def _positive(flag: str, value: int) -> int:

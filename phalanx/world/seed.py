@@ -99,7 +99,7 @@ class _PythonGenerator:
     """
 
     def __init__(self) -> None:
-        self._own: Any = random.seed.__self__  # type: ignore[attr-defined]  # the functions of `random` are its methods
+        self._own: Any = vars(random)["_inst"]  # whose methods the functions of `random` are
         self._memory = (ctypes.c_char * (4 * _KEY_WORDS + 4)).from_address(id(self._own) + object.__basicsize__)
         *words, position = self._own.getstate()[1]
         self._is_known = np.frombuffer(self._memory.raw, np.uint32).tolist() == [position, *words]

@@ -255,8 +255,6 @@ def test_a_hugging_face_config(tmp_path):
             ("llama-7b", "--gpus", 8, "--gpu", "a100", "--precision", "fp8"),
             "--precision bf16, or plan for another GPU",
         ),
-        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--fast", "--precision", "bf16"), "--fast means --precision fp8"),
-        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--memory", "--recompute", "full"), "--memory means --recompute"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--recompute", "budget 2"), "A budget is from 0 to 1"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--recompute", "budget 0.5"), "Write --compile"),
         (("llama-7b", "--gpus", 8, "--gpu", "t4", "--precision", "bf16"), "t4 has no bf16. It has: fp16, fp32"),
@@ -324,3 +322,10 @@ def test_calibrate_measures_this_machine_and_runs_teach_the_next_plan(tmp_path, 
 def _predicted():
     rows = json.loads(phalanx("report", "a", "--json").out)["predicted"]
     return {row["name"]: row for row in rows}
+
+
+def test_what_is_given_beside_a_mode_wins():
+    fast = phalanx("plan", "llama-7b", "--gpus", 8, "--gpu", "a100", "--fast", "--precision", "bf16")
+    assert "--mixed-precision bf16" in fast.out
+    small = phalanx("plan", "llama-7b", "--gpus", 8, "--gpu", "h100", "--memory", "--recompute", "budget 0.2")
+    assert "budget 0.2" in small.out

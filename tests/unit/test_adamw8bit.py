@@ -101,3 +101,61 @@ def test_a_run_is_resumed_with_equal_bits(model, batch, tmp_path, strategy):
     fit(3, "parts")
     resumed = fit(6, "parts", resume_from_checkpoint=True)
     assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("decades", [2, 5, 7])
+def test_gradients_of_very_different_sizes_in_a_block_take_steps_of_one_size(decades):
+    """A root that was rounded to zero would be a step of m / eps."""
+    weight = nn.Parameter(torch.zeros(16, 256))
+    size = 10 ** -torch.linspace(0, decades, 256)
+    optimizer = AdamW8bit([weight], lr=1e-3, weight_decay=0.0)
+    for step in range(200):
+        weight.grad = size * torch.randn(16, 256, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    assert weight.abs().max() < 0.15, "at most 200 steps of 0.001, of changing sign"
+
+
+def test_parameters_that_are_not_contiguous_or_in_bf16_are_trained():
+    convolution = nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
+    half = nn.Linear(64, 256).bfloat16()
+    optimizer = AdamW8bit([*convolution.parameters(), *half.parameters()], lr=1e-2)
+    before = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+    convolution(torch.randn(2, 64, 8, 8)).square().mean().backward()
+    half(torch.randn(2, 64, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(one, two) for one, two in zip(before, optimizer.param_groups[0]["params"], strict=True))
+    again = AdamW8bit([*convolution.parameters(), *half.parameters()], lr=1e-2)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name in ("exp_avg_scale", "exp_avg_root_scale"):
+        assert torch.equal(again.state[half.weight][name], optimizer.state[half.weight][name])
+
+
+def test_a_state_of_another_optimizer_is_refused(model, batch):
+    usual = torch.optim.AdamW(model.parameters())
+    train(model, usual, batch, 1)
+    with pytest.raises(ValueError, match="not a state of AdamW8bit: a parameter has no exp_avg_root"):
+        AdamW8bit(model.parameters()).load_state_dict(usual.state_dict())
+
+
+@pytest.mark.parametrize("layout", [{"strategy": "fsdp"}, {"tensor_parallel": 2}], ids=["odd shards", "split rows"])
+def test_split_models_are_trained_and_saved(ranks, tmp_path, layout):
+    def run() -> float:
+        from phalanx.models.gpt import gpt  # in the rank
+
+        torch.manual_seed(0)
+        tokens = torch.randint(259, (8, 65))
+        trainer = PyTorchDDPTrainer(
+            gpt(vocab_size=259, hidden=192, heads=2, layers=1),
+            device="cpu",
+            optimizer="adamw8bit",
+            batch_size=4,
+            max_steps=2,
+            checkpoint_dir=tmp_path / "saved",
+            checkpoint_frequency="1 steps",
+            **layout,
+        )
+        data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return trainer.fit(data, run_dir=tmp_path / "run").epochs[-1].train_loss
+
+    assert all(loss < 6 for loss in ranks(run, world_size=2))
+    assert (tmp_path / "saved" / "step-00000002").is_dir()

@@ -58,3 +58,29 @@ def test_a_compiled_model_has_the_same_loss():
     model, tokens = gpt("debug"), torch.randint(256, (2, 64))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens, tokens).loss
     torch.testing.assert_close(compiled, model(tokens, tokens).loss)
+
+
+def test_a_batch_without_a_label_that_counts_has_no_gradient():
+    """As of torch's cross entropy: the loss is NaN, and what other micro-batches add up stays as it is."""
+    head, hidden = LMHead(16, 64, bias=False), torch.randn(2, 8, 16, requires_grad=True)
+    loss = head(hidden, torch.full((2, 8), -100))
+    assert loss.isnan()
+    (0.0 * loss).backward()
+    assert not hidden.grad.any()
+    assert not head.weight.grad.any()
+
+
+def test_a_frozen_matrix_gets_no_gradient():
+    head, hidden = LMHead(16, 64, bias=False).requires_grad_(False), torch.randn(2, 8, 16, requires_grad=True)
+    head(hidden, torch.randint(64, (2, 8))).backward()
+    assert hidden.grad.any()
+    assert head.weight.grad is None
+
+
+def test_evaluation_by_chunks_has_the_same_loss(monkeypatch):
+    logits, targets = torch.randn(3, 50, 100), torch.randint(100, (3, 50))
+    targets[0, :7] = -100
+    whole = token_loss(logits, targets)
+    monkeypatch.setattr(loss, "_CHUNK_LOGITS", 1000)
+    with torch.no_grad():
+        torch.testing.assert_close(token_loss(logits, targets), whole)
