@@ -35,7 +35,7 @@ def _cross_entropy_kernel(
     # Before the reductions, whose barriers keep other threads from overwriting it too early.
     known = (target >= 0) & (target < vocabulary)
     chosen = tl.load(logits + tl.where(known, target, 0)).to(tl.float32)
-    chosen = tl.where(known, chosen, float("nan"))  # a label that is no token: the run ends with a NaN loss
+    chosen = tl.where(known, chosen, float("nan"))  # a label outside the vocabulary: the loss is NaN
     columns = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], -1e30, tl.float32)  # of each lane: one reduction after the loop, none in it
     total = tl.zeros([BLOCK], tl.float32)

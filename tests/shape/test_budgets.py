@@ -21,8 +21,8 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 79_100, "core": 49_730}
-FILES = 432
+LINES = {"package": 80_550, "core": 50_850}
+FILES = 438
 SETTINGS = 96
 NUMBER_OF_VERBS = 21
 CLASS_LINES = 250
