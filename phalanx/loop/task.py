@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ class TrainTask:
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:
     """Return the task's optimizer: the user's instance, what the user's factory makes, or the config's choice."""
     given = task.optimizer
+    if given is not None and config.optimizer == "adamw8bit":  # which the mode `memory` has chosen
+        warnings.warn("the optimizer that was given is used, and not adamw8bit of memory=True", stacklevel=2)
     if given is None:
         return build_optimizer(config, task.model.parameters(), device, sparse=bool(_sparse_embeddings(task.model)))
     if isinstance(given, torch.optim.Optimizer):

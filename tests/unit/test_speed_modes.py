@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from phalanx import PyTorchDDPTrainer
 from phalanx.config import resolve
 from phalanx.errors import ConfigError
 from phalanx.loop.activation import spare_activations
@@ -121,3 +123,20 @@ def test_the_residual_stream_is_bf16_under_autocast_alone():
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens)
     assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_an_optimizer_that_is_given_beside_the_memory_mode_is_used_and_said(tmp_path):
+    model = nn.Linear(4, 2)
+    trainer = PyTorchDDPTrainer(
+        model,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        device="cpu",
+        memory=True,
+        activation_checkpointing=False,
+        compile=False,
+        batch_size=4,
+        max_steps=1,
+    )
+    with pytest.warns(UserWarning, match="the optimizer that was given is used, and not adamw8bit"):
+        trainer.fit(TensorDataset(torch.randn(4, 4), torch.randn(4, 2)), run_dir=tmp_path)
