@@ -9,7 +9,9 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ _ABOUT_WAITS = "Synchronization debug mode"
 """How its warning about these warnings begins: they do not tell of all waits. A capture does."""
 
 _MOST_ITEMS = 100
-"""Of a list that are compared."""
+"""Of a list or a dict that are compared."""
 
 State = dict[str, Any]
 """By name: values that can be compared."""
@@ -45,7 +47,9 @@ def seen(value: Any, depth: int = 3) -> Any:
     if isinstance(value, (nn.Module, type)) or depth == 0:
         return id(value)
     if isinstance(value, Mapping):
-        return {str(key): seen(item, depth - 1) for key, item in value.items()}
+        return [(str(key), seen(item, depth - 1)) for key, item in itertools.islice(value.items(), _MOST_ITEMS)] + [
+            len(value)
+        ]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [seen(item, depth - 1) for item in itertools.islice(value, _MOST_ITEMS)] + [len(value)]
     return {name: seen(item, depth - 1) for name, item in _inside(value).items()}
@@ -59,9 +63,10 @@ def _inside(value: Any) -> dict[str, Any]:
     for name, cell in zip(names, cells, strict=True):
         with suppress(ValueError):  # an empty cell
             held[name] = cell.cell_contents
-    for name in ("__self__", "func", "args", "keywords"):
-        if hasattr(value, name) and not isinstance(value, type):
-            held[name] = getattr(value, name)
+    if isinstance(value, partial):
+        held |= {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif isinstance(value, MethodType):
+        held["self"] = value.__self__
     return held
 
 
