@@ -46,7 +46,8 @@ class AdamW8bit(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"lr = {lr}, betas = {betas}, eps = {eps}, weight_decay = {weight_decay}: one is negative")
+            numbers = f"the rate {lr}, betas {betas}, eps {eps} and the weight decay {weight_decay}"
+            raise ValueError(f"AdamW8bit got {numbers}: none may be negative, and betas are below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

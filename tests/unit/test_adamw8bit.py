@@ -159,3 +159,11 @@ def test_split_models_are_trained_and_saved(ranks, tmp_path, layout):
 
     assert all(loss < 6 for loss in ranks(run, world_size=2))
     assert (tmp_path / "saved" / "step-00000002").is_dir()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}], ids=str
+)
+def test_numbers_that_make_no_sense_are_refused(model, wrong):
+    with pytest.raises(ValueError, match="none may be negative, and betas are below 1"):
+        AdamW8bit(model.parameters(), **wrong)
