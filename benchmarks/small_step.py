@@ -26,27 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
+from workloads import PlainDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.models.gpt import gpt
 from phalanx.models.resnet import resnet
 
 Loss = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
-
-
-class PlainDataset(Dataset[tuple[Tensor, ...]]):
-    """What users write: a length and a `__getitem__`."""
-
-    def __init__(self, tensors: TensorDataset) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        inputs, targets = self.tensors.tensors
-        return inputs[index], targets[index]
 
 
 def make_model(name: str) -> nn.Module:
