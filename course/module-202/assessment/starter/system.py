@@ -1,0 +1,54 @@
+"""Practical assessment: a distributed training system. The contract is in the docstrings; README.md has the rubric.
+
+You decide how it is built inside. torch.distributed (its default group is ready when `fit` is called), torch and the
+standard library are allowed; torch's DistributedDataParallel and FSDP are not: the point is to build it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+
+class TrainingSystem:
+    """Synchronous data-parallel training by SGD with momentum, with checkpoints that survive failures."""
+
+    def __init__(self, model: nn.Module, learning_rate: float, momentum: float, folder: Path) -> None:
+        """Keep what training needs. Ranks may come with different weights: those of rank 0 count.
+
+        folder: where checkpoints are, shared by all ranks; it may hold those of an earlier run, also of one with
+        another number of ranks, and files that were cut off in the middle.
+        """
+        # TODO assessment-correct: begin from equal weights, buffers and optimizer state on all ranks.
+        #   Hint 1: which ranks could differ at this point, and in what?
+        #   Hint 2: phase 1 broadcasts weights and buffers; phase 4 keeps a complete state.
+        #   Hint 3: keep the momentum as tensors of your own, or take torch.optim.SGD and its state_dict.
+        raise NotImplementedError("TrainingSystem")
+
+    def fit(
+        self, inputs: Tensor, targets: Tensor, steps: int, global_batch: int, seed: int, checkpoint_every: int
+    ) -> list[float]:
+        """Train until `steps` steps are done in all, and return the loss of each step that this call computed.
+
+        Step k takes the rows k * global_batch ... of an endless list of samples: epoch 0 is torch.randperm of all rows
+        with a torch.Generator of seed `seed`, epoch 1 of `seed + 1`, and so on; a batch may reach into the next epoch.
+        The loss is the mean squared error over the global batch, the same number on all ranks; the update is that of
+        one process on the global batch, for any number of ranks, also where it does not divide the batch.
+
+        A checkpoint is written after every `checkpoint_every` steps. Where the folder holds a whole one, `fit`
+        continues after it. A process may be killed at any moment.
+        """
+        # TODO assessment-recovery: the loop, checkpoints, and continuing from them.
+        #   Hint 1: what does step k need to know to choose its rows, if it did not see the steps before?
+        #   Hint 2: a sum over ranks of sums, divided by the global batch, is right for ragged parts.
+        #   Hint 3: write to a temporary name, rename, and let a reader try the newest file first.
+        # TODO assessment-bytes: send each gradient once per step, and nothing else but the loss.
+        #   Hint 1: what is the least that data parallelism has to send?
+        #   Hint 2: count your collectives and their bytes per step.
+        #   Hint 3: the loss can travel in the same buffer as the gradients.
+        # TODO assessment-throughput: fewer collectives, as each one has a fixed latency.
+        #   Hint 1: what does a collective of 4 bytes cost, compared with one of 1 MB?
+        #   Hint 2: one flat buffer, or a few buckets.
+        #   Hint 3: views into the buffer spare the copies.
+        raise NotImplementedError("TrainingSystem")

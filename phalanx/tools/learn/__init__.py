@@ -1,0 +1,1 @@
+"""`phalanx learn`: the course from the command line."""

@@ -1,0 +1,113 @@
+"""Every template fails with words that teach, every solution passes, every wrong answer is called by its name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from grader.exercise import grade
+from grader.hints import hints
+from long_proofs import ALL
+from wrong import COURSE, LISTED, OF_PHASES, RIGHT, WRONG, Right, Wrong, exercise
+
+
+def named(each: Wrong | Right) -> str:
+    return f"{each.exercise}-{each.mistake if isinstance(each, Wrong) else each.way}".replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_template_fails_with_a_hint(name):
+    result = grade(exercise(name), COURSE / LISTED[name].template)
+    assert not result.passed
+    assert f"{LISTED[name].target} is not written yet" in result.message
+    assert "Hint 1:" in result.message
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_solution_passes(name):
+    result = grade(exercise(name), LISTED[name].solution)
+    assert result.passed, f"{result.message} (seed {result.seed})"
+
+
+FIRST = {each.exercise: each for each in reversed(WRONG) if each.fast}
+"""One telling wrong answer per exercise: `make test` has 90 seconds for the course."""
+
+
+@pytest.mark.parametrize("wrong", WRONG if ALL else FIRST.values(), ids=named)
+def test_a_wrong_answer_is_called_by_its_name(wrong, tmp_path):
+    solution = LISTED[wrong.exercise].solution
+    file = tmp_path / solution.name
+    file.write_text(wrong.source(solution.read_text()))
+    result = grade(exercise(wrong.exercise), file)
+    assert not result.passed, f"passed with seed {result.seed}"
+    assert wrong.says in result.message, f"{result.message} (seed {result.seed})"
+
+
+@pytest.mark.parametrize("right", RIGHT if ALL else RIGHT[::4], ids=named)
+def test_another_right_answer_passes(right, tmp_path):
+    solution = LISTED[right.exercise].solution
+    file = tmp_path / solution.name
+    file.write_text(right.source(solution.read_text()))
+    result = grade(exercise(right.exercise), file)
+    assert result.passed, f"{result.message} (seed {result.seed})"
+
+
+def test_there_are_enough_answers():
+    wrong, right = Counter(each.exercise for each in WRONG), Counter(each.exercise for each in RIGHT)
+    few = {name: (wrong[name], right[name] + 1) for name in OF_PHASES if wrong[name] < 10 or right[name] + 1 < 3}
+    assert not few, f"(wrong, right) answers: {few}"
+    for each in WRONG:
+        assert each.source(LISTED[each.exercise].solution.read_text())
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_todo_has_three_hints_and_gives_nothing_away(name):
+    template = COURSE / LISTED[name].template
+    assert len(hints(template, name)) == 3
+    block = re.search(rf"^ *# TODO {name}:.*\n((?: *#(?! TODO).*\n)+)", template.read_text(), re.MULTILINE)
+    assert block is not None
+    assert 5 <= len(block[0].splitlines()) + 1 <= 25
+
+
+def test_files_are_as_long_as_they_may_be():
+    files = [*COURSE.glob("phase*/template_*.py"), *COURSE.glob("solutions/*/*.py")]
+    long = {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 250}
+    assert not long
+    texts = {file.parent.name: file.read_text() for file in COURSE.glob("phase*/guidelines.md")}
+    words = {name: len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) for name, text in texts.items()}
+    assert len(words) == 4
+    assert all(1_500 <= count <= 3_000 for count in words.values()), words
+
+
+def test_course_code_is_torch_and_the_standard_library():
+    allowed = {*sys.stdlib_module_names, "torch", "numpy", "PIL", "grader"}
+    for file in [*COURSE.glob("phase*/*.py"), *COURSE.glob("solutions/*/*.py"), *COURSE.glob("grader/**/*.py")]:
+        siblings = {other.stem for other in file.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            assert {name.partition(".")[0] for name in names} <= allowed | siblings, file
+
+
+@pytest.mark.parametrize(
+    "script", sorted({*COURSE.glob("pictures/*.py")} - {COURSE / "pictures" / "draw.py"}), ids=lambda path: path.stem
+)
+def test_pictures_are_what_their_script_draws(script, tmp_path):
+    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=60)
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert drawn
+    for picture in drawn:
+        assert picture.read_text() == (COURSE / "pictures" / picture.name).read_text(), picture.name
+
+
+def test_links_of_the_course_resolve():
+    link = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+    links = [(file, target) for file in COURSE.rglob("*.md") for target in link.findall(file.read_text())]
+    assert not [
+        f"{file.relative_to(COURSE)}: {target}" for file, target in links if not (file.parent / target).exists()
+    ]
