@@ -50,7 +50,7 @@ optional = { $(2) || echo "going on without $(1): its tests are skipped"; }
 $(VENV)/.engines: $(VENV)/.phalanx
 	@# One extra for each call: a comma would end the argument of `call`.
 	@$(call optional,Ray,$(UV) --editable '.[ray]')
-	@$(call optional,Ray Serve,$(UV) --editable '.[serve]')
+	@$(call optional,Ray Serve,$(UV) --editable '.[ray-serve]')
 	@$(call optional,MLflow,$(UV) --editable '.[mlflow]')
 	@$(call optional,Weights & Biases,$(UV) --editable '.[wandb]')
 	@$(call optional,Optuna,$(UV) --editable '.[tune]')
@@ -81,6 +81,7 @@ lint: $(VENV)/.test $(VENV)/.lint ## ruff, mypy and codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy course/grader --exclude checks
 	$(BIN)/codespell
 
 format: $(VENV)/.lint ## format the code

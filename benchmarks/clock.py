@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_LAST_LOSSES = 20
+
 
 class StepClock:
     """Times the steps after the warm-up, in total: periodic work of a framework counts with the steps it falls into.
@@ -20,6 +22,7 @@ class StepClock:
         self.taken = 0
         self.first_at = 0.0
         """When the first step was done, by the clock on the wall: the process that started us has the same."""
+        self._losses: list[torch.Tensor] = []
         self._began = 0.0
         self._ended = 0.0
 
@@ -44,6 +47,16 @@ class StepClock:
             self._began = _now()
         elif self.taken == self.total_steps:
             self._ended = _now()
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a step that is not done yet, or is just done, if it is one of the last; without a wait."""
+        if self.taken >= self.total_steps - _LAST_LOSSES:
+            self._losses.append(loss.detach().clone())  # a CUDA graph writes the next loss to the same place
+
+    @property
+    def last_loss(self) -> float:
+        """The mean of the last losses."""
+        return sum(loss.item() for loss in self._losses) / len(self._losses)
 
     @property
     def ms_per_step(self) -> float:

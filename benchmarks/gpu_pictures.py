@@ -24,7 +24,7 @@ def main() -> None:
     """Write NAME-table.svg and NAME-curves.svg."""
     document = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     colors = dict(zip(_CONTESTANTS, COLORS, strict=False))
-    charts = [_speed(model, rows, colors) for model, rows in document["models"].items()]
+    charts = [_speed(model, rows, colors) for model, rows in document["models"].items() if "ms" in rows.get("raw", {})]
     title = f"Speed against memory, each times the raw loop ({document['environment']['device']})"
     write_picture(f"{sys.argv[2]}-table.svg", title, charts, _CELL, _CONTESTANTS)
     if curves := document.get("curves"):

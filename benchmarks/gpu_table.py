@@ -1,13 +1,20 @@
 """One GPU, one table: hand-written loops, Accelerate, Lightning and HF Trainer against Phalanx, also fast and small.
 
-    python benchmarks/gpu_table.py                              # every model, under 20 minutes on one H200
+    python benchmarks/gpu_table.py --json table.json            # every model, under 20 minutes on one H200
     python benchmarks/gpu_table.py --model gpt2 --only raw ours # a part of it
-    python benchmarks/gpu_table.py --curves --json table.json   # 2,000 steps of each mode of Phalanx as well
+    python benchmarks/gpu_table.py --curves                     # 2,000 steps of each mode of Phalanx as well
+
+Where a command may not take that long, name some models, then the others, with the same file: it is added to, and the
+last command prints the whole table (about 9 minutes each on an H200):
+
+    python benchmarks/gpu_table.py --json table.json --model gpt2 resnet50
+    python benchmarks/gpu_table.py --json table.json --model llama-1b gpt2-medium gpt2-xl vit-b16 bert-large
 
 The rivals train the model as people write it by hand (plain_models.py; ResNet-50 and ViT of torchvision, BERT-Large
-of transformers), compiled, in bf16, with fused AdamW. Phalanx trains its own language models by their presets, and the
-same vision models and BERT. Every model has a process of its own with an empty compile cache; in it one contestant
-follows the other. `first` is the time from the call to the end of the first step, compilation included.
+of transformers), compiled, in bf16, channels last, with fused AdamW. Phalanx trains its own language models by their
+presets, and the same vision models and BERT. Every model has a process of its own with an empty compile cache; in it
+one contestant follows the other, on equal batches in equal order. `first step` is the time from the call to the end of
+the first step, compilation included. `loss` is the mean of the last 20 of 300 steps: the steps that are timed.
 """
 
 from __future__ import annotations
@@ -22,79 +29,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from clock import StepClock
-from contestants import CONTESTANTS
-from plain_models import Bert, Images, PlainDecoder
+from contestants import CONTESTANTS as LOOPS
+from gpu_cases import CASES, CONTESTANTS, MODES, Case, text
 from report import describe, environment, table, write_json
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from workloads import PlainDataset, Task, Workload
+from torch.utils.data import DataLoader, Dataset
+from workloads import Task, Workload
 
 from phalanx import PyTorchDDPTrainer, torch_compiler
 
-_MODES: dict[str, dict[str, Any]] = {
-    "ours": {"mixed_precision": "bf16", "compile": True},
-    "ours fast": {"fast": True},
-    "ours small": {"memory": True, "mixed_precision": "bf16"},
-}
-_RIVALS = {"raw": "raw", "accelerate": "accelerate", "lightning": "lightning", "hf": "hf"}
 _PEAK = 989e12
-"""bf16 operations per second of an H100 or H200."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model of the table: how the rivals build it, how Phalanx does, and its batch."""
-
-    plain: Callable[[], nn.Module]
-    ours: Callable[[], nn.Module]
-    batch: int
-    shape: tuple[int, ...]
-    """Of a sample: (tokens,), or (channels, height, width) of an image."""
-    vocabulary: int
-    flops: Callable[[nn.Module], float]
-    """Operations of training on one sample, of our model."""
-
-
-def _gpt(preset: str, layers: int, hidden: int, heads: int, batch: int) -> Case:
-    def ours() -> nn.Module:
-        from phalanx.models.gpt import gpt
-
-        return gpt(preset)
-
-    plain = lambda: PlainDecoder(50257, 1024, layers, hidden, heads)  # noqa: E731
-    return Case(plain, ours, batch, (1024,), 50257, lambda model: 1024 * model.flops_per_token(1024))
-
-
-def _llama() -> Case:
-    def ours() -> nn.Module:
-        from phalanx.models.llama import llama
-
-        return llama("1b", seq_len=2048)
-
-    plain = lambda: PlainDecoder(128256, 2048, 16, 2048, 32, 8, 8192, llama=True)  # noqa: E731
-    return Case(plain, ours, 8, (2048,), 128256, lambda model: 2048 * model.flops_per_token(2048))
-
-
-def _same(make: Callable[[], nn.Module], batch: int, shape: tuple[int, ...], vocabulary: int) -> Case:
-    """Return a model that the rivals and Phalanx train alike."""
-    return Case(make, make, batch, shape, vocabulary, lambda model: 0.0)
-
-
-CASES = {
-    "gpt2": _gpt("gpt2", 12, 768, 12, 32),
-    "llama-1b": _llama(),
-    "gpt2-medium": _gpt("gpt2-medium", 24, 1024, 16, 16),
-    "gpt2-xl": _gpt("gpt2-xl", 48, 1600, 25, 8),
-    "resnet50": _same(lambda: Images("resnet50"), 256, (3, 224, 224), 0),
-    "vit-b16": _same(lambda: Images("vit_b_16"), 256, (3, 224, 224), 0),
-    "bert-large": _same(Bert, 32, (512,), 30522),
-}
+"""bf16 operations per second of an H100 or H200, of which MFU is a share, on other GPUs too."""
+_WARMUP = 10
+_WEIGHT_DECAY = 0.01
+"""That of torch's AdamW, which the rivals use."""
 
 
 class GpuClock(StepClock):
@@ -111,115 +63,154 @@ class GpuClock(StepClock):
         """Count a step that is done."""
         super().tick()
         if self.taken == 1:
-            torch.cuda.synchronize()
+            _synchronize()
             self.first = time.time() - self.started
-        self.peak = torch.cuda.max_memory_reserved() if self.taken == self.total_steps else self.peak
+        self.peak = _reserved() if self.taken == self.total_steps else self.peak
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _reserved() -> int:
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
 
 
 def main() -> None:
     """Run each model in a process of its own, and print the tables."""
     options = _parse()
     if options.inside:
-        _measure(options.model[0], options.only, options.steps, options.json)
+        torch.set_float32_matmul_precision("high")
+        measure(CASES[options.model[0]], options.only, options.steps, options.json)
         return
-    document: dict[str, Any] = {"environment": environment("cuda"), "models": {}}
+    document = _read(options.json)
+    document["environment"] = environment("cuda")
     print(describe(document["environment"]), flush=True)
     for model in options.model or CASES:
-        document["models"][model] = _in_process(model, options)
-        print("\n" + _table(model, document["models"][model]), flush=True)
+        began = time.time()
+        document["models"].setdefault(model, {}).update(_in_process(model, options))
+        document["seconds"][model] = time.time() - began
+        print(f"\n{_table(model, document)}\n{model}: {document['seconds'][model]:.0f} s", flush=True)
         write_json(options.json, document)
     if options.curves:
-        document["curves"] = curves(options.curves, [name for name in options.only if name in _MODES])
+        document["curves"] = curves(options.curves, [name for name in MODES if name in (options.only or MODES)])
         write_json(options.json, document)
+    print(f"\n{whole_table(document)}", flush=True)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=tuple(CASES), help="which models (default: all)")
-    parser.add_argument("--only", nargs="+", choices=(*_RIVALS, *_MODES), default=[*_RIVALS, *_MODES])
-    parser.add_argument("--steps", type=int, default=20, help="measured steps")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="which contestants (default: as the model has)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps, where no loss is compared")
     parser.add_argument("--curves", type=int, nargs="?", const=2000, default=0, help="steps of a loss curve per mode")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers here; what the file has of other models stays")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
+def _read(path: Path | None) -> dict[str, Any]:
+    """Return the numbers of earlier commands, and places for those that were not measured."""
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+    return {"models": {}, "seconds": {}, **earlier}
+
+
 def _in_process(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        sys.exit("gpu_table.py measures one GPU, and torch finds none here.")
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--inside", "--model", model, "--steps", str(options.steps)]
-        command += ["--json", str(result), "--only", *options.only]
+        command += ["--json", str(result), "--only", *(options.only or CASES[model].contestants)]
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        subprocess.run(command, check=False, env={**os.environ, **caches})
+        code = subprocess.run(command, check=False, env={**os.environ, **caches}).returncode
+        if code:
+            print(f"{model}: its process ended with exit code {code}; contestants without a row were not measured")
         return json.loads(result.read_text()) if result.is_file() else {}
 
 
-def _measure(model: str, names: list[str], steps: int, path: Path) -> None:
-    torch.set_float32_matmul_precision("high")
-    found: dict[str, Any] = {}
+def measure(
+    case: Case, names: list[str], steps: int, path: Path | None = None, device: str = "cuda"
+) -> dict[str, dict[str, Any]]:
+    """Train a model with one contestant after the other; return their numbers, and write them after each.
+
+    On a CPU, for tests: in fp32, not compiled.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    flops, total = _flops(case), case.loss_steps or _WARMUP + steps
+    data = case.data(case.batch * (total + 2))  # a loop that looks one batch ahead must not meet the end of the epoch
     for name in names:
-        if name in _RIVALS and not CONTESTANTS[_RIVALS[name]].is_installed:
+        if name not in MODES and not LOOPS[name].is_installed:
             continue
         try:
-            found[name] = _train(CASES[model], name, steps)
+            found[name] = _train(case, name, GpuClock(_WARMUP, total - _WARMUP), data, device)
+            found[name]["mfu"] = case.batch * flops / (found[name]["ms"] / 1e3) / _PEAK
         except Exception as error:  # noqa: BLE001 - one contestant that fails must not cost the others
             found[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        print(f"{model} {name}: {found[name]}", flush=True)
-        path.write_text(json.dumps(found), encoding="utf-8")
-        torch._dynamo.reset()
-        gc.collect()
+        print(f"{name}: {found[name]}", flush=True)
+        if path is not None:
+            path.write_text(json.dumps(found), encoding="utf-8")
+        _release(device)
+    return found
+
+
+def _flops(case: Case) -> float:
+    """Return the operations of a sample; 0, and no MFU, for a version of a library whose model cannot be counted."""
+    try:
+        return case.flops
+    except Exception as error:  # noqa: BLE001 - its speed is measured all the same
+        print(f"operations are not counted: {type(error).__name__}: {error}"[:500], flush=True)
+        return 0.0
+
+
+def _release(device: str) -> None:
+    """Forget the contestant before: its graphs and its memory."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def _train(case: Case, name: str, steps: int) -> dict[str, float]:
+def _train(case: Case, name: str, clock: GpuClock, data: Dataset[Any], device: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    clock = GpuClock(10, steps)
-    is_ours = name in _MODES
-    model = case.ours() if is_ours else case.plain()
-    flops = case.flops(model) if is_ours else 0.0
-    data = _data(case, case.batch * (clock.total_steps + 2))
-    workload = Workload(case.batch, clock.warmup, clock.steps, bf16=True, compile=True)
-    task = Task(workload, model, PlainDataset(data), data, clock, "cuda", 1)
-    torch.cuda.reset_peak_memory_stats()
+    with torch.device(device):  # weights of a billion parameters are drawn in no time there
+        model = (case.ours if name in MODES else case.plain)()
+    on_gpu = device == "cuda"
+    options = {"bf16": on_gpu, "compile": on_gpu, "in_order": True, "workers": case.workers if on_gpu else 0}
+    workload = Workload(case.batch, clock.warmup, clock.steps, **options)
+    task = Task(workload, model.cpu(), data, data, clock, device, 1)
+    _release(device)
     compiling = _compile_seconds()
     clock.started = time.time()
-    if is_ours:
-        _run_ours(task, _MODES[name])
+    if name in MODES:
+        _run_ours(task, {**(MODES[name] if on_gpu else {}), **case.settings})
     else:
-        contestant = CONTESTANTS[_RIVALS[name]]
-        getattr(importlib.import_module(contestant.module), contestant.function)(task)
+        getattr(importlib.import_module(LOOPS[name].module), LOOPS[name].function)(task)
     ms = clock.ms_per_step
     units = case.batch * (case.shape[0] if case.vocabulary else 1)
-    return {
-        "ms": ms,
-        "per_second": units / ms * 1e3,
-        "mfu": case.batch * flops / (ms / 1e3) / _PEAK,
-        "gib": clock.peak / 2**30,
-        "first": clock.first,
-        "compile": compiling(),
-    }
-
-
-def _data(case: Case, samples: int) -> TensorDataset:
-    if not case.vocabulary:
-        images = torch.randint(256, (samples, *case.shape), dtype=torch.uint8)
-        return TensorDataset(images, torch.randint(1000, (samples,)))
-    tokens = torch.randint(case.vocabulary, (samples, case.shape[0] + 1))
-    return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    numbers = {"ms": ms, "per_second": units / ms * 1e3, "gib": clock.peak / 2**30}
+    loss = {"loss": clock.last_loss} if case.loss_steps else {}
+    return {**numbers, "first": clock.first, "compile": compiling(), **loss}
 
 
 def _run_ours(task: Task, settings: dict[str, Any]) -> None:
+    def after_step(info: Any) -> None:
+        task.clock.note(info.loss_tensor)
+        task.clock.tick()
+
     trainer = PyTorchDDPTrainer(
         task.model,
-        device="cuda",
+        device=task.device,
         learning_rate=1e-4,
+        weight_decay=_WEIGHT_DECAY,
         max_steps=task.steps,
-        callbacks=[lambda *_: task.clock.tick()],
+        callbacks=[after_step],
         **settings,
     )
-    loader = DataLoader(task.dataset, batch_size=task.workload.batch_size, shuffle=True, pin_memory=True)
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:
-        trainer.fit(loader, run_dir=run_dir)
+        trainer.fit(task.loader(), run_dir=run_dir)
 
 
 def _compile_seconds() -> Callable[[], float]:
@@ -232,37 +223,40 @@ def _compile_seconds() -> Callable[[], float]:
     return lambda: spent[0]
 
 
-def _table(model: str, found: dict[str, Any]) -> str:
-    header = [
-        "contestant",
-        "tokens/s" if CASES[model].vocabulary else "images/s",
-        "x raw",
-        "MFU",
-        "GiB",
-        "x raw",
-        "first step",
-        "compiling",
-    ]
+def whole_table(document: dict[str, Any]) -> str:
+    """Return the tables of all models, and how long they took."""
+    known = [model for model in CASES if model in document["models"]]
+    total = sum(document["seconds"].get(model, 0.0) for model in known)
+    return "\n".join([*(_table(model, document) for model in known), f"{len(known)} models in {total:.0f} s"])
+
+
+_HEADER = ("x raw", "MFU", "GiB", "x raw", "first step", "compiling")
+
+
+def _table(model: str, document: dict[str, Any]) -> str:
+    case, found = CASES[model], document["models"][model]
+    header = ["contestant", "tokens/s" if case.vocabulary else "images/s", *_HEADER]
+    header += [f"loss at {case.loss_steps}"] * bool(case.loss_steps)
     raw = found.get("raw", {})
-    rows = []
-    for name, values in found.items():
-        if "failed" in values:
-            rows.append([name, "failed", *["-"] * (len(header) - 2)])
-            continue
-        speed = values["per_second"] / raw["per_second"] if "ms" in raw else 0.0
-        memory = values["gib"] / raw["gib"] if "ms" in raw else 0.0
-        mfu = f"{values['mfu']:.1%}" if values["mfu"] else "-"
-        cells = [f"{values['per_second']:,.0f}", f"{speed:.2f}", mfu, f"{values['gib']:.1f}", f"{memory:.2f}"]
-        rows.append([name, *cells, f"{values['first']:.1f} s", f"{values['compile']:.1f} s"])
-    case = CASES[model]
-    size = f"{case.batch} x {case.shape[0]}" if case.vocabulary else f"{case.batch} images"
-    return table(f"{model}, batch {size}", header, rows)
+    rows = [[name, *_cells(found[name], raw, len(header) - 1)] for name in CONTESTANTS if name in found]
+    return table(f"{model}, {case.title}", header, rows)
+
+
+def _cells(values: dict[str, Any], raw: dict[str, Any], count: int) -> list[str]:
+    """Return the numbers of a contestant as text, ratios to the raw loop among them."""
+    if "failed" in values:
+        return ["failed", *["-"] * (count - 1)]
+    speed, memory = (f"{values[name] / raw[name]:.2f}" if raw.get(name) else "-" for name in ("per_second", "gib"))
+    mfu = f"{values['mfu']:.1%}" if values["mfu"] else "-"
+    cells = [f"{values['per_second']:,.0f}", speed, mfu, f"{values['gib']:.1f}", memory]
+    cells += [f"{values['first']:.1f} s", f"{values['compile']:.1f} s"]
+    return [*cells, f"{values['loss']:.4f}"] if "loss" in values else [*cells, *["-"] * (count - len(cells))]
 
 
 def curves(steps: int, modes: list[str]) -> dict[str, list[float]]:
     """Train GPT-2 124M on the bytes of Python's library in each mode from equal weights; return the losses."""
     found: dict[str, list[float]] = {}
-    data = _text(4 * steps, 1024)
+    data = text(4 * steps, 1024)
     for name in modes:
         torch.manual_seed(0)
         losses: list[torch.Tensor] = []
@@ -275,27 +269,15 @@ def curves(steps: int, modes: list[str]) -> dict[str, list[float]]:
             gradient_clipping=1.0,
             max_steps=steps,
             callbacks=[lambda info, kept=losses: kept.append(info.loss_tensor.detach().clone())],
-            **_MODES[name],
+            **MODES[name],
         )
         with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:
             trainer.fit(DataLoader(data, batch_size=4, shuffle=False, pin_memory=True), run_dir=run_dir)
         found[name] = [round(loss.item(), 4) for loss in losses]
         last = sum(found[name][-100:]) / 100
         print(f"curve {name}: loss at 300 {sum(found[name][290:310]) / 20:.4f}, last 100 {last:.4f}", flush=True)
-        torch._dynamo.reset()
-        gc.collect()
+        _release("cuda")
     return found
-
-
-def _text(samples: int, time_steps: int) -> TensorDataset:
-    """Return windows of the Python library's sources, in a fixed random order."""
-    folder = Path(importlib.import_module("argparse").__file__).parent
-    files = sorted(folder.rglob("*.py"))
-    text = b"".join(path.read_bytes() for path in files)[: 64 << 20]
-    stream = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    starts = torch.randint(len(stream) - time_steps - 1, (samples,), generator=torch.Generator().manual_seed(0))
-    windows = torch.stack([stream[start : start + time_steps + 1] for start in starts.tolist()]).long()
-    return TensorDataset(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models as people write or take them: the reference of `gpu_table.py`, without anything of Phalanx."""
+"""Models as people write or take them, the reference of `gpu_table.py`; vision models are ours without torchvision."""
 
 from __future__ import annotations
 
@@ -113,17 +113,32 @@ class PlainDecoder(nn.Module):
 
 
 class Images(nn.Module):
-    """A model of torchvision in channels_last; forward(images of uint8, labels) is the loss."""
+    """ResNet-50 or ViT-B/16 of torchvision, or ours where that is not installed; forward(bytes, labels) is the loss.
 
-    def __init__(self, name: str) -> None:
+    `channels_last`: by hand, as people write it.
+    """
+
+    def __init__(self, name: str, *, channels_last: bool = False) -> None:
         super().__init__()
-        import torchvision
-
-        self.model = getattr(torchvision.models, name)().to(memory_format=torch.channels_last)
+        model = _vision_model(name)
+        self.format = torch.channels_last if channels_last else torch.preserve_format
+        self.model = model.to(memory_format=torch.channels_last) if channels_last else model
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        scaled = images.to(memory_format=torch.channels_last).float() / 128 - 1
+        scaled = images.to(memory_format=self.format).float() / 128 - 1
         return F.cross_entropy(self.model(scaled), labels)
+
+
+def _vision_model(name: str) -> nn.Module:
+    try:
+        import torchvision
+    except ModuleNotFoundError:
+        from phalanx.models.resnet import resnet
+        from phalanx.models.vit import vit
+
+        return resnet(name) if name == "resnet50" else vit("base")
+    model: nn.Module = getattr(torchvision.models, name)()
+    return model
 
 
 class Bert(nn.Module):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from clock import StepClock
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
@@ -29,6 +29,10 @@ class Workload:
     bf16: bool = False
     compile: bool = False
     model_options: dict[str, Any] | None = None
+    in_order: bool = False
+    """Whether every contestant gets the samples in the same order, so that losses can be compared."""
+    workers: int = 0
+    """Processes that load data."""
 
 
 WORKLOADS = {
@@ -93,7 +97,7 @@ class Task:
     workload: Workload
     model: nn.Module
     dataset: Dataset[tuple[Tensor, ...]]
-    tensors: TensorDataset
+    tensors: Dataset[tuple[Tensor, ...]]
     """The same samples as a TensorDataset, for those who are measured with one."""
     clock: StepClock
     device: str
@@ -103,6 +107,13 @@ class Task:
     def steps(self) -> int:
         """Optimizer steps to take, warm-up included."""
         return self.clock.total_steps
+
+    def loader(self, **options: Any) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the loader that users write."""
+        workload = self.workload
+        options = {"shuffle": not workload.in_order, "pin_memory": self.device == "cuda", **options}
+        options = {"num_workers": workload.workers, **options}
+        return DataLoader(self.dataset, batch_size=workload.batch_size, **options)
 
     def optimizer(self, parameters: Any = None) -> torch.optim.Optimizer:
         """Return the AdamW that everyone uses, in its fastest form, with the stopwatch attached."""

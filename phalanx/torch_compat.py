@@ -38,6 +38,8 @@ PRIVATE = {
     "torch._dynamo.utils:counters": "the number of compiled graphs",
     "torch._dynamo.utils:get_compilation_metrics": "the reason of a recompilation",
     "torch._inductor.runtime.cache_dir_utils:default_cache_dir": "a compile cache that the next run finds",
+    "torch._inductor.config:_micro_pipeline_tp": "tensor products that overlap with their communication",
+    "torch.distributed._symmetric_memory:_group_name_to_workspace_tensor": "the same, and its memory",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
@@ -67,6 +69,8 @@ PRIVATE = {
     "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
     "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
     "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
+    "torch.distributed.tensor.parallel:RowwiseParallel._prepare_output_fn": "tensor parallelism with compile",
+    "torch.utils.data._utils.collate:default_collate_fn_map": "batches of a plain data set on a GPU",
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
     "torch.utils.data._utils.signal_handling:_error_if_any_worker_fails": "the loader of a worker that was killed",
@@ -132,6 +136,7 @@ def base_of(tensor: Tensor) -> Tensor:
 foreach_add, foreach_add_, foreach_sub = torch._foreach_add, torch._foreach_add_, torch._foreach_sub
 foreach_mul_, foreach_div_, foreach_lerp_ = torch._foreach_mul_, torch._foreach_div_, torch._foreach_lerp_
 foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
+foreach_div, foreach_sqrt, foreach_addcmul_ = torch._foreach_div, torch._foreach_sqrt, torch._foreach_addcmul_
 LoaderIterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
 raise_for_killed_worker = torch.utils.data._utils.signal_handling._error_if_any_worker_fails
 
@@ -261,25 +266,10 @@ def is_own_host(host: str) -> bool:
 # modules, optimizers, loaders
 
 
-def set_compiled_call(model: nn.Module, compiled: Callable[..., Any] | None) -> None:
-    """Let calls of a module run a compiled function; None: as written."""
-    model._compiled_call_impl = compiled
-
-
-def uncompiled_call(model: nn.Module) -> Callable[..., Any]:
-    """Return a module's call with its hooks, not compiled."""
-    return model._call_impl
-
-
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(model)` wraps, or the module itself."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
-
-
-def uncompiled_name(name: str) -> str:
-    """Return the name that a parameter has without `torch.compile` around the model or parts of it."""
-    return name.replace("_orig_mod.", "")
 
 
 def forward_hooks(model: nn.Module) -> dict[int, Callable[..., Any]]:
@@ -332,6 +322,12 @@ def shutdown_workers(loader: Any) -> None:
 def hide_worker_info() -> None:
     """Let `get_worker_info()` return None in this worker process."""
     torch.utils.data._utils.worker._worker_info = None
+
+
+def collate_with(stack: Callable[[list[Tensor]], Tensor], samples: list[Any]) -> Any:
+    """Return what default_collate makes of samples, with tensors stacked by another function."""
+    table = {**torch.utils.data._utils.collate.default_collate_fn_map, Tensor: lambda batch, **_: stack(batch)}
+    return torch.utils.data._utils.collate.collate(samples, collate_fn_map=table)
 
 
 def draws_each_once(sampler: torch.utils.data.RandomSampler) -> bool:

@@ -7,11 +7,16 @@ two seconds.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @cache
@@ -70,3 +75,50 @@ def keep_activations(share: float) -> Callable[[], None]:
     before = config.activation_memory_budget
     config.activation_memory_budget = share
     return partial(setattr, config, "activation_memory_budget", before)
+
+
+_SYMMETRIC: dict[str, ReferenceType[Any]] = {}
+"""The groups, by name, whose GPUs read each other's memory: torch keeps the first store of a name for good."""
+
+
+def share_memory(group: Any) -> None:
+    """Let the GPUs of a process group read each other's memory; all its ranks call this. RuntimeError where not."""
+    name: str = group.group_name
+    if _SYMMETRIC.setdefault(name, ref(group))() is not group:
+        raise RuntimeError("a process group of this name was used before")
+    memory: Any = import_module("torch.distributed._symmetric_memory")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # "no need to call it": the pass of torch 2.13 still asks for it
+        memory.enable_symm_mem_for_group(name)
+    memory.get_symm_mem_workspace(name, min_size=1)
+
+
+def overlap_products(group: Any) -> Callable[[], None]:
+    """Let compiled products overlap with the gathers and scatters of a group; return what undoes it.
+
+    The group's memory must be shared. What is compiled while this holds keeps overlapping.
+    """
+    config: Any = import_module("torch._inductor.config")
+    memory: Any = import_module("torch.distributed._symmetric_memory")
+    before, config._micro_pipeline_tp = config._micro_pipeline_tp, True
+
+    def undo() -> None:
+        config._micro_pipeline_tp = before
+        memory._group_name_to_workspace_tensor.pop(group.group_name, None)  # as large as the largest gather
+
+    return undo
+
+
+def set_compiled_call(model: nn.Module, compiled: Callable[..., Any] | None) -> None:
+    """Let calls of a module run a compiled function; None: as written."""
+    model._compiled_call_impl = compiled
+
+
+def uncompiled_call(model: nn.Module) -> Callable[..., Any]:
+    """Return a module's call with its hooks, not compiled."""
+    return model._call_impl
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name that a parameter has without `torch.compile` around the model or parts of it."""
+    return name.replace("_orig_mod.", "")

@@ -58,6 +58,7 @@ class TaskArguments(TypedDict, total=False):
     scheduler_interval: str
     metrics: Mapping[str, Any] | None
     callbacks: list[Any] | None
+    augment: Any
     hooks: list[Any] | None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from workloads import Task
@@ -17,13 +16,14 @@ def run(task: Task) -> None:
     accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision="bf16" if workload.bf16 else "no")
     # On the device first, because a fused optimizer is made for the parameters it will see.
     model = task.model.to(accelerator.device)
-    loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
+    loader = task.loader()
     model, optimizer, loader = accelerator.prepare(model, task.optimizer(), loader)
     if workload.compile:
         model.compile()
     model.train()
     for step, (inputs, targets) in enumerate(loader, start=1):
         loss = model(inputs, targets)
+        task.clock.note(loss)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

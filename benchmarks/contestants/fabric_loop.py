@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 try:
     from lightning.fabric import Fabric
@@ -28,12 +27,11 @@ def run(task: Task) -> None:
     fabric.launch()
     model: Any = torch.compile(task.model) if workload.compile else task.model
     model, optimizer = fabric.setup(model, task.optimizer())
-    loader = fabric.setup_dataloaders(
-        DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
-    )
+    loader = fabric.setup_dataloaders(task.loader())
     model.train()
     for step, (inputs, targets) in enumerate(loader, start=1):
         loss = model(inputs, targets)
+        task.clock.note(loss)
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 if TYPE_CHECKING:
@@ -44,6 +44,22 @@ def stack(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
+class NotedTrainer(Trainer):
+    """The trainer, whose losses the stopwatch keeps, and which takes the samples in their order where the task does."""
+
+    task: Task
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        result = super().compute_loss(*arguments, **options)
+        self.task.clock.note(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    def _get_train_sampler(self, *arguments: Any) -> Any:
+        if self.task.workload.in_order:
+            return SequentialSampler(self.train_dataset)
+        return super()._get_train_sampler(*arguments)
+
+
 def run(task: Task) -> None:
     """Train."""
     with tempfile.TemporaryDirectory(prefix="hf-trainer-") as folder:
@@ -68,11 +84,12 @@ def run(task: Task) -> None:
         if task.device == "cpu" and task.world_size > 1:
             options["ddp_backend"] = "gloo"
         model = DictModel(task.model).to(task.device)
-        trainer = Trainer(
+        trainer = NotedTrainer(
             model=model,
             args=TrainingArguments(**options),
             train_dataset=DictDataset(task.dataset),
             data_collator=stack,
             optimizers=(task.optimizer(), None),
         )
+        trainer.task = task
         trainer.train()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 try:
     import lightning
@@ -26,6 +25,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(*batch)
+        self.task.clock.note(loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -46,5 +46,5 @@ def run(task: Task) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
+    loader = task.loader()
     trainer.fit(Module(task), loader)

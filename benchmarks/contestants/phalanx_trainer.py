@@ -5,8 +5,6 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from phalanx import PyTorchDDPTrainer
 
 if TYPE_CHECKING:
@@ -55,6 +53,6 @@ def _train(task: Task, **settings: Any) -> None:
         mixed_precision="bf16" if workload.bf16 else False,
         compile=workload.compile,
     )
-    loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
+    loader = task.loader()
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:
         trainer.fit(loader, run_dir=run_dir)

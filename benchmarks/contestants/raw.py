@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 if TYPE_CHECKING:
     from workloads import Task
@@ -66,13 +66,7 @@ def run_in_fsdp(task: Task) -> None:
 
 def _train(task: Task, model: torch.nn.Module, sampler: DistributedSampler[object] | None) -> None:
     workload = task.workload
-    loader = DataLoader(
-        task.dataset,
-        batch_size=workload.batch_size,
-        sampler=sampler,
-        shuffle=sampler is None,
-        pin_memory=task.device == "cuda",
-    )
+    loader = task.loader() if sampler is None else task.loader(sampler=sampler, shuffle=False)
     optimizer = task.optimizer()
     if workload.compile:
         model.compile()
@@ -83,6 +77,7 @@ def _train(task: Task, model: torch.nn.Module, sampler: DistributedSampler[objec
         targets = targets.to(task.device, non_blocking=True)
         with autocast:
             loss = model(inputs, targets)
+        task.clock.note(loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

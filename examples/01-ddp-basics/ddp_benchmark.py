@@ -7,9 +7,10 @@
 Weak scaling: every rank keeps its batch, the global batch grows with the ranks, and ideally the time of a step stays.
 Strong scaling: the global batch stays, each rank gets a smaller share, and ideally the time of a step falls to 1/N.
 Speedup is the throughput over that of the fewest ranks, efficiency the speedup over the ratio of ranks. The time of an
-epoch is that of --samples samples at the measured speed. With --epochs each run trains so many of them, and classifiers
-(all models but gpt) are evaluated on samples that they have not seen; the samples are made up. On the CPU every rank
-computes with one thread; more ranks than cores have to share them, so expect the efficiency to fall there.
+epoch is that of --samples samples at the measured speed. At its end each run is evaluated on 500 samples that it has
+not seen: the accuracy of classes, or of the next token for gpt, whose made-up tokens are random. --epochs trains for
+whole epochs of --samples, in the place of --steps. On the CPU every rank computes with one thread; more ranks than
+cores have to share them, so expect the efficiency to fall there.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> P
             threads_per_rank=None if args.device == "cuda" else 1,
             batch_size=batch,
             max_steps=steps,
-            eval_every=args.epochs or 0,  # once, at the end
+            eval_every=args.epochs or 1,  # once, at the end
             mixed_precision="bf16" if args.device == "cuda" else False,
             log_every_n_steps=max(1, steps // _WINDOWS),
             console="plain",
@@ -110,15 +111,15 @@ def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> P
 
 
 def prepare(args: argparse.Namespace, length: int) -> tuple[torch.nn.Module, Any, Any]:
-    """Return the model, data to train on and, for classifiers that train whole epochs, data to evaluate on."""
+    """Return the model, data to train on, and data to evaluate on."""
     if args.model == "gpt":
         model = build("gpt", preset="debug", seq_len=args.time, hidden=args.width, layers=args.layers)
-        return model, load("synthetic", length=length, shape=(args.time,), task="tokens", classes=256), None
-    shape, options = _IMAGES[args.model]
-    made_up: dict[str, Any] = {"shape": shape, "classes": _CLASSES}
-    val = load("synthetic", split="val", length=500, **made_up) if args.epochs else None
-    model = build("resnet" if args.model == "resnet50" else args.model, **options)
-    return model, load("synthetic", length=length, **made_up), val
+        made_up: dict[str, Any] = {"shape": (args.time,), "task": "tokens", "classes": 256}
+    else:
+        shape, options = _IMAGES[args.model]
+        model = build("resnet" if args.model == "resnet50" else args.model, **options)
+        made_up = {"shape": shape, "classes": _CLASSES}
+    return model, load("synthetic", length=length, **made_up), load("synthetic", split="val", length=500, **made_up)
 
 
 def format_table(points: list[Point]) -> str:

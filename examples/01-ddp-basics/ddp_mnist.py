@@ -13,6 +13,7 @@ and MPI set instead is translated.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def main() -> None:
     if args.save is not None and dist.get_rank() == 0:  # all ranks hold the same weights: one writes them
         torch.save(model.module.state_dict(), args.save)
         print(f"saved {args.save}", flush=True)
+    del model, optimizer
+    gc.collect()  # DDP goes before its process group: threads of gloo can abort a process that ends with both
     dist.barrier()
-    del model, optimizer  # DDP must go before its process group does
     dist.destroy_process_group()
 
 

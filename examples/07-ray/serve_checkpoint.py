@@ -6,7 +6,7 @@
 
 Ray and the HTTP server listen on 127.0.0.1 only. Serve's replicas also open a gRPC port for each other on all
 interfaces, for which Ray 2.60 has no setting: keep it behind a firewall. In a cluster, leave `open_cluster` out and
-give serve.start the host that others may reach. Needs: pip install 'phalanx[serve]'.
+give serve.start the host that others may reach. Needs: pip install 'phalanx[ray-serve]'.
 """
 
 from __future__ import annotations

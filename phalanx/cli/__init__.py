@@ -22,6 +22,7 @@ GROUPS = {
         "resume": "continue a run from its last checkpoint",
         "tune": "search for the best hyperparameters, many trials at once",
         "init": "write a small project (model, data, recipe, test) that trains at once",
+        "data": "pack images into shards, tokenize texts into shards, draw a set of images",
         "config": "show every setting, its value and where it comes from",
     },
     "watch": {
@@ -34,6 +35,7 @@ GROUPS = {
         "runs": "list, show, compare, tag, scale and remove runs",
         "evaluate": "measure a trained model on data",
         "predict": "write a trained model's outputs for data, or continue a text",
+        "serve": "answer requests for texts over HTTP, in the words of OpenAI's API",
         "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
         "ckpt": "list, inspect, check, compare, reshard, prune and copy checkpoints, in folders and at URLs",
     },
@@ -41,12 +43,13 @@ GROUPS = {
         "submit": "hand a run to Slurm, Kubernetes, Kubeflow, Ray, docker-compose or hosts by ssh",
         "jobs": "list, show, follow and end submitted jobs",
     },
-    "choose and prove": {
+    "choose, prove and learn": {
         "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
         "strategies": "list how ranks can share the work, and when to use each way",
         "verify": "prove that a layout gives the result of one process, or that a run survives faults",
         "doctor": "check GPUs, network, memory, limits and versions of machines, and print a fix for each finding",
         "bench": "measure collectives, links, this machine, and training under gradient compression",
+        "learn": "build distributed training yourself: templates, graders on real ranks, hints, algorithms played",
     },
 }
 VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}
@@ -63,7 +66,7 @@ OLD_VERBS = {
 }
 """What to write instead of verbs that were renamed."""
 
-_RUN_USERS_CODE = ("evaluate", "predict", "export")
+_RUN_USERS_CODE = ("evaluate", "predict", "serve", "export")
 """Verbs that run the model and data of the user in this process: what these raise is shown without our frames."""
 
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx.cli.flags import FlagParser
+from phalanx.cli.flags import FlagParser, take_action
 from phalanx.cli.json_output import print_json
 from phalanx.cli.parsers import CKPT_ACTIONS, ckpt_parser
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError
 from phalanx.observe.format import duration, size, table
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         parser().print_help()
         return 0
-    action = words.pop(0) if words and not words[0].startswith("-") else ""
-    if action not in CKPT_ACTIONS:
-        given = unknown_name("action of phalanx ckpt", action, CKPT_ACTIONS) if action else "ckpt needs an action"
-        raise UsageError(given, hint=f"Write: phalanx ckpt ACTION PATH, with one of {', '.join(CKPT_ACTIONS)}")
+    action = take_action(words, "ckpt", CKPT_ACTIONS, "ACTION PATH")
     namespace = ckpt_parser(action).parse_all(words)
     actions = {"ls": _list, "inspect": _inspect, "check": _check, "diff": _diff}
     answer = {**actions, "reshard": _reshard, "prune": _prune, "cp": _copy}[action](namespace)

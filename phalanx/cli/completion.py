@@ -51,6 +51,8 @@ def _add(parsers: Any, name: str, known: argparse.ArgumentParser | None) -> None
     parents = [] if known is None else [known]
     added = parsers.add_parser(name, add_help=False, parents=parents, conflict_handler="resolve")
     for action in added._actions:
+        if action.nargs == "?" and action.option_strings:
+            action.nargs = None  # what follows such a flag is its value, not a recipe
         if action.choices is None:
             action.completer = _completer(action)
 
@@ -64,7 +66,7 @@ def _actions(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None
 
         return {name: partial(_submit_parser, name) for name in TARGETS}
     module: Any = import_module(f"phalanx.cli.{verb}")
-    if verb in ("runs", "jobs", "bench"):
+    if verb in ("runs", "jobs", "bench", "data", "learn"):
         return {name: partial(module.parser, name) for name in (module.SUBJECTS if verb == "bench" else module.ACTIONS)}
     return {"show": partial(_parser_of, verb)} if verb == "config" else {}
 

@@ -36,9 +36,11 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     from phalanx.trainers.saved_run import open_run
 
+    settings = given_flags(namespace)
+    named = (namespace.run, namespace.checkpoint, namespace.model, namespace.data)
     with redirect_stdout(sys.stderr):
-        found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
-        metrics = found.evaluate(data, **given_flags(namespace))
+        found, data = open_run(*named, data_dir=settings.get("data_dir"))
+        metrics = found.evaluate(data, **settings)
     if namespace.json:
         print_json({"run": found.name, "checkpoint": str(found.checkpoint), "metrics": metrics})
         return 0

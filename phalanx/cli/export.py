@@ -46,7 +46,9 @@ def run(arguments: Sequence[str]) -> int:
     path = Path(namespace.output or f"{found.path.name}{FORMATS[kind]}")
     if path.exists() and (kind == "hf" or namespace.output is None):
         raise UsageError(f"{path} exists already", hint="Give another one: -o PATH")
-    export_model(remove_lora(merge_lora(found.model)), path, kind, data)  # other programs know no adapters
+    augment = found.trainer().augment if needs_example else None
+    whole = remove_lora(merge_lora(found.model))  # other programs know no adapters
+    export_model(whole, path, kind, data, augment, found.recipe)
     written = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
     print(f"wrote {path} ({kind}, {size(written)}) from {found.checkpoint}")
     return 0

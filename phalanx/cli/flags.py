@@ -221,6 +221,15 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
 
 
+def take_action(words: list[str], verb: str, actions: Mapping[str, Any], form: str) -> str:
+    """Take the action off the words after a verb; `form`: what follows `phalanx VERB` in a right command."""
+    action = words.pop(0) if words and not words[0].startswith("-") else ""
+    if action not in actions:
+        given = unknown_name(f"action of phalanx {verb}", action, actions) if action else f"{verb} needs an action"
+        raise UsageError(given, hint=f"Write: phalanx {verb} {form}, with one of {', '.join(actions)}")
+    return action
+
+
 def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the arguments of a verb from those of the script, which follow --."""
     words = list(arguments)
@@ -283,7 +292,11 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
         recipe = Recipe(name, "", {}, {}, {"checkpoint_frequency": 1}).with_parts(namespace.model, namespace.data)
         if namespace.preset is not None:
             recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
-    recipe = recipe.with_values(read_changes(namespace.changes, NAMES.__contains__)[1])
+    recipe = recipe.with_values(read_changes(namespace.changes, NAMES.__contains__)[1]).fitted()
+    if "pretrained" in recipe.model or "tokenizer" in recipe.data:
+        from phalanx.runs.stored import with_located_sources  # few commands need it
+
+        recipe = with_located_sources(recipe)
     recipe.check()
     return recipe
 

@@ -68,7 +68,11 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
     add("--samples", metavar="N", help="samples of the data set")
     add("--epochs", type=float, metavar="X", help="passes over --samples [1]")
     add("--precision", metavar="bf16,fp16,fp8,fp32", help="of matrix products [bf16, or the GPU's best]")
-    add("--optimizer", metavar="adamw,adamw8bit,adam,sgd,rmsprop,adagrad", help="whose states are kept [adamw]")
+    add(
+        "--optimizer",
+        metavar="adamw,adamw8bit,adam,sgd,rmsprop,adagrad,lars,lamb",
+        help="whose states are kept [adamw]",
+    )
     add("--deadline", metavar="TIME", help="say whether the training ends in time: 30d, 72h")
     add("--budget", type=float, metavar="X", help="say whether the money suffices")
     add("--compile", action="store_true", help="plan for kernels that torch.compile fuses")

@@ -24,7 +24,7 @@ def parser() -> FlagParser:
     parser = FlagParser(prog="phalanx predict", usage=usage, description=_HELP)
     add_run_flags(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="a file to write: .jsonl, .npy or .pt")
-    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a language model on bytes")
+    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a language model")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add to --prompt [200]")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
     add_config_flags(parser)
@@ -42,7 +42,8 @@ def run(arguments: Sequence[str]) -> int:
     from phalanx.trainers.saved_run import load_run, open_run
 
     if namespace.prompt is not None:
-        print(_continued(load_run(namespace.run, checkpoint=namespace.checkpoint).model, namespace))
+        saved = load_run(namespace.run, checkpoint=namespace.checkpoint)
+        print(_continued(saved, namespace))
         return 0
     found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
     if data is None:
@@ -51,17 +52,22 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _continued(model: Any, namespace: Any) -> str:
-    import torch
+def _continued(saved: Any, namespace: Any) -> str:
+    """Return a text with what follows it, a chat model's answer, or what an encoder and decoder write for it."""
+    from phalanx.models.decoder import Decoder
+    from phalanx.models.generation import Sampling
+    from phalanx.models.t5 import T5
+    from phalanx.trainers.text_model import language_model, text_of_run, written_text
 
-    from phalanx.trainers.recipe import as_text
-
-    if not hasattr(model, "generate"):
+    model = language_model(saved)
+    if not isinstance(model, Decoder | T5):
         raise UsageError(f"a {type(model).__name__} does not continue texts", hint="Leave --prompt out.")
     if not namespace.prompt or namespace.max_tokens < 1:
         raise UsageError("--prompt needs at least one letter to continue, and --max-tokens at least 1")
-    prompt = torch.tensor([list(namespace.prompt.encode())])
-    return as_text(model.generate(prompt, namespace.max_tokens, temperature=namespace.temperature)[0].tolist())
+    asked = namespace.prompt, namespace.max_tokens, Sampling(temperature=namespace.temperature)
+    if isinstance(model, T5):
+        return written_text(saved, *asked)
+    return text_of_run(saved).answer(*asked)
 
 
 def _write(outputs: Any, output: str | None) -> None:

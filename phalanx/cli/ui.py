@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -21,7 +20,6 @@ _HELP = """Show all runs of a folder as a web page: curves compared, system metr
 The page follows runs while they go on. It listens on this machine alone; with another --host it needs a token, which is
 part of the address that is printed. From elsewhere, without opening a port: ssh -L 7007:localhost:7007 HOST"""
 _PORT = 7007
-_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
 def parser() -> FlagParser:
@@ -53,10 +51,9 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"--runs-dir {folder} cannot be read: permission denied")
     if namespace.save is not None or namespace.runs:
         return _save(namespace.runs, folder, namespace.save)
-    if not 0 <= namespace.port <= 65535:
-        raise UsageError(f"--port {namespace.port} is not between 0 and 65535")
     try:
-        from phalanx.tools.ui.server import listen, make_app, serve
+        from phalanx.tools.ui.server import make_app
+        from phalanx.tools.web import LOOPBACK_NAMES, address_of, is_loopback, listen, serve
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise UsageError(
@@ -66,11 +63,11 @@ def run(arguments: Sequence[str]) -> int:
 
     listener = listen(namespace.host, namespace.port)
     port = int(listener.getsockname()[1])
-    local = _is_loopback(namespace.host)
+    local = is_loopback(namespace.host)
     token = secrets.token_urlsafe(24) if namespace.token or not local else ""
-    names = _LOOPBACK_NAMES | (set() if local else {socket.gethostname().lower(), socket.getfqdn().lower()})
+    names = {*LOOPBACK_NAMES} | (set() if local else {socket.gethostname().lower(), socket.getfqdn().lower()})
     app = make_app(Catalog(folder), token=token, port=port, names=names | {namespace.host.lower()})
-    address = _address(namespace.host, port, token)
+    address = address_of(listener, namespace.host) + (f"?token={token}" if token else "")
     print(f"runs of {folder.resolve()}: {address}\nCtrl-C ends it.", flush=True)
     if not namespace.no_browser and sys.stdout.isatty() and (os.environ.get("DISPLAY") or sys.platform == "darwin"):
         webbrowser.open(address)
@@ -95,16 +92,3 @@ def _save(names: Sequence[str], folder: Path, given: str | None) -> int:
     replace_file(path, page_of(list(runs.values())))
     print(path)
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _address(host: str, port: int, token: str) -> str:
-    """Return the address to open; a listener on all addresses is reached by the machine's name."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")

@@ -58,6 +58,8 @@ class CommonSettings(TypedDict, total=False):
     gradient_clipping: float | None
     compile: bool
     capture: bool | None
+    channels_last: bool
+    sync_batch_norm: bool
     activation_checkpointing: bool | str
     activation_offload: bool
     ema_decay: float | None
@@ -130,7 +132,9 @@ class CommonSettings(TypedDict, total=False):
     stop_grace: float
     preemption_margin: float
     base_batch_size: int | None
+    decay_norms: bool
     lora_dropout: float
+    lora_base: Literal["nf4"] | None
     min_delta: float
     compression_warmup: int
     outer_learning_rate: float
@@ -154,7 +158,7 @@ class TrainerSettings(CommonSettings, total=False):
 class AllSettings(TrainerSettings, total=False):
     """Every setting."""
 
-    optimizer: Literal["adamw", "adamw8bit", "adam", "sgd", "rmsprop", "adagrad"]
+    optimizer: Literal["adamw", "adamw8bit", "adam", "sgd", "rmsprop", "adagrad", "lars", "lamb"]
 
 
 class TaskArguments(TypedDict, total=False):
@@ -166,6 +170,7 @@ class TaskArguments(TypedDict, total=False):
     scheduler_interval: str
     metrics: Mapping[str, Any] | None
     callbacks: list[Any] | None
+    augment: Any
     hooks: list[Any] | None
 
 

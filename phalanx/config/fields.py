@@ -35,11 +35,14 @@ STRATEGIES = tuple(
     )
 )
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-OPTIMIZERS = ("adamw", "adamw8bit", "adam", "sgd", "rmsprop", "adagrad")
+OPTIMIZERS = ("adamw", "adamw8bit", "adam", "sgd", "rmsprop", "adagrad", "lars", "lamb")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
 IGNORED_LABEL = -100
 """Label index that the loss ignores, in torch's cross entropy and in Hugging Face models."""
+
+T5_PAD, T5_END = 0, 1
+"""Tokens of every T5: padding, which also begins each answer, and the end of a text."""
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -192,8 +195,10 @@ class Training:
     max_steps: int | None = option(None, "stop after this many optimizer steps, in any epoch", minimum=1, keras="used")
     learning_rate: float = option(1e-3, "peak learning rate, before lr_scaling", above=0, keras="used")
     optimizer: str = option("adamw", "optimizer, when none is given in Python", choices=OPTIMIZERS, keras="used")
-    momentum: float = option(0.9, "momentum of sgd and rmsprop, beta1 of adam and adamw", minimum=0, keras="used")
-    weight_decay: float = option(0.0, "decay of weights (decoupled for adamw)", minimum=0, keras="used")
+    momentum: float = option(
+        0.9, "momentum of sgd, lars and rmsprop, beta1 of adam, adamw and lamb", minimum=0, keras="used"
+    )
+    weight_decay: float = option(0.0, "decay of weights (decoupled for adamw and lamb)", minimum=0, keras="used")
     lr_schedule: str = option(
         "constant", "shape of the learning rate after warm-up", choices=LR_SCHEDULES, keras="ignored"
     )
@@ -258,6 +263,17 @@ class Optimization:
         None,
         "launch a whole training step as one CUDA graph, which small steps gain by (default: where nothing in the step "
         "needs the host)",
+        keras="ignored",
+    )
+    channels_last: bool = option(
+        False,
+        "store the weights of convolutions channels last, which GPUs compute fastest; the images follow them",
+        keras="ignored",
+    )
+    sync_batch_norm: bool = option(
+        False,
+        "let batch norms use the mean and variance of all ranks' samples, as one process with the global batch would",
+        scope="split",
         keras="ignored",
     )
     activation_checkpointing: bool | str = option(

@@ -44,6 +44,8 @@ _SETTINGS = {
     "gradient_clipping": "clip grad_clip clip_grad max_grad_norm gradient_clip_val clip_norm clip_grad_norm",
     "compile": "torch_compile jit",
     "capture": "cuda_graph cuda_graphs cudagraph cudagraphs graph",
+    "channels_last": "memory_format nhwc channels_last_3d",
+    "sync_batch_norm": "sync_bn syncbn sync_batchnorm convert_sync_batchnorm synchronize_batchnorm",
     "activation_checkpointing": "gradient_checkpointing checkpointing recompute remat",
     "lora_rank": "lora lora_r",
     "communication_backend": "dist_backend ddp_backend comm_backend pg_backend",

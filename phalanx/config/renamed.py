@@ -38,10 +38,11 @@ class Aliases:
     mlflow_tracking: bool = option(False, "mlflow")
     mlflow_experiment: str | None = option(None, "mlflow=NAME")
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
-    fast: bool = option(False, "mixed_precision=fp8, compile=true and capture=true, unless these are given")
+    fast: bool = option(False, "mixed_precision=fp8 and compile=true, unless these are given")
     memory: bool = option(
         False,
-        "compile=true, activation_checkpointing='budget 0.4', optimizer=adamw8bit, capture=false, unless given",
+        "compile=true, activation_checkpointing='budget 0.4' (without compile: true), optimizer=adamw8bit, "
+        "capture=false, unless given",
     )
 
 
@@ -64,7 +65,7 @@ _MODES: dict[str, dict[str, Any]] = {
         "optimizer": "adamw8bit",
         "capture": False,  # a graph has memory of its own
     },
-    "fast": {"mixed_precision": "fp8", "compile": True, "capture": True},
+    "fast": {"mixed_precision": "fp8", "compile": True},
 }
 """Aliases of several settings; each of these may be given beside one, and then wins. Of two modes the first wins."""
 
@@ -136,10 +137,15 @@ def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, st
                 mistakes.append((name, f"{name} = {value!r}: {error}"))
                 continue
             mistakes += [(name, f"{name} = {value!r} with {text}") for text in _contradicted(values, meant)]
-            values = {**meant, **values} if name in _MODES else merge(values, meant)
+            values = {**meant, **_without_compile(values, name), **values} if name in _MODES else merge(values, meant)
         elif name in given and name in OPTIONS and OPTIONS[name].default is None:  # set back what another source gave
             values = merge(values, {"engine_options": f"{name}=none"})
     return values, mistakes
+
+
+def _without_compile(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """Return how the memory mode recomputes activations beside compile = false: a budget is for compiled blocks."""
+    return {"activation_checkpointing": True} if mode == "memory" and values.get("compile") is False else {}
 
 
 def _contradicted(values: Mapping[str, Any], meant: Mapping[str, Any]) -> list[str]:

@@ -130,9 +130,16 @@ def optimizer(settings: Settings) -> Mistakes:
         yield settings.mistake(
             "mixed_precision", f" with {settings.backend}, which has no products in fp8: write bf16."
         )
-    if settings.optimizer == "adamw8bit" and (facts.shards_by_engine or facts.has_servers or keras):
+    own = settings.optimizer in ("adamw8bit", "lars", "lamb")
+    if own and (facts.shards_by_engine or facts.has_servers or keras):
         engine = settings.backend if keras else settings.resolved_strategy
-        yield settings.mistake("optimizer", f" with {engine}, which takes the steps itself: write adamw.")
+        instead = "sgd" if settings.optimizer == "lars" else "adamw"
+        yield settings.mistake("optimizer", f" with {engine}, which takes the steps itself: write {instead}.")
+    elif settings.optimizer == "adamw8bit" and not facts.averages_gradients:
+        why = (
+            f" with {settings.resolved_strategy}, which averages states over ranks, and those of 8 bits have no average"
+        )
+        yield settings.mistake("optimizer", f"{why}: write adamw.")
 
 
 @rule("engine_options")
@@ -229,8 +236,10 @@ def fixed_order(settings: Settings) -> Mistakes:
 @rule("momentum")
 def momentum(settings: Settings) -> Mistakes:
     """Check the upper limit."""
-    if settings.optimizer in ("adam", "adamw") and settings.momentum >= 1:
+    if settings.optimizer in ("adam", "adamw", "lamb") and settings.momentum >= 1:
         yield settings.mistake("momentum", f": it is beta1 of {settings.optimizer}, and must be below 1.")
+    elif settings.optimizer == "lars" and settings.momentum >= 1:
+        yield settings.mistake("momentum", ": with lars it must be below 1.")
 
 
 @rule("strategy", "backend", "server_mode")
@@ -278,7 +287,7 @@ def staleness(settings: Settings) -> Mistakes:
         yield "server_mode", "server_mode = 'bounded' needs a bound: write staleness = 2, for example."
 
 
-@rule("lora_rank", "tensor_parallel")
+@rule("lora_rank", "tensor_parallel", "pipeline_parallel", "engine_options")
 def split_adapters(settings: Settings) -> Mistakes:
     """Report LoRA together with tensor parallelism."""
     if settings.lora_rank is not None and settings.tensor_parallel > 1:
@@ -286,6 +295,12 @@ def split_adapters(settings: Settings) -> Mistakes:
             "lora_rank",
             f" with tensor_parallel = {settings.tensor_parallel}: adapters are not split over ranks. Use strategy = "
             "'fsdp', which shards the frozen model.",
+        )
+    if settings.options.lora_base is not None and settings.pipeline_parallel > 1:
+        yield settings.mistake(
+            "lora_base",
+            f" with pipeline_parallel = {settings.pipeline_parallel}: a stage is sent weights, not their 4 bits. Use "
+            "strategy = 'fsdp', which shards them.",
         )
 
 

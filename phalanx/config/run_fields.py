@@ -209,7 +209,19 @@ class AdvancedOptions:
         minimum=1,
         keras="ignored",
     )
+    decay_norms: bool = option(
+        True,
+        "weight_decay: also of biases and norms, that is of parameters with one dimension (lars and lamb never do)",
+        keras="ignored",
+    )
     lora_dropout: float = option(0.0, "dropout before the adapters of LoRA", minimum=0, needs="lora_rank", below=1)
+    lora_base: str | None = option(
+        None,
+        "keep the frozen weights of linear layers in 4 bits (QLoRA)",
+        choices=(None, "nf4"),
+        needs="lora_rank",
+        strategies=("ddp", "fsdp"),
+    )
     min_delta: float = option(
         0.0,
         "early_stopping: a smaller change than this is not an improvement",

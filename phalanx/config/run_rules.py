@@ -150,9 +150,41 @@ def budget(settings: Settings) -> Mistakes:
     recompute = settings.recompute
     if recompute is not None and recompute.budget is not None:
         if not settings.compile:
-            yield settings.mistake("activation_checkpointing", " needs compiled blocks: write compile = true as well.")
+            yield settings.mistake(
+                "activation_checkpointing",
+                " needs compiled blocks: write compile = true, or activation_checkpointing = true (whole blocks).",
+            )
         elif settings.activation_offload:
             yield settings.mistake("activation_checkpointing", " with activation_offload: leave one of them out.")
+
+
+@rule("channels_last", *STRATEGY, *AXES)
+def channels_last(settings: Settings) -> Mistakes:
+    """Report a layout of weights that the strategy would not keep."""
+    if not settings.channels_last or settings.framework != "torch":
+        return
+    axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
+    if axis is not None or settings.facts.needs_contiguous:
+        given = f"{axis} = {getattr(settings, axis)}" if axis else f"strategy = {settings.resolved_strategy!r}"
+        instead = f"leave {axis} or channels_last out" if axis else "write strategy = 'ddp', or leave channels_last out"
+        yield settings.mistake("channels_last", f" with {given}, which needs contiguous weights: {instead}.")
+
+
+@rule("sync_batch_norm", "fixed_order", *STRATEGY, *AXES)
+def sync_batch_norm(settings: Settings) -> Mistakes:
+    """Report statistics over ranks that do not step together, or that share the samples."""
+    if not settings.sync_batch_norm or settings.framework != "torch":
+        return
+    axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
+    if axis is not None:
+        why = f"{axis} = {getattr(settings, axis)}, where ranks hold parts of a model or share samples"
+        yield settings.mistake("sync_batch_norm", f" with {why}: leave one of them out.")
+    elif settings.facts.drifts or settings.facts.has_servers:
+        why = f"strategy = {settings.resolved_strategy!r}, whose ranks take steps of their own"
+        yield settings.mistake("sync_batch_norm", f" with {why}: write strategy = 'ddp', or leave sync_batch_norm out.")
+    elif settings.fixed_order:
+        why = "fixed_order: sums over the samples of several ranks have other bits than those of one"
+        yield settings.mistake("sync_batch_norm", f" with {why}. Leave one of them out.")
 
 
 RUN_RULES = (
@@ -165,4 +197,6 @@ RUN_RULES = (
     ema_decay,
     profile,
     budget,
+    channels_last,
+    sync_batch_norm,
 )

@@ -40,6 +40,8 @@ class StrategyFacts:
     """Ranks take steps of their own between two averages: the result is not that of one process."""
     has_servers: bool = False
     """Server processes hold the parameters and the optimizer's states."""
+    needs_contiguous: bool = False
+    """Weights must be contiguous in memory, so not in the layout of `channels_last`."""
     recovery: Literal["resize", "replace", "restart"] = "restart"
     """After a lost rank: go on with another number of ranks too, replace it in place, or start all ranks again."""
     compressors: tuple[str, ...] = ()
@@ -110,7 +112,7 @@ TABLE = (
         "they do not fit; grad-op trades memory for less traffic, hybrid shards within a machine only",
         "tensor, pipeline (not zero-bubble), context, expert, lora; one rank runs the bare model",
         "phalanx.strategies.fsdp:FSDP",
-        facts=StrategyFacts(shards=True, averages_gradients=True, recovery="replace", axes=AXES),
+        facts=StrategyFacts(shards=True, averages_gradients=True, needs_contiguous=True, recovery="replace", axes=AXES),
     ),
     StrategyRow(
         "zero",
@@ -126,7 +128,7 @@ TABLE = (
         "you have a DeepSpeed configuration, or optimizer states should be in CPU memory or on disk",
         "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
         "phalanx.engines.deepspeed.strategy:DeepSpeed",
-        facts=StrategyFacts(shards_by_engine=True),
+        facts=StrategyFacts(shards_by_engine=True, needs_contiguous=True),
     ),
     StrategyRow(
         "horovod",
@@ -135,7 +137,7 @@ TABLE = (
         "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
         "accumulation, clipping, precision, compile, lora; no other axis, no zero",
         "phalanx.engines.horovod.strategy:Horovod",
-        facts=StrategyFacts(replicates=True, averages_gradients=True, compressors=("fp16",)),
+        facts=StrategyFacts(replicates=True, averages_gradients=True, needs_contiguous=True, compressors=("fp16",)),
         backend="horovod",
     ),
     StrategyRow(

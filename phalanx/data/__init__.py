@@ -9,15 +9,27 @@ from phalanx.lazy import lazy_names
 if TYPE_CHECKING:
     from phalanx.data.device import to_device
     from phalanx.data.fetch import GatherDataset
+    from phalanx.data.hints import LoaderHints
     from phalanx.data.loader import ShardedLoader, shard_loader
     from phalanx.data.order import MicroInfo, epoch_order
     from phalanx.data.sets import load, names
 
-__all__ = ["GatherDataset", "MicroInfo", "ShardedLoader", "epoch_order", "load", "names", "shard_loader", "to_device"]
+__all__ = [
+    "GatherDataset",
+    "LoaderHints",
+    "MicroInfo",
+    "ShardedLoader",
+    "epoch_order",
+    "load",
+    "names",
+    "shard_loader",
+    "to_device",
+]
 
 _NAMES = {
     ".device": "to_device",
     ".fetch": "GatherDataset",
+    ".hints": "LoaderHints",
     ".loader": "ShardedLoader shard_loader",
     ".order": "MicroInfo epoch_order",
     ".sets": "load names",

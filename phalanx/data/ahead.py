@@ -1,9 +1,10 @@
-"""Fetch small batches of a plain data set ahead, in worker processes that return several batches in one message.
+"""Fetch small batches of a plain data set ahead, in worker processes that write several batches for one message.
 
-A message between processes costs as much as fetching a small batch, so a message holds a group of batches, stacked into
-one tensor per field. The order and the random numbers are those of the process itself: requests are the same, and each
-has its seed. Only where nothing can tell the difference: the data set can be pickled, so that it holds no open file or
-connection, whose position forked processes would share.
+A message between processes costs as much as fetching a small batch, so a message stands for a group of batches, which
+are in memory that the processes share from the start: to send memory costs more than to fill it. The order and the
+random numbers are those of the process itself: requests are the same, and each has its seed. Only where nothing can
+tell the difference: the data set can be pickled, so that it holds no open file or connection, whose position forked
+processes would share.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ _MOST_IN_GROUP = 32
 _MOST_WORKERS = 4
 _MESSAGES = 3
 """Groups that each worker prepares in advance."""
-_SHARED_BYTES = 64 << 20
-"""Free shared memory without which nothing is fetched ahead; a container has 64 MiB unless it is given more."""
+HELD = 65
+"""Batches that may still be in use when the next one is asked for: the micro-batches of a step, and one ahead."""
+_SHARED_BYTES = 48 << 20
+"""Free shared memory for each rank without which nothing is fetched ahead; a container has 64 MiB unless told so."""
 _PICKLED_BYTES = 16 << 20
 _PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
 
@@ -52,7 +55,7 @@ def worker_count(ranks_here: int) -> int:
     """Return how many processes may fetch for this rank; 0 where cores or shared memory are scarce."""
     with suppress(OSError):
         space = os.statvfs("/dev/shm")
-        if space.f_bavail * space.f_frsize >= _SHARED_BYTES:
+        if space.f_bavail * space.f_frsize >= ranks_here * _SHARED_BYTES:
             return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks_here - 2)
     return 0
 
@@ -104,67 +107,95 @@ def holds_data_only(dataset: Any) -> bool:
     return True
 
 
+class SharedGroups:
+    """Shared memory for groups of batches of one form: workers write, the process that trains reads."""
+
+    def __init__(self, batch: Any, size: int, count: int) -> None:
+        self._kind, self._names = type(batch), list(batch) if type(batch) is dict else None
+        fields = self._fields(batch)
+        self._forms = [(field.shape, field.dtype) for field in fields]
+        self._memory = [
+            [torch.empty((size, *shape), dtype=dtype) for shape, dtype in self._forms] for _ in range(count)
+        ]
+        for memory in itertools.chain(*self._memory):
+            memory.share_memory_()  # type: ignore[no-untyped-call]
+
+    def _fields(self, batch: Any) -> list[torch.Tensor]:
+        return list(batch.values()) if self._names else list(batch)
+
+    def _has_form(self, batch: Any) -> bool:
+        if type(batch) is not self._kind or (self._names is not None and list(batch) != self._names):
+            return False
+        fields = self._fields(batch)
+        plain = all(type(field) is torch.Tensor and not field.requires_grad for field in fields)
+        return plain and [(field.shape, field.dtype) for field in fields] == self._forms
+
+    def write(self, slot: int, batches: list[Any]) -> int | None:
+        """Write batches, and return how many; None where one of them has another form."""
+        if not all(map(self._has_form, batches)):
+            return None
+        for field, memory in zip(zip(*map(self._fields, batches), strict=True), self._memory[slot], strict=True):
+            torch.stack(field, out=memory[: len(batches)])
+        return len(batches)
+
+    def read(self, slot: int, count: int) -> Iterator[Any]:
+        """Yield the batches, where they are: they are written over when all other slots have been."""
+        for parts in zip(*(memory[:count].unbind() for memory in self._memory[slot]), strict=True):
+            yield dict(zip(self._names, parts, strict=True)) if self._names else self._kind(parts)
+
+
 class GroupFetcher(Dataset[Any]):
-    """Fetches a group of batches; in a worker process."""
+    """Fetches a group of batches into a slot; in a worker process."""
 
-    def __init__(self, fetcher: BatchFetcher) -> None:
-        self._fetcher = fetcher
+    def __init__(self, fetcher: BatchFetcher, slots: SharedGroups) -> None:
+        self._fetcher, self._slots = fetcher, slots
 
-    def __getitem__(self, requests: list[BatchRequest]) -> Any:
-        return grouped([self._fetcher[request] for request in requests])
-
-
-def grouped(batches: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the batches as one tensor per field, and how to take them apart; other batches as they are."""
-    first = batches[0]
-    names = list(first) if type(first) is dict else None
-    fields = [list(batch.values()) if names else list(batch) for batch in batches] if group_size(first) else []
-    forms = {tuple((field.shape, field.dtype) for field in batch) for batch in fields}
-    if len(forms) != 1 or any(type(batch) is not type(first) for batch in batches):
-        return None, batches
-    return (type(first), names), [torch.stack(field) for field in zip(*fields, strict=True)]
-
-
-def taken_apart(form: Any, fields: list[Any]) -> Iterator[Any]:
-    """Yield the batches of `grouped`."""
-    if form is None:
-        yield from fields
-        return
-    kind, names = form
-    for parts in zip(*(field.unbind() for field in fields), strict=True):
-        yield dict(zip(names, parts, strict=True)) if names else kind(parts)
+    def __getitem__(self, group: tuple[int, list[BatchRequest]]) -> tuple[int, Any]:
+        """Return the slot, and how many batches are in it; batches of another form instead."""
+        slot, requests = group
+        batches = [self._fetcher[request] for request in requests]
+        count = self._slots.write(slot, batches)
+        return slot, batches if count is None else count
 
 
 def fetch_ahead(
-    fetcher: BatchFetcher, cuts: Iterator[Cut], epoch: int, size: int, workers: int, generator: torch.Generator
+    fetcher: BatchFetcher, cuts: Iterator[Cut], epoch: int, first: Any, workers: int, generator: torch.Generator
 ) -> Iterator[tuple[MicroInfo, Any]]:
-    """Yield the micro-batches of the cuts, fetched by worker processes; after an error in these, by this process."""
+    """Yield the micro-batches of the cuts, fetched by worker processes; after an error in these, by this process.
+
+    `first`: a batch like those to come. The memory of a batch is used again when HELD more have been asked for.
+    """
     pending: deque[Cut] = deque()
+    size, loader = group_size(first), None
+    count = workers * _MESSAGES + 1 + -(-HELD // size)
 
-    def groups() -> Iterator[list[BatchRequest]]:
-        while group := list(itertools.islice(cuts, size)):
+    def groups() -> Iterator[tuple[int, list[BatchRequest]]]:
+        for number in itertools.count():
+            if not (group := list(itertools.islice(cuts, size))):
+                return
             pending.extend(group)
-            yield [BatchRequest(cut.indices, epoch, cut.info.offset) for cut in group]
+            yield number % count, [BatchRequest(cut.indices, epoch, cut.info.offset) for cut in group]
 
-    loader: DataLoader[Any] = DataLoader(
-        GroupFetcher(fetcher),
-        batch_size=None,
-        sampler=groups(),  # iterated once
-        num_workers=workers,
-        prefetch_factor=_MESSAGES,
-        collate_fn=return_as_is,
-        worker_init_fn=_as_here,
-        multiprocessing_context="fork",
-        persistent_workers=True,  # so that they can be ended here
-        generator=generator,
-    )
     try:
-        for form, fields in loader:
-            for batch in taken_apart(form, fields):
+        slots = SharedGroups(first, size, count)
+        loader = DataLoader(
+            GroupFetcher(fetcher, slots),
+            batch_size=None,
+            sampler=groups(),  # iterated once
+            num_workers=workers,
+            prefetch_factor=_MESSAGES,
+            collate_fn=return_as_is,
+            worker_init_fn=_as_here,
+            multiprocessing_context="fork",
+            persistent_workers=True,  # so that they can be ended here
+            generator=generator,
+        )
+        for slot, found in loader:
+            for batch in slots.read(slot, found) if isinstance(found, int) else found:
                 yield pending.popleft().info, batch
     except Exception as error:  # noqa: BLE001 - what the data set itself raises, it raises here again
-        first = str(error).strip().splitlines()[-1:]
-        warnings.warn(f"batches are fetched by the training process again: {' '.join(first)}", stacklevel=2)
+        why = str(error).strip().splitlines()[-1:]
+        warnings.warn(f"batches are fetched by the training process again: {' '.join(why)}", stacklevel=2)
     finally:
         torch_compat.shutdown_workers(loader)
     for cut in itertools.chain(list(pending), cuts):

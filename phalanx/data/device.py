@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,13 @@ def pin(batch: Any) -> Any:
         return leaf if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf.pin_memory()
 
     return map_batch(batch, pinned, lambda part: callable(getattr(part, "pin_memory", None)))
+
+
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return page-locked memory for a large tensor in a process that uses CUDA (a forked one does not), else None."""
+    if math.prod(shape) * dtype.itemsize <= _SMALL_BYTES or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def batch_length(batch: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,31 +19,39 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from phalanx.data.device import page_locked
+from phalanx.torch_compat import collate_with
 from phalanx.world.seed import derive_seed, rng_scope, seed_process
 
 
-class GatherDataset(Dataset[tuple[torch.Tensor, ...]], ABC):
+class GatherDataset(Dataset[Any], ABC):
     """A deterministic data set that implements `gather` only; single samples are computed by it."""
+
+    notes: tuple[str, ...] = ()
+    """Messages about the data, said once at the start of a run."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def gather(self, index: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, index: torch.Tensor) -> list[torch.Tensor] | dict[str, torch.Tensor]:
         """Return the batch of the samples at `index` (1-D, int64): one tensor per field, samples along dimension 0."""
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+    def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
-        return tuple(field[0] for field in self.gather(torch.tensor([index % len(self)])))
+        fields = self.gather(torch.tensor([index % len(self)]))
+        if isinstance(fields, dict):
+            return {name: field[0] for name, field in fields.items()}
+        return tuple(field[0] for field in fields)
 
 
-def gather_function(dataset: Any) -> Callable[[torch.Tensor], list[torch.Tensor]] | None:
+def gather_function(dataset: Any) -> Callable[[torch.Tensor], Any] | None:
     """Return a function that fetches a batch of `dataset` as default_collate would build it, or None."""
     # Exact types: a subclass may override __getitem__, which this would not call.
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
-        return lambda index: [tensor.index_select(0, index.to(tensor.device)) for tensor in tensors]
+        return lambda index: [_rows(tensor, index) for tensor in tensors]
     if isinstance(dataset, GatherDataset) and type(dataset).__getitem__ is GatherDataset.__getitem__:
         return dataset.gather
     if type(dataset) is Subset:
@@ -51,6 +60,22 @@ def gather_function(dataset: Any) -> Callable[[torch.Tensor], list[torch.Tensor]
             indices = torch.as_tensor(dataset.indices)
             return lambda index: inner(indices.index_select(0, index))
     return None
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.requires_grad:
+        return tensor.index_select(0, index.to(tensor.device))
+    return torch.index_select(tensor, 0, index, out=page_locked((len(index), *tensor.shape[1:]), tensor.dtype))
+
+
+def _stacked(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Stack a batch, a large one into page-locked memory: new pages cost several times the copy."""
+    first = samples[0]
+    alike = all(type(each) is torch.Tensor and each.dtype is first.dtype and not each.requires_grad for each in samples)
+    if not alike or first.layout is not torch.strided or first.device.type != "cpu":
+        refused_or_stacked: torch.Tensor = default_collate(samples)
+        return refused_or_stacked
+    return torch.stack(samples, out=page_locked((len(samples), *first.shape), first.dtype))
 
 
 def is_deterministic(dataset: Any) -> bool:
@@ -90,9 +115,10 @@ class BatchFetcher(Dataset[Any]):
     layout with equal micro-batches draws the same.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, seed: int) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, seed: int, pinned: bool = False) -> None:
+        """`pinned`: batches are for a GPU, and default ones are put into page-locked memory at once."""
         self.dataset = dataset
-        self._collate = collate_fn
+        self._collate = partial(collate_with, _stacked) if pinned and collate_fn is default_collate else collate_fn
         self._seed = seed
         self._wants_epoch = callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None
@@ -135,7 +161,7 @@ class BatchFetcher(Dataset[Any]):
         assert self._gather is not None, "asked before"
         fields = self._gather(torch.from_numpy(np.concatenate(several)))
         sizes = [len(indices) for indices in several]
-        for parts in zip(*(field.split(sizes) for field in fields), strict=True):  # type: ignore[no-untyped-call]
+        for parts in zip(*(field.split(sizes) for field in fields), strict=True):
             yield list(parts)
 
     def _fetch(self, indices: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.data.device import staged
 from phalanx.data.mapped import Batches, MappedBatches
-from phalanx.data.order import BatchSplit, DrawnOrder, MicroInfo, Order, order_of
+from phalanx.data.order import BatchSplit, DrawnOrder, MicroInfo, Order, order_of, own_order
 from phalanx.data.source import Source, read_source
 from phalanx.errors import DataError, UsageError
 
@@ -35,7 +35,7 @@ def open_source(
     if source.batch_sampler is not None:
         order: Order = DrawnOrder(source.batch_sampler, seed=seed, batches=True)
     elif source.sampler is None:
-        order = Order(len(source.dataset), seed=seed, shuffle=training)
+        order = own_order(source.dataset, len(source.dataset), seed=seed, shuffle=training)
     else:
         order = order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
     if source.ready_batches:
@@ -129,6 +129,8 @@ class ShardedLoader:
         self._resuming = self._finished = False
         self.leaves_small = False
         """Whether batches of some kilobytes stay on the host: a captured step copies them to where it reads them."""
+        self.own_metrics: Mapping[str, Any] | None = None
+        """The metrics that the data set says it is measured with, its attribute `metrics`."""
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
@@ -176,6 +178,10 @@ class ShardedLoader:
         """Why a position within an epoch is valid for this number of ranks only; empty where it is for any."""
         why = "The training data shards itself, and its position is valid for this number of ranks only."
         return why if self._batches.fixes_ranks else ""
+
+    def problems(self) -> str:
+        """Return what was wrong with the samples that all ranks have read so far; empty: nothing. All ranks call it."""
+        return self._batches.problems()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The epoch of a loaded state continues at its position."""
@@ -282,7 +288,10 @@ def shard_loader(
         read, layout, seed=seed, training=training, drop_last=drop, group=group, notes=notes, in_order=in_order
     )
     pin_first = read.workers.pin_memory and read.workers.num_workers == 0
-    return ShardedLoader(batches, layout, device, notes, training=training, pin_first=pin_first)
+    sharded = ShardedLoader(batches, layout, device, notes, training=training, pin_first=pin_first)
+    metrics = getattr(read.dataset, "metrics", None)
+    sharded.own_metrics = metrics if isinstance(metrics, Mapping) else None
+    return sharded
 
 
 def _describe_shards(shards: list[int] | None) -> str:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from phalanx import torch_compat
 from phalanx.data.fetch import BatchFetcher, BatchRequest
-from phalanx.data.order import BatchSplit, Cut, EpochPlan, MicroInfo, Order
+from phalanx.data.hints import describe_problems, hints_of
+from phalanx.data.order import BatchSplit, Cut, DrawnOrder, EpochPlan, GroupedOrder, MicroInfo, Order
 from phalanx.data.source import Source
 from phalanx.errors import OrderError
 from phalanx.world.seed import derive_seed
@@ -79,6 +80,10 @@ class Batches(ABC):
     def check_order(self, epoch: int, saved: str | None) -> None:  # noqa: B027 - a stream's order is not known before
         """Raise where an epoch that was begun cannot be continued, because its order is not what it was."""
 
+    def problems(self) -> str:
+        """Return what was wrong with the samples that all ranks have read so far; empty: nothing. All ranks call it."""
+        return ""
+
     def close(self) -> None:
         """Stop worker processes kept between epochs."""
         torch_compat.shutdown_workers(self._loader)
@@ -111,7 +116,9 @@ class MappedBatches(Batches):
     ) -> None:
         """`group`: the data ranks, for comparing what the user's sampler draws on them."""
         super().__init__(source, layout, seed, drop_last)
-        self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed)
+        workers = source.workers
+        pinned = workers.pin_memory and workers.num_workers == 0
+        self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed, pinned=pinned)
         self._order = order
         self._requests = _Requests()
         self._planned: tuple[int, EpochPlan] | None = None
@@ -157,8 +164,21 @@ class MappedBatches(Batches):
     def check_order(self, epoch: int, saved: str | None) -> None:
         """Raise where an epoch that was begun cannot be continued, because its order is not what it was."""
         own = self._order.fingerprint(epoch)
-        if saved is not None and own is not None and own != saved:
+        # Checkpoints of earlier versions lack the fingerprint of a sampler's order; orders by groups always had one.
+        is_known = saved is not None or isinstance(self._order, GroupedOrder)
+        if is_known and own != saved:
             raise order_changed(self._order, f"epoch {epoch + 1} was begun in another order than it has now")
+
+    def problems(self) -> str:
+        """Return what was wrong with the samples that all ranks have read so far; empty: nothing. All ranks call it."""
+        hints = hints_of(self._source.dataset)
+        if hints.problems is None:
+            return ""
+        everywhere: list[Any] = [hints.problems()]
+        if self._layout.dp_size > 1 and dist.is_initialized():
+            everywhere *= self._layout.dp_size
+            dist.all_gather_object(everywhere, everywhere[self._layout.dp_rank], group=self._group)
+        return describe_problems(sorted(set(itertools.chain(*everywhere))), hints.problem)
 
     def split_by(self, layout: BatchSplit) -> None:
         """Distribute the samples in another way from the next iteration on."""
@@ -202,10 +222,10 @@ class MappedBatches(Batches):
             if self._ahead > 0:
                 from phalanx.data.ahead import fetch_ahead, group_size
 
-                size, left = group_size(batch), plan.micro_batches - start // self._layout.micro_step - number
-                if size and left > _WORTH_WORKERS:
+                left = plan.micro_batches - start // self._layout.micro_step - number
+                if left > _WORTH_WORKERS and group_size(batch):
                     generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
-                    yield from fetch_ahead(self._fetcher, cuts, epoch, size, self._ahead, generator)
+                    yield from fetch_ahead(self._fetcher, cuts, epoch, batch, self._ahead, generator)
 
     def _fetch_by_workers(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         self._requests.plan, self._requests.epoch, self._requests.start = plan, epoch, start
@@ -215,7 +235,12 @@ class MappedBatches(Batches):
 
 
 def order_changed(order: Order, what: str) -> OrderError:
-    """Return the error for a sampler whose draws depend on more than the seed and the epoch."""
+    """Return the error for an order that is not what it was: a sampler draws by more than the seed and the epoch."""
+    if not isinstance(order, DrawnOrder):
+        return OrderError(
+            f"{what}: the data set is shuffled in another way.",
+            hint="Resume with the same data, `shuffle` and `window`, or from the end of an epoch.",
+        )
     return OrderError(
         f"{order.name}: {what}: it draws by something that a new rank, or a resumed run, does not have.",
         hint="Give it a method set_epoch(epoch), and let the order depend on that and on random numbers alone.",

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from phalanx import torch_compat
+from phalanx.data.hints import hints_of
 from phalanx.world.seed import derive_seed, rng_scope
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -34,6 +35,19 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray
         return np.arange(length, dtype=np.int64)
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     return generator.permutation(length).astype(np.int64, copy=False)
+
+
+def grouped_order(groups: Sequence[int], window: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return an order in which samples that are stored together are read about the same time.
+
+    Groups of consecutive samples are shuffled, then the samples of each `window` groups. For example 4 groups of 2
+    samples and a window of 2: groups 2 0 3 1, then samples (4 1 0 5) (7 2 6 3): two groups are in use at a time.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    starts = np.cumsum([0, *groups])
+    samples = [np.arange(starts[group], starts[group + 1]) for group in generator.permutation(len(groups))]
+    windows = [np.concatenate(samples[first : first + window]) for first in range(0, len(samples), window)]
+    return np.concatenate([generator.permutation(each) for each in windows]).astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,14 @@ class MicroInfo:
     scale: float
     boundary: bool
     offset: int
+
+
+class SampleKey(NamedTuple):
+    """Where the samples of a batch are in a run: `position` is that of the first one in the epoch's order."""
+
+    seed: int
+    epoch: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +236,21 @@ class Order:
         return epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
 
+class GroupedOrder(Order):
+    """The order of samples that are cheap to read group by group, as a data set's `LoaderHints` say."""
+
+    def __init__(self, groups: Sequence[int], window: int, *, seed: int) -> None:
+        super().__init__(sum(groups), seed=seed, shuffle=True)
+        self._groups, self._window = groups, window
+
+    def fingerprint(self, epoch: int) -> str:
+        """Return a hash of the groups and the window: a resumed epoch needs the same."""
+        return hashlib.blake2b(repr((self._window, list(self._groups))).encode(), digest_size=8).hexdigest()
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return grouped_order(self._groups, self._window, seed=self._seed, epoch=epoch)
+
+
 class DrawnOrder(Order):
     """What the user's sampler draws with random numbers from (seed, epoch).
 
@@ -260,15 +297,23 @@ class DrawnOrder(Order):
         return self._arrays[1]
 
 
+def own_order(dataset: Any, length: int, *, seed: int, shuffle: bool) -> Order:
+    """Return the order of a data set that no sampler of the user decides."""
+    hints = hints_of(dataset)
+    if shuffle and hints.window and sum(hints.groups) == length:
+        return GroupedOrder(hints.groups, hints.window, seed=seed)
+    return Order(length, seed=seed, shuffle=shuffle)
+
+
 def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: list[str]) -> Order:
     """Return the order of a DataLoader's sampler: a shuffle of Phalanx if the sampler only shuffles, else its draws."""
     if isinstance(sampler, DistributedSampler):
         notes.append(f"{type(sampler).__name__} replaced: Phalanx shards the data itself.")
-        return Order(len(dataset), seed=seed, shuffle=training and sampler.shuffle)
+        return own_order(dataset, len(dataset), seed=seed, shuffle=training and sampler.shuffle)
     if type(sampler) is SequentialSampler:
         return Order(len(sampler), seed=seed, shuffle=False)
     if type(sampler) is RandomSampler and torch_compat.draws_each_once(sampler):
-        return Order(len(sampler), seed=seed, shuffle=training)
+        return own_order(dataset, len(sampler), seed=seed, shuffle=training)
     return DrawnOrder(sampler, seed=seed)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
-from phalanx.data.fetch import WorkerInit, return_as_is
+from phalanx.data.fetch import GatherDataset, WorkerInit, return_as_is
+from phalanx.data.hints import hints_of
 from phalanx.errors import DataError
 
 
@@ -61,10 +62,15 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
             f"a tensor of shape {list(given.shape)} is not a data set.",
             hint="Write torch.utils.data.TensorDataset(inputs, targets).",
         )
+    if isinstance(given, GatherDataset):
+        notes += given.notes
     options = WorkerOptions(pin_memory=pin_memory)
     if isinstance(given, IterableDataset):
         return Source(given, is_stream=True, workers=options)
     if isinstance(given, Dataset) or _looks_like_dataset(given):
+        hints = hints_of(given)
+        notes += hints.notes
+        options = replace(options, num_workers=hints.workers, persistent_workers=hints.workers > 0)
         return Source(given, is_stream=False, workers=options)
     if isinstance(given, Iterator):
         raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,30 +11,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from phalanx.loop.optim import GroupOptimizer
 from phalanx.strategies.base import local
 from phalanx.torch_compiler import has_triton
 
-_EIGHT_BITS = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_EIGHT_BITS).max
-_DROPPED_BITS = 20
-"""Of the 23 bits of a float32's fraction, e4m3 keeps 3."""
-_BLOCK = 256
-"""Neighbouring values with one scale, the largest of them. Narrower rows have smaller blocks, down to 32."""
+_TYPES = {"exp_avg_level": torch.int8, "exp_avg_root": torch.float8_e4m3fn}
+_LEVELS = 127
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_BLOCK = 32
+"""Neighbouring values with one scale, the largest of them; so few, that a row which ranks share is still cut alike."""
 _SMALLEST = 4096
 """Parameters with fewer values (norms, biases) keep states in float32: they need little memory."""
-_STATES = ("exp_avg", "exp_avg_root")
-_SAVED = (*_STATES, *(f"{name}_scale" for name in _STATES))
+_SAVED = (*_TYPES, *(f"{name}_scale" for name in _TYPES))
+_AT_ONCE = 1 << 22
 _LEAST_ROOT = 2.0**-9
 """The smallest positive e4m3. A root is never rounded to zero: the next step would divide by almost nothing."""
 _FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs on which Triton has e4m3; others take the same steps by torch's operations."""
 
 
-class AdamW8bit(torch.optim.Optimizer):
-    """AdamW that keeps the average gradient m and the root of the average square v as 8-bit floats, scaled by block.
+class AdamW8bit(GroupOptimizer):
+    """AdamW that keeps the average gradient m and the root of the average square v in 8 bits, scaled by block.
 
-    The root, because its range is half as wide in powers of two as that of the square. It is never rounded to zero: m,
-    which has a scale of its own, may be positive there, and the step would be m / eps.
+    Of m a byte holds the sign and the fourth root of its share of the block's largest value, in 127 levels, which are
+    3% apart near that value and 10% at a hundredth of it. v is a float of 8 bits, and the root of v, because that has
+    half as wide a range in powers of two. It is never rounded to zero: m, which has a scale of its own, may be positive
+    there, and the step would be m / eps. States are contiguous, whatever the layout of their weight.
     """
 
     def __init__(
@@ -50,52 +52,47 @@ class AdamW8bit(torch.optim.Optimizer):
             raise ValueError(f"AdamW8bit got {numbers}: none may be negative, and betas are below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step; parameters without a gradient stay."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
-                if not self.state[parameter]:
-                    self.state[parameter] |= _new_state(parameter)
-            _step_small([(p, self.state[p]) for p in trained if not _block(p)], group)
-            for parameter in trained:
-                if block := _block(parameter):
-                    _step_blocks(parameter, self.state[parameter], block, group)
-        return loss
+    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+        return _new_state(parameter)
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        _step_small([(p, self.state[p]) for p in parameters if not _block(p)], group)
+        for parameter in parameters:
+            if block := _block(parameter):
+                _step_blocks(parameter, self.state[parameter], block, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; a state of another optimizer is refused.
 
-        torch makes states of the parameter's type: 8 bits survive that, and the scales are taken from what was given.
+        States of 8 bits are put in apart: torch would make them of the parameter's type first, four times as large.
         """
-        given = [
-            state_dict["state"].get(number, {}) for group in state_dict["param_groups"] for number in group["params"]
-        ]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        wanted = [(p, state) for p, state in zip(parameters, given, strict=False) if state and _block(p)]
-        if missing := [name for _, state in wanted for name in _SAVED if name not in state]:
-            raise ValueError(f"this is not a state of AdamW8bit: a parameter has no {missing[0]}")
-        super().load_state_dict(state_dict)
-        for parameter, state in wanted:
-            own = self.state[parameter]
-            own |= {name: own[name].to(_EIGHT_BITS) for name in _STATES}
-            own |= {name: state[name].to(own[name].device, copy=True) for name in _SAVED if name not in _STATES}
+        given = {number: dict(state_dict["state"].get(number, {})) for number in numbers}
+        apart: list[tuple[Tensor, dict[str, Any]]] = []
+        for number, parameter in zip(numbers, parameters, strict=False):
+            state = given[number]
+            if not state or not _block(parameter):
+                continue
+            if missing := [name for name in _SAVED if name not in state]:
+                raise ValueError(f"this is not a state of AdamW8bit: a parameter has no {missing[0]}")
+            apart.append((parameter, {name: state.pop(name) for name in _SAVED}))
+        held = {number: state for number, state in given.items() if state}
+        super().load_state_dict({**state_dict, "state": held})
+        for parameter, states in apart:
+            self.state[parameter] |= {name: _loaded(state, parameter, name) for name, state in states.items()}
+
+
+def _loaded(state: Tensor, parameter: Tensor, name: str) -> Tensor:
+    return state.to(parameter.device, dtype=_TYPES.get(name, torch.float32), copy=True)
 
 
 def _block(parameter: Tensor) -> int:
     """Return the size of a parameter's blocks, which divides its rows; 0 for states in float32."""
-    piece = local(parameter)
-    if parameter.ndim < 2 or parameter.numel() < _SMALLEST or not piece.is_contiguous():
+    if parameter.ndim < 2 or parameter.numel() < _SMALLEST:
         return 0
-    row, size = piece.shape[1:].numel(), _BLOCK
-    while size >= 32 and row % size:
-        size //= 2
-    return size if size >= 32 else 0
+    rows = parameter.shape[1:].numel(), local(parameter).shape[1:].numel()
+    return 0 if any(row % _BLOCK for row in rows) else _BLOCK
 
 
 def _new_state(parameter: Tensor) -> dict[str, Any]:
@@ -104,8 +101,8 @@ def _new_state(parameter: Tensor) -> dict[str, Any]:
         zeros = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=piece.device), **zeros}
     state: dict[str, Any] = {"step": torch.zeros(())}
-    for name in _STATES:
-        eight = torch.zeros(piece.shape, dtype=_EIGHT_BITS, device=piece.device)
+    for name, dtype in _TYPES.items():
+        eight = torch.zeros(piece.shape, dtype=dtype, device=piece.device)
         scales = torch.zeros(piece.shape[0], piece.shape[1:].numel() // block, device=piece.device)
         state[name], state[f"{name}_scale"] = _like(parameter, eight, 1), _like(parameter, scales, block)
     return state
@@ -153,12 +150,15 @@ def _step_blocks(parameter: Tensor, state: dict[str, Any], block: int, group: di
     assert parameter.grad is not None, "parameters without a gradient are not updated"
     weights, gradient = local(parameter.detach()), local(parameter.grad).contiguous()
     states = tuple(local(state[name]) for name in _SAVED)
+    whole = weights.contiguous()  # a copy of channels-last weights
     if _has_kernel(weights):
         from phalanx.models.kernels import adamw8bit_
 
-        adamw8bit_(weights, gradient, states, block, step, numbers)
+        adamw8bit_(whole, gradient, states, block, step, numbers)
     else:
-        _step_by_operations(weights, gradient, states, block, step, numbers)
+        _step_by_operations(whole, gradient, states, block, step, numbers)
+    if whole is not weights:
+        weights.copy_(whole)
 
 
 def _has_kernel(weights: Tensor) -> bool:
@@ -170,29 +170,58 @@ def _has_kernel(weights: Tensor) -> bool:
 def _step_by_operations(
     weights: Tensor, gradient: Tensor, states: tuple[Tensor, ...], block: int, step: int, numbers: tuple[float, ...]
 ) -> None:
-    """Take the same step without Triton."""
+    """Take the same step without Triton, for some values at a time: its operations need many times their memory."""
+    blocks = [each.view(-1, block) for each in (weights, gradient, *states[:2])]
+    scales = [each.view(-1, 1) for each in states[2:]]
+    many = max(1, _AT_ONCE // block)
+    for number, parts in enumerate(zip(*(torch.split(each, many) for each in (*blocks, *scales)), strict=True)):
+        _step_values(parts, number * many * block, step, numbers)
+
+
+def _step_values(parts: tuple[Tensor, ...], first: int, step: int, numbers: tuple[float, ...]) -> None:
+    """Take the step of some blocks of a parameter; `first`: the place of their first value in it."""
+    weights, gradient, average8, root8, average_scale, root_scale = parts
     rate, decay, beta1, beta2, correction1, correction2_root, eps = numbers
-    weights, gradient, average8, root8 = (each.view(-1, block) for each in (weights, gradient, *states[:2]))
-    average_scale, root_scale = (scale.view(-1, 1) for scale in states[2:])
     gradient = gradient.float()
-    average = beta1 * (average8.float() * average_scale) + (1 - beta1) * gradient
+    average = beta1 * (_fourth_power(average8.float() / _LEVELS) * average8.sign() * average_scale)
+    average += (1 - beta1) * gradient
     root = (beta2 * (root8.float() * root_scale).square() + (1 - beta2) * gradient.square()).sqrt()
     moved = weights.float() * (1 - decay) - rate * (average / correction1) / (root / correction2_root + eps)
     weights.copy_(moved)
-    average_scale.copy_(average.abs().amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
-    average8.copy_((average / average_scale).to(_EIGHT_BITS))
+    average_scale.copy_(average.abs().amax(1, keepdim=True).clamp_min(1e-30))
+    chances = _chances(average, first, step)
+    average8.copy_((_level(average.abs() / average_scale, chances[0]) * average.sign()).to(torch.int8))
     root_scale.copy_(root.amax(1, keepdim=True).clamp_min(1e-30) / _LARGEST)
-    root8.copy_(rounded_either_way(root / root_scale, step).clamp(_LEAST_ROOT, _LARGEST).to(_EIGHT_BITS))
+    root8.copy_(_rounded(root / root_scale, chances[1]).to(torch.float8_e4m3fn))
 
 
-def rounded_either_way(values: Tensor, step: int) -> Tensor:
-    """Round to the 3 bits of e4m3's fraction, up or down by chance: the nearest would lose changes of 0.1% for ever.
+# Both are rounded up or down by chance: the nearest value would lose changes of 0.1% (of m: of some percent) for ever.
 
-    The chance is a function of the step and the place, so that replicas stay equal.
-    """
-    places = torch.arange(values.numel(), device=values.device, dtype=torch.int64).view_as(values)
+
+def _chances(values: Tensor, first: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return two numbers from 0 to 1 for each value: a function of step and place, so that replicas stay equal."""
+    places = torch.arange(first, first + values.numel(), device=values.device, dtype=torch.int64).view_as(values)
     noise = (places + step * 0x9E3779B9) * 0x2545F491
-    noise = ((noise ^ (noise >> 15)) * 0x45D9F3B) >> 11
-    dropped = (1 << _DROPPED_BITS) - 1
-    bits = values.view(torch.int32) + (noise & dropped).to(torch.int32)
-    return (bits & ~dropped).view(torch.float32)
+    noise = (noise ^ (noise >> 15)) * 0x45D9F3B
+    return ((noise >> 31) & 0xFFFFF).float() / 2**20, ((noise >> 11) & 0xFFFFF).float() / 2**20
+
+
+def _fourth_power(values: Tensor) -> Tensor:
+    return values.square().square()
+
+
+def _level(shares: Tensor, chance: Tensor) -> Tensor:
+    """Round the fourth roots of shares of the largest value to levels; the mean of the shares stays."""
+    below = (shares.sqrt().sqrt() * _LEVELS).floor()
+    low, high = _fourth_power(below / _LEVELS), _fourth_power((below + 1) / _LEVELS)
+    return torch.where(chance < (shares - low) / (high - low), below + 1, below).clamp_max(_LEVELS)
+
+
+def _rounded(values: Tensor, chance: Tensor) -> Tensor:
+    """Round positive values to e4m3; the mean of the squares stays."""
+    power = values.view(torch.int32) & 0x7F800000  # the largest power of two that is not above
+    spacing = (power - (3 << 23)).view(torch.float32).clamp_min(_LEAST_ROOT)  # e4m3 has 3 bits after it
+    below = (values / spacing).floor() * spacing
+    above = below + spacing
+    share = (values.square() - below.square()) / (above.square() - below.square())
+    return torch.where(chance < share, above, below).clamp(_LEAST_ROOT, _LARGEST)

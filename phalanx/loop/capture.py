@@ -299,6 +299,8 @@ class CapturedStep:
             graph.reset()
             self.turn_off(_cause(error))
             return None
+        # The capture has written the seed of dropout on its own stream: after that of the first replay, it would win.
+        before.wait_stream(self._stream)
         if not recording.graphs:
             self._say(f"steps are launched as one CUDA graph from step {gradients.steps} on (capture)", "info")
         return graph

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx import torch_compat, torch_compiler
+from phalanx import torch_compiler
 from phalanx.host.files import make_private
 from phalanx.models.contract import CompileRegions, implements
 from phalanx.observe.events import Event, Message, Phase
@@ -130,14 +130,14 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
         for module, name, _ in regions:  # in the instance; hooks of fsdp around the module stay as written
             setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
         return partial(_uncompile, regions)
-    inner = torch_compat.uncompiled_call(model)
+    inner = torch_compiler.uncompiled_call(model)
 
     def call(*arguments: Any, **options: Any) -> Any:  # a plain function: torch skips the calls of its own modules
         return inner(*arguments, **options)
 
-    torch_compat.set_compiled_call(model, torch.compile(call))
+    torch_compiler.set_compiled_call(model, torch.compile(call))
 
-    return partial(torch_compat.set_compiled_call, model, None)
+    return partial(torch_compiler.set_compiled_call, model, None)
 
 
 def _uncompile(regions: list[tuple[nn.Module, str, Any]]) -> None:
@@ -152,8 +152,9 @@ class CompiledCalls:
     """Switches all compiled models of this process between their graphs and the code as it is written."""
 
     def __init__(self, notes: list[str]) -> None:
-        """Keep compiled code from now on; `notes` gets a message where that is not possible."""
+        """Keep compiled code until `end`; `notes` gets a message where that is not possible."""
         self._eager: ExitStack | None = None
+        self._before = {name: os.environ.get(name) for name in (_INDUCTOR, _TRITON)}
         notes += [note for note in [keep_compiled_code()] if note]
 
     def use(self, *, compiled: bool) -> None:
@@ -166,6 +167,15 @@ class CompiledCalls:
         else:
             self._eager = ExitStack()
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def end(self) -> None:
+        """Let calls run compiled again, and code that is compiled later be kept where it was before."""
+        self.use(compiled=True)
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"

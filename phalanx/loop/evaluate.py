@@ -57,11 +57,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this.
 
-    `limit`: the first batches only, this many or (below 1, or 1.0) a share of them.
+    `metrics`: None for those of the data set, if it has any, else the usual ones. `limit`: the first batches only,
+    this many or (below 1, or 1.0) a share of them.
     """
     formation.strategy.consolidate(model)
     bare = model if formation.strategy.shards else formation.unwrap(model)
-    sums = MetricSums(metrics, formation.device)
+    metrics = loader.sharded.own_metrics if metrics is None else metrics
+    sums = MetricSums(metrics, formation.device, leads_samples=formation.world.leads_samples)
     forward = None
     with own_modes(bare):
         bare.eval()
@@ -72,7 +74,8 @@ def evaluate(
             target = forward.target(batch)
             by_labels = loss is not None and formation.weighs_labels(forward, model, batch, loader)
             weight = forward.count_labels(batch) if by_labels else None
-            sums.add(loss, output, target, loader.current.samples, weight, may_shift=forward.may_shift)
+            current, shifts = loader.current, forward.may_shift
+            sums.add(loss, output, target, current.samples, weight, may_shift=shifts, offset=current.offset)
     return sums.result()
 
 
@@ -84,7 +87,8 @@ class Evaluation:
         self._loop = loop
         self._loader: PreparedLoader | None = None
         if loop.task.val is not None:
-            self._loader = loop.formation.prepare_loader(loop.task.val, training=False)
+            task = loop.task
+            self._loader = loop.formation.prepare_loader(task.val, training=False).augmented(task.augment)
         self._last: tuple[int, dict[str, float]] = (-1, {})
 
     def after_epoch(self, epoch: int, *, last: bool) -> dict[str, float]:

@@ -18,7 +18,6 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -42,7 +41,7 @@ from phalanx.loop.prepare import (
     PreparedLoader,
     adapt,
     check_trains_adapters,
-    multiply_in_fp8,
+    convert_layers,
     remember_process,
 )
 from phalanx.loop.state import begin_save, restore_snapshot
@@ -94,7 +93,7 @@ class Formation(Prepared):
             from phalanx.loop.compiling import CompiledCalls
 
             self._compiled_calls = CompiledCalls(self.notes)
-            self._undo.append(partial(self._compiled_calls.use, compiled=True))
+            self._undo.append(self._compiled_calls.end)
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
@@ -141,8 +140,7 @@ class Formation(Prepared):
         # What an earlier call has sharded lies where the strategy has put it, with offload in host memory.
         if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
-        if self.precision.fp8:
-            self._undo.append(multiply_in_fp8(model, self.notes))
+        self._undo += convert_layers(model, self)
         if self.config.recompute is not None or self.config.activation_offload:
             from phalanx.loop.activation import spare_activations
 

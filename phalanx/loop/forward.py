@@ -236,7 +236,7 @@ def _first(result: Any) -> Any:
 
 
 def _labels(batch: Any) -> Any:
-    return batch.get("labels")
+    return batch.get("labels", batch.get("targets"))
 
 
 def _whole(batch: Any) -> Any:
@@ -263,8 +263,17 @@ def shape_text(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
+_ABOUT_VIEWS = re.compile(r"view size is not compatible|Cannot view a tensor", re.IGNORECASE)
+"""torch's messages about `x.view(...)` across dimensions that are not neighbours in memory, eager and compiled."""
+
+
 def raise_explained(error: RuntimeError, model: nn.Module, batch: Any) -> NoReturn:
     """Raise an error of torch about shapes as one that names the batch and the layer; others as they are."""
+    if _ABOUT_VIEWS.search(str(error)) and any(p.ndim > 3 and not p.is_contiguous() for p in model.parameters()):
+        raise ModelError(
+            "the model views an activation in another shape, and its convolutions are stored channels last",
+            hint="Write x.reshape(...) or x.flatten(1) instead of x.view(...) in its forward, or channels_last=False.",
+        ) from error
     if not _ABOUT_SHAPES.search(str(error)):
         raise error
     place = _place(error.__traceback__, model)

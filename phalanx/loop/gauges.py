@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,7 +226,8 @@ class PeakMemory:
 
 def token_rate(model: nn.Module, batch: Any, world: World, precision: str) -> TokenRate:
     """Look at the first batch: integers [batch, time] are tokens where the model counts its operations."""
-    inputs = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
+    inputs: Any = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
+    inputs = batch.get("tokens") if isinstance(batch, Mapping) else inputs
     is_tokens = isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
     if not is_tokens or not implements(model, CountsFlops):
         return TokenRate()

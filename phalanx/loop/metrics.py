@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,40 @@ Metric = Callable[[Any, Any], Any]
 """metric(output, target) -> one value per sample, the mean over the batch, or (total, number of what was counted)."""
 
 
-class MetricSums:
-    """Adds up the loss and the metrics of this rank's samples; `result` makes them means over all ranks."""
+class GatheredMetric(Protocol):
+    """A metric that is not a mean over samples: the area under a curve, or a score of texts cut into several samples.
 
-    def __init__(self, metrics: Mapping[str, Metric] | None, device: torch.device) -> None:
+    Called with (output, target) it returns some numbers per sample, [samples, numbers]. `combine` gets those of all
+    samples of all ranks, each once and in the order of the data set, as float64 on the CPU.
+    """
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        """Return the numbers that are kept of each sample of a batch."""
+
+    def combine(self, rows: torch.Tensor, samples: torch.Tensor) -> float | Mapping[str, float]:
+        """Return the value, or several by name; `samples` are the places of the rows in the data set."""
+
+
+def is_gathered(metric: Any) -> TypeGuard[GatheredMetric]:
+    """Whether a metric combines what it found in all samples."""
+    return callable(getattr(metric, "combine", None))
+
+
+class MetricSums:
+    """Adds up the loss and the metrics of this rank's samples; `result` makes them means over all ranks.
+
+    Of a `GatheredMetric` the rows are kept, and combined in `result`.
+    """
+
+    def __init__(
+        self, metrics: Mapping[str, Metric] | None, device: torch.device, *, leads_samples: bool = True
+    ) -> None:
+        """`leads_samples`: False on a rank whose samples another one has as well, and keeps the rows of."""
         self._metrics = metrics
         self._device = device
+        self._leads_samples = leads_samples
         self._sums: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, list[torch.Tensor]] = {}
 
     def add(
         self,
@@ -38,10 +65,12 @@ class MetricSums:
         weight: torch.Tensor | None = None,
         *,
         may_shift: bool = False,
+        offset: int = 0,
     ) -> None:
         """Count one batch of which `samples` are real; `weight` is what the loss is a mean of, if not samples.
 
-        `may_shift`: the loss is the model's own, and may compare outputs with later labels.
+        `may_shift`: the loss is the model's own, and may compare outputs with later labels. `offset`: the place of the
+        first sample in the data set.
         """
         if loss is not None:
             units = torch.tensor(float(samples)) if weight is None else weight * float(samples > 0)
@@ -51,7 +80,23 @@ class MetricSums:
         if self._metrics is None:
             self._metrics = default_metrics(output, target, loss if may_shift else None)
         for name, metric in self._metrics.items():
-            self._accumulate(name, *self._measured(name, metric(output, target), samples))
+            found = metric(output, target)
+            if is_gathered(metric):
+                self._keep(name, found, samples, offset)
+            else:
+                self._accumulate(name, *self._measured(name, found, samples))
+
+    def _keep(self, name: str, found: Any, samples: int, offset: int) -> None:
+        """Keep the rows of the real samples on the device, each after the place of its sample."""
+        if not isinstance(found, torch.Tensor) or found.ndim != 2 or len(found) < samples:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ModelError(
+                f"the metric '{name}', which combines rows, returned {shape} for a batch of {samples} samples",
+                hint=f"Return some numbers per sample, a tensor [{samples}, numbers]: torch.stack([score, label], 1)",
+            )
+        kept = found[: samples if self._leads_samples else 0].detach().to(self._device, torch.float64)
+        places = torch.arange(offset, offset + len(kept), device=self._device, dtype=torch.float64)
+        self._rows.setdefault(name, []).append(torch.cat([places[:, None], kept], dim=1))
 
     def _measured(self, name: str, found: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the total of what a metric found, and the number of what it counted."""
@@ -76,14 +121,41 @@ class MetricSums:
     def result(self) -> dict[str, float]:
         """Return the means over every sample of every rank; all ranks must call this."""
         names = sorted(self._sums)
-        if not names:
+        if not names and not self._rows:
             raise ModelError("evaluation produced neither a loss nor a metric", hint="Give loss_fn or metrics.")
-        totals = torch.stack([self._sums[name] for name in names])
-        if dist.is_initialized():
-            dist.all_reduce(totals)
-        means = (totals[:, 0] / totals[:, 1]).tolist()
+        found: dict[str, float] = {}
+        if names:
+            totals = torch.stack([self._sums[name] for name in names])
+            if dist.is_initialized():
+                dist.all_reduce(totals)
+            found = dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+        for name in sorted(self._rows):
+            found |= self._combined(name, _gathered(torch.cat(self._rows[name])))
         raise_if_aborted()  # else a part of a sum
-        return dict(zip(names, means, strict=True))
+        return found
+
+    def _combined(self, name: str, rows: torch.Tensor) -> dict[str, float]:
+        assert self._metrics is not None, "it has rows"
+        metric: Any = self._metrics[name]
+        rows = rows[rows[:, 0].argsort()]
+        value = metric.combine(rows[:, 1:], rows[:, 0].long())
+        several = value if isinstance(value, Mapping) else {name: value}
+        return {key: float(each) for key, each in several.items()}
+
+
+def _gathered(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, of which each has another number, on the CPU; all ranks call this."""
+    if not dist.is_initialized():
+        return rows.cpu()
+    counts = rows.new_zeros(dist.get_world_size(), dtype=torch.int64)
+    counts[dist.get_rank()] = len(rows)
+    dist.all_reduce(counts)
+    lengths = counts.tolist()
+    padded = rows.new_zeros(max(lengths), rows.shape[1])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).cpu()
 
 
 def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = None) -> dict[str, Metric]:
@@ -149,6 +221,18 @@ def accuracy(output: torch.Tensor, target: torch.Tensor, classes: int | None = N
     return (hits & counted).sum(), counted.sum()
 
 
+def whole_accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return 1 for each sequence all of whose labels have the highest score: greedy decoding writes these exactly."""
+    return ((output.argmax(-1) == target) | (target < 0)).all(1).float()
+
+
+def top5_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
+    """Return how often the label is among the five highest of scores [samples, classes], and the number of labels."""
+    highest = output.topk(min(5, output.shape[1]), dim=1).indices
+    counted = target >= 0
+    return ((highest == target[:, None]).any(1) & counted).sum(), counted.sum()
+
+
 def class_axis(output: torch.Tensor, target: torch.Tensor) -> int:
     """Return the dimension of scores that holds the classes: 1, as torch has it, or the last where only that fits."""
     shape, labels = output.shape, target.shape
@@ -164,11 +248,14 @@ def class_axis(output: torch.Tensor, target: torch.Tensor) -> int:
     return 1
 
 
-def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of scores and labels; for sequences the classes may be in the last dimension."""
+def cross_entropy(output: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Return the cross entropy of scores and labels, or shares of classes.
+
+    For sequences the classes may be in the last dimension.
+    """
     if not target.is_floating_point() and class_axis(output, target) == -1:
-        return F.cross_entropy(output.flatten(0, -2), target.flatten())
-    return F.cross_entropy(output, target)
+        output, target = output.flatten(0, -2), target.flatten()
+    return F.cross_entropy(output, target, label_smoothing=label_smoothing)
 
 
 LOSSES: dict[str, LossFn] = {

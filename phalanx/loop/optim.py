@@ -17,6 +17,32 @@ _BETA2 = 0.999
 """torch's default, as is a momentum of 0.9."""
 
 
+class GroupOptimizer(torch.optim.Optimizer):
+    """What the optimizers of this package share: states that are made at the first step, and a step group by group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step; parameters without a gradient stay."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter] |= self._new_state(parameter)
+            if trained:
+                self._step_group(group, trained)
+        return loss
+
+    def _new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        raise NotImplementedError  # each optimizer has its own
+
+    def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        raise NotImplementedError  # each optimizer has its own
+
+
 def build_optimizer(
     config: DistributedConfig, parameters: Iterable[torch.nn.Parameter], device: torch.device, *, sparse: bool = False
 ) -> torch.optim.Optimizer:
@@ -29,6 +55,10 @@ def build_optimizer(
     sharded = any(isinstance(parameter, DTensor) for parameter in found)
     fused = not sparse and not any(parameter.is_complex() for parameter in found)
     trained: list[Any] = [{"params": found}]  # a group, because it may be empty: a pipeline stage may be frozen
+    if not config.options.decay_norms:
+        plain = [parameter for parameter in found if parameter.ndim < 2]
+        weights = [parameter for parameter in found if parameter.ndim > 1]
+        trained = [{"params": weights}, {"params": plain, "weight_decay": 0.0}]
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     betas = (config.momentum, _BETA2)
     match config.optimizer:
@@ -38,6 +68,12 @@ def build_optimizer(
             from phalanx.loop.adamw8bit import AdamW8bit
 
             return AdamW8bit(trained, betas=betas, **settings)
+        case "lamb" | "lars":
+            from phalanx.loop.large_batch import LAMB, LARS
+
+            if config.optimizer == "lamb":
+                return LAMB(trained, betas=betas, **settings)
+            return LARS(trained, momentum=config.momentum, **settings)
         case "adam":
             return torch.optim.Adam(trained, betas=betas, fused=fused, **settings)
         case "sgd":

@@ -16,6 +16,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
+from phalanx.strategies.optimizer_state import match_layouts
 
 
 def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:
@@ -226,10 +227,11 @@ class ParameterRemap:
                 self._successors[id(old)] = (weakref.ref(old), after.get(name))
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters of an optimizer that was made before its model was sharded."""
+        """Replace the parameters of an optimizer that was made before its model was sharded, and lay its states out."""
         for group in optimizer.param_groups:
             moved = [self._successor(optimizer, parameter) for parameter in group["params"]]
             group["params"] = [parameter for parameter in moved if parameter is not None]
+        match_layouts(optimizer)
 
     def _successor(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> nn.Parameter | None:
         old, new = self._successors.get(id(parameter), (None, parameter))

@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig
+from phalanx.data.device import to_device
 from phalanx.data.loader import ShardedLoader
-from phalanx.data.order import MicroInfo
+from phalanx.data.order import MicroInfo, SampleKey
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
-from phalanx.models.contract import Adapter, implements
+from phalanx.models.contract import Adapter, WrapsModel, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.base import Strategy, local
 from phalanx.strategies.tensors import find_blocks
 from phalanx.world.abort import raise_if_aborted
+from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
 
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
     from phalanx.loop.compiling import CompiledCalls
     from phalanx.loop.ema import WeightAverage
     from phalanx.loop.forward import Forward
+
+
+Augmentation = Callable[[Any, SampleKey | None], Any]
+"""augment(batch, key) -> batch, on the device; `key` is where its samples are in training, None in evaluation."""
 
 
 class Prepared:
@@ -163,6 +170,8 @@ class PreparedLoader:
         """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph."""
         self.sharded = sharded
         self._gradients, self._calls = gradients, calls
+        self._augment: Augmentation | None = None
+        self._seed = 0
         self._most_samples = 0
         self.waited_s = 0.0
         """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
@@ -177,7 +186,7 @@ class PreparedLoader:
                 board.count(number)
                 if self._calls is not None:
                     self._calls.use(compiled=False)
-                yield batch
+                yield self._augmented(batch, None)
             return
         sharded, begin = self.sharded, self._gradients.begin
         batches, device_has_work = iter(sharded), _work_left(sharded.device)
@@ -195,7 +204,7 @@ class PreparedLoader:
                 begin(sharded.current, sharded)
                 if self._calls is not None:
                     self._calls.use(compiled=self._is_whole)
-                yield batch
+                yield self._augmented(batch, SampleKey(self._seed, sharded.epoch, sharded.current.offset))
                 measured += 1
                 if measured == _MEASURED_BATCHES:
                     now = perf_counter()
@@ -208,6 +217,16 @@ class PreparedLoader:
                 self._gradients.abandon()
             raise
         sharded.set_epoch(sharded.epoch + 1)
+
+    def augmented(self, augment: Augmentation | None, seed: int = 0) -> PreparedLoader:
+        """Change each batch on the device from here on; in training, random numbers follow from the seed."""
+        self._augment, self._seed = augment, seed
+        return self
+
+    def _augmented(self, batch: Any, key: SampleKey | None) -> Any:
+        if self._augment is None:
+            return batch
+        return self._augment(to_device(batch, self.sharded.device, non_blocking=True), key)
 
     @property
     def _is_whole(self) -> bool:
@@ -257,7 +276,20 @@ class PreparedLoader:
         return self.sharded.epoch
 
 
-def multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
+def convert_layers(model: nn.Module, prepared: Prepared) -> list[Callable[[], None]]:
+    """Let a model's layers compute in other ways, where the config asks for it; return what undoes it.
+
+    The layout of weights stays: an optimizer that the user made has its states in it.
+    """
+    if prepared.config.channels_last:
+        _store_channels_last(model, prepared.notes)
+    undo = [_multiply_in_fp8(model, prepared.notes)] if prepared.precision.fp8 else []
+    if prepared.config.sync_batch_norm and prepared.world_size > 1:
+        undo.append(_synchronise_norms(model, prepared))
+    return undo
+
+
+def _multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     """Let the linear layers of the model's blocks multiply in 8 bits, and say so; return what undoes it."""
     from phalanx.models.fp8 import use_fp8
 
@@ -266,27 +298,73 @@ def multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     return undo
 
 
+def _synchronise_norms(model: nn.Module, prepared: Prepared) -> Callable[[], None]:
+    """Let batch norms use the statistics of all ranks, or say that there are none; return what undoes it."""
+    from phalanx.models.sync_norm import NormRanks, synchronise
+
+    def is_placeholder() -> bool:
+        micro = prepared.gradients.micro
+        return micro is not None and micro.samples == 0
+
+    # On GPUs the group of the gradients: two groups at once on one device may wait for each other. Only there it is
+    # certain that no thread of a strategy uses it meanwhile.
+    group = None
+    if prepared.device.type != "cuda":
+        group = build_axis_group(prepared.world.mesh, ("dp_replicate", "dp_shard"), prepared.rank, "gloo")
+    layers, undo = synchronise(model, NormRanks(group, prepared.world_size, is_placeholder))
+    if not layers:
+        prepared.notes.append("sync_batch_norm: the model has no BatchNorm layer, so it changes nothing")
+    return undo
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _store_channels_last(model: nn.Module, notes: list[str]) -> None:
+    """Lay out the weights of convolutions with the channels last, in place; an optimizer keeps its parameters.
+
+    Batches stay as they are: a convolution whose weight is channels last computes so, and what follows keeps the layout
+    (torch documents this at nn.utils.convert_conv2d_weight_memory_format). `to`, not `contiguous`, which leaves a 1x1
+    kernel's strides as they are.
+    """
+    weights = [parameter for parameter in model.parameters() if parameter.ndim in _CHANNELS_LAST]
+    for weight in weights:
+        if not isinstance(weight, DTensor):  # one that an earlier call has sharded
+            weight.data = weight.data.to(memory_format=_CHANNELS_LAST[weight.ndim])
+    if not weights:
+        notes.append("channels_last: no weight of the model has 4 or 5 dimensions, so it changes nothing")
+
+
 def adapt(model: nn.Module, config: DistributedConfig) -> None:
     """Add the adapters that the config asks for, unless the model has them; the seed makes them equal on all ranks."""
-    if config.lora_rank is None:
-        return
+    if config.lora_rank is not None:
+        _add_lora(model, config, config.lora_rank)
+    if implements(model, WrapsModel):
+        model.begin()
+
+
+def _add_lora(model: nn.Module, config: DistributedConfig, rank: int) -> None:
     from phalanx.models.lora import adapters, lora
 
     present = adapters(model)
     if not present:
         lora(
             model,
-            config.lora_rank,
+            rank,
             alpha=config.lora_alpha,
             dropout=config.options.lora_dropout,
             targets=config.lora_targets,
             seed=config.seed,
         )
-    elif other := [adapter.rank for adapter in present.values() if adapter.rank != config.lora_rank]:
+    elif other := [adapter.rank for adapter in present.values() if adapter.rank != rank]:
         raise UsageError(
-            f"lora_rank = {config.lora_rank}, but the model has adapters of rank {other[0]} already",
+            f"lora_rank = {rank}, but the model has adapters of rank {other[0]} already",
             hint="Leave lora_rank out to train those, or take them off with phalanx.remove_lora(model).",
         )
+    if config.options.lora_base is not None:
+        from phalanx.models.lora.nf4 import quantise_base
+
+        quantise_base(model, find_blocks(model).values())
 
 
 def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimizer, config: DistributedConfig) -> None:

@@ -19,7 +19,7 @@ from phalanx.loop.hooks import Hooks
 from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
-from phalanx.loop.prepare import Prepared, PreparedLoader
+from phalanx.loop.prepare import Augmentation, Prepared, PreparedLoader
 
 
 @dataclass
@@ -36,6 +36,7 @@ class TrainTask:
     name: str = "model"
     scheduler: Any = None
     scheduler_interval: str = "epoch"
+    augment: Augmentation | None = None
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -87,6 +88,11 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         check_owns(task.model, task.optimizer)
     _check_optimizer(task, config)
     _check_loss(task.loss_fn)
+    if task.loss_fn is None and getattr(task.augment, "mixes", False):
+        raise UsageError(
+            "mixup and cutmix make labels shares of classes, and no loss_fn is given for these",
+            hint="Write loss_fn='cross_entropy', which takes both.",
+        )
     check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
     for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
         if not callable(metric):

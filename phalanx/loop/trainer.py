@@ -44,7 +44,7 @@ class TrainLoop:
         _leave_default_stream(formation)
         self.model = formation.prepare(task.model)
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
-        self.train_loader = formation.prepare_loader(task.train)
+        self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
         self._evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
         self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
@@ -222,6 +222,7 @@ class TrainLoop:
         metrics = self._evaluation.after_epoch(epoch, last=last)
         self.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
+        self.report.say(self.train_loader.sharded.problems(), "warning")
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
         if not last:
             self.control.after_epoch(epoch + 1)
@@ -293,6 +294,9 @@ class ModelCall:
         self._begun = True
         if self._captured is not None:
             self._captured.check()
+            size = getattr(loop.task.augment, "size", None)
+            if size is not None and loop.epoch and size(loop.epoch) != size(loop.epoch - 1):
+                self._captured.drop()  # images of another size, from here on
 
     def take_step(self, batches: Iterator[Any], *, measure_norm: bool) -> StepOutcome | None:
         """Take the next step, replayed or eagerly; None when the epoch has none left."""

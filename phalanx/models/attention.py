@@ -1,14 +1,66 @@
-"""Attention and blocks of the reference models, and rotary position embeddings."""
+"""Attention and blocks of the reference models, masks of packed documents, and rotary position embeddings."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class DocumentMask(NamedTuple):
+    """Which keys a query sees where a sequence has several documents: those before it, of its own document.
+
+    A compiled layer on a GPU skips whole blocks of keys (FlexAttention); else torch's attention gets the whole mask.
+    """
+
+    documents: Tensor
+    """[batch, time]: the number of each token's document."""
+
+    seen: Tensor | None
+    """[batch, 1, time, time], boolean; None where a compiled layer uses `blocks`."""
+
+    blocks: Any = None
+    """A `BlockMask`, the same for all heads."""
+
+
+def document_mask(documents: Tensor, *, in_blocks: bool) -> DocumentMask:
+    """Return the causal mask of documents [batch, time]; `in_blocks`: for layers that are compiled."""
+    if not in_blocks:
+        return DocumentMask(documents, seen_tokens(documents))
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    batch, time = documents.shape
+    blocks = _block_mask(compiled=documents.is_cuda)(sees, batch, None, time, time, device=documents.device)
+    return DocumentMask(documents, None, blocks)
+
+
+@cache
+def _block_mask(*, compiled: bool) -> Callable[..., Any]:
+    """Return torch's function; as it is written it stores the whole mask first, compiled it does not."""
+    from torch.nn.attention.flex_attention import create_block_mask  # imports the compiler
+
+    return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
+
+
+def seen_tokens(documents: Tensor) -> Tensor:
+    """Return the mask of documents [batch, time] as a tensor [batch, 1, time, time]: True where a query sees a key."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril().unsqueeze(1)
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Return each token's position in its document: documents 3 3 5 5 5 have the positions 0 1 0 1 2."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
 
 
 class InnerAttention(nn.Module):
@@ -25,17 +77,41 @@ class InnerAttention(nn.Module):
         self.causal = causal
         self.dropout = dropout
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix the values; key and value may have fewer heads than query, each then serves a group of query heads."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None = None) -> Tensor:
+        """Mix the values; key and value may have fewer heads than query, each then serves a group of query heads.
+
+        A mask says which keys are seen, and then `causal` says nothing.
+        """
         dropout = self.dropout if self.training else 0.0
+        if mask is not None and mask.blocks is not None and dropout == 0 and torch.compiler.is_compiling():
+            return _in_blocks(query, key, value, mask.blocks)
+        seen = None
+        if mask is not None:
+            seen = seen_tokens(mask.documents) if mask.seen is None else mask.seen
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
             # Only the half-precision CUDA kernels know groups; the rest would fall back to one that stores all scores.
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
             groups = 1
+        causal = self.causal and seen is None
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=self.causal, enable_gqa=groups > 1
+            query, key, value, attn_mask=seen, dropout_p=dropout, is_causal=causal, enable_gqa=groups > 1
         )
+
+
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Any) -> Tensor:
+    """Return the attention over the blocks of keys that are seen at all; other than torch's, it needs equal types."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    grouped = query.shape[1] > key.shape[1]
+    return flex_attention(query, key, value, block_mask=blocks, enable_gqa=grouped)
+
+
+def mixed_heads(inner: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None) -> Tensor:
+    """Return [batch, time, heads, head width]; modules that replace `inner` need not know masks."""
+    mixed: Tensor = inner(query, key, value) if mask is None else inner(query, key, value, mask)
+    return mixed.transpose(1, 2)
 
 
 class FusedAttention(nn.Module):
@@ -52,12 +128,12 @@ class FusedAttention(nn.Module):
         self.inner = InnerAttention(causal=causal, dropout=dropout)
         self.project = nn.Linear(hidden, hidden, bias=bias)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """Mix the positions: [batch, time, hidden] in and out."""
         batch, time, _ = inputs.shape
         qkv = self.qkv(inputs).view(batch, time, -1, 3, self.head_dim)  # -1: this rank's heads, perhaps not all
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-        mixed = self.inner(query, key, value).transpose(1, 2)
+        mixed = mixed_heads(self.inner, query, key, value, mask)
         return cast("Tensor", self.project(mixed.flatten(2)))
 
 
@@ -100,9 +176,9 @@ class Block(nn.Module):
         self.feed = FeedForward(hidden, ffn_hidden, bias=bias, gelu=gelu)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """Refine [batch, time, hidden]."""
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), mask))
         return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
 
 
@@ -121,16 +197,20 @@ class RopeScaling:
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Return cosines and sines, float32 [2, time, head width], of the angles position / theta^(2i / head width)."""
+    """Return cosines and sines, float32 [2, time, head width], of the angles position / theta^(2i / head width).
+
+    Positions [batch, time] give [2, batch, 1, time, head width].
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
         turns = scaling.original_seq_len * frequencies / (2 * math.pi)
         keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
-    angles = positions.to(torch.float32)[:, None] * frequencies
+    angles = positions.to(torch.float32)[..., None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
-    return torch.stack([angles.cos(), angles.sin()])
+    table = torch.stack([angles.cos(), angles.sin()])
+    return table if positions.ndim == 1 else table.unsqueeze(2)
 
 
 def rotate(heads: Tensor, table: Tensor) -> Tensor:

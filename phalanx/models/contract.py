@@ -55,6 +55,16 @@ class Adapter(Protocol):
         """Draw the adapter's weights in place."""
 
 
+class WrapsModel(Protocol):
+    """A module around a model with a loss of its own, such as DPO; a recipe names its class as the `loss`."""
+
+    def begin(self) -> None:
+        """Keep what the loss needs of the start weights: called when adapters are there, before ranks share them."""
+
+    def trained_model(self) -> torch.nn.Module:
+        """Return the model inside, which is exported."""
+
+
 class TensorPlan(Protocol):
     """A model for tensor_parallel."""
 

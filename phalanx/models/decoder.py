@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.models.attention import DocumentMask, document_mask, positions_in
+from phalanx.models.generation import Sampling, generate
 from phalanx.models.init import init_transformer, is_meta
-from phalanx.models.loss import LMHead, LMOutput, token_loss, whole_logits
+from phalanx.models.loss import LMHead, LMOutput, scored, token_loss
 from phalanx.world.splits import too_long
+
+_LEAST_HEAD = 16
+"""The narrowest head that FlexAttention has kernels for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +92,27 @@ class Decoder(nn.Module):
         self.check_length(time)
         return torch.arange(time, device=inputs.device)
 
+    def packed(
+        self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, DocumentMask | None]:
+        """Return the positions of tokens or hidden states, and the mask that keeps documents apart, if there are any.
+
+        Blocks of keys are for training on a GPU, where the layers are compiled: evaluation runs them as written.
+        """
+        if documents is None:
+            return self.positions(inputs) if positions is None else positions, None
+        compiled = any(name in vars(module) for module, name in self.compile_regions()[:1])
+        wide = self.config.hidden // self.config.heads >= _LEAST_HEAD
+        mask = document_mask(documents, in_blocks=compiled and wide and documents.is_cuda and self.training)
+        return positions_in(documents) if positions is None else positions, mask
+
     def check_length(self, time: int) -> None:
         """Raise for sequences that are too long; a caller that gives `positions` of slices checks the whole length."""
         if (wrong := too_long(time, self.config.seq_len)) is not None:
             raise wrong
 
-    def stream(self, embedded: Tensor) -> Tensor:
+    @staticmethod
+    def stream(embedded: Tensor) -> Tensor:
         """Return embeddings in the type of the residual stream: bf16 under autocast to bf16, half the traffic of fp32.
 
         fp16 has too small a range for sums over layers.
@@ -108,13 +127,7 @@ class Decoder(nn.Module):
             hidden = self.norm(hidden)
         if self.head is None:
             return hidden
-        trains = targets is not None and self.training and torch.is_grad_enabled()
-        if trains and self.sequence_shards == 1 and isinstance(self.head, LMHead):  # one whole matrix, without adapters
-            return LMOutput(self.head(hidden, targets=targets), None)
-        logits: Tensor = self.head(hidden)
-        if targets is None:
-            return whole_logits(logits)
-        return LMOutput(self.loss_from_output(logits, targets), None if trains else whole_logits(logits))
+        return scored(self.head, hidden, targets, trains=self.training, is_split=self.sequence_shards > 1)
 
     def loss_from_output(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy; targets of -100 do not count."""
@@ -159,43 +172,37 @@ class Decoder(nn.Module):
         """Return the operations of training on one token of a sequence of `time` (default: seq_len) tokens."""
         return self.config.flops_per_token(time)
 
-    @torch.no_grad()
     def generate(
         self,
-        tokens: Tensor,
+        tokens: Tensor | Sequence[Sequence[int]],
         count: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float = 1.0,
+        end_tokens: Sequence[int] = (),
         generator: torch.Generator | None = None,
         multiple: int = 1,
-        through: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the most likely one each time.
+        through: Callable[..., Any] | None = None,
+        cached: bool = True,
+    ) -> Any:
+        """Continue a tensor [batch, time], or a list of prompts of any lengths, by `count` tokens; return its like.
 
-        Ranks that share a sequence can only cut one whose length is a `multiple` of their number. `through` is called
-        instead of the model itself where that has only some of its layers.
+        Temperature 0 takes the most likely token each time. Generation ends early when all rows have drawn one of
+        `end_tokens`: a list ends with it, a row of a tensor repeats it. Keys and values of earlier tokens are kept
+        until a text is longer than `seq_len`: from there on, and with `cached=False`, each token is computed from the
+        last `seq_len` tokens. Ranks that share a sequence can only cut one whose length is a `multiple` of their
+        number. `through` is called instead of the model itself where that has only some of its layers.
         """
-        was_training = self.training
-        call = through or self
-        longest = self.config.seq_len - self.config.seq_len % multiple
-        self.eval()
-        try:
-            for _ in range(count):
-                window = tokens[:, -longest:]
-                time = window.shape[1]  # what is padded on the right, none of these tokens can see
-                logits = call(F.pad(window, (0, -time % multiple)))[:, time - 1].float()
-                tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
-        finally:
-            self.train(was_training)
-        return tokens
-
-
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    scaled = logits / temperature
-    if top_k is not None:
-        least = scaled.topk(min(top_k, scaled.shape[-1])).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    return torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)
+        rows = generate(
+            self,
+            tokens,
+            count,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            end_tokens=end_tokens,
+            generator=generator,
+            multiple=multiple,
+            through=through,
+            cached=cached,
+        )
+        return rows.tokens[:, : rows.longest] if isinstance(tokens, Tensor) else rows.lists()

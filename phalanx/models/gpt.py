@@ -64,7 +64,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return [batch, time, hidden] for tokens [batch, time] at positions [time]."""
+        """Return [batch, time, hidden] for tokens [batch, time] at positions [time] or [batch, time]."""
         return cast("Tensor", self.dropout(self.tokens(tokens) + self.positions(positions)))
 
 
@@ -84,18 +84,24 @@ class GPT(Decoder):
         return self.embed.tokens if isinstance(self.embed, Embedding) else None
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | LMOutput:
         """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
 
         A stage without `embed` takes hidden states for tokens. `positions` [time] places a slice of a longer sequence.
+        Tokens do not see those of other `documents` [batch, time], and positions restart in each.
         """
+        positions, mask = self.packed(tokens, positions, documents)
         hidden = tokens
         if self.embed is not None:
-            hidden = self.stream(self.embed(tokens, self.positions(tokens) if positions is None else positions))
+            hidden = self.stream(self.embed(tokens, positions))
         for layer in self.layers:
             if layer is not None:
-                hidden = layer(hidden)
+                hidden = layer(hidden, mask)
         return self.finish(hidden, targets)
 
     def tensor_plan(self) -> dict[str, str]:

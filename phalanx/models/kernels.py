@@ -24,8 +24,8 @@ GRADIENT_SCALE = 8192.0
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, eight_bits, losses, targets, vocabulary, width, IGNORED: tl.constexpr, SCALE: tl.constexpr,
-    WITH_EIGHT_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, losses, norms, targets, vocabulary, width, IGNORED: tl.constexpr, TO_GRADIENT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
@@ -36,51 +36,89 @@ def _cross_entropy_kernel(
     known = (target >= 0) & (target < vocabulary)
     chosen = tl.load(logits + tl.where(known, target, 0)).to(tl.float32)
     chosen = tl.where(known, chosen, float("nan"))  # a label outside the vocabulary: the loss is NaN
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     highest = tl.full([BLOCK], -1e30, tl.float32)  # of each lane: one reduction after the loop, none in it
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
+    for start in range(0, width, BLOCK * GROUP):
         places = start + columns
         values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32) * LOG2E
-        higher = tl.maximum(highest, values)
-        total = total * tl.exp2(highest - higher) + tl.exp2(values - higher)
+        higher = tl.maximum(highest, tl.max(values, 0))
+        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(values - higher[None, :]), 0)
         highest = higher
     top = tl.max(highest, 0)
     norm = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))
     tl.store(losses + row, tl.where(counts, norm / LOG2E - chosen, 0.0))
-    for start in range(0, width, BLOCK):
-        places = start + columns
-        values = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32) * LOG2E
-        gradient = tl.exp2(values - norm)
-        gradient = tl.where(places == target, gradient - 1.0, gradient)
-        gradient = tl.where(counts, gradient, 0.0)
-        tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=places < width)
-        if WITH_EIGHT_BITS:
-            scaled = (gradient * SCALE).to(eight_bits.dtype.element_ty)
-            tl.store(eight_bits + row * width + places, scaled, mask=places < width)
+    if TO_GRADIENT:
+        blocks = tl.cdiv(width, BLOCK * GROUP)
+        for block in range(blocks):  # backwards: what was read last is still in the cache
+            places = (blocks - 1 - block) * BLOCK * GROUP + columns
+            values = tl.load(
+                logits + places, mask=places < vocabulary, other=float("-inf"), eviction_policy="evict_first"
+            )
+            gradient = tl.exp2(values.to(tl.float32) * LOG2E - norm)
+            gradient = tl.where(places == target, gradient - 1.0, gradient)
+            gradient = tl.where(counts, gradient, 0.0).to(logits.dtype.element_ty)
+            tl.store(logits + places, gradient, mask=places < width, eviction_policy="evict_first")
+    else:
+        tl.store(norms + row, tl.where(counts, norm, float("inf")))
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, vocabulary: int, eight_bits: Tensor | None = None) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
     """Replace logits [tokens, width] by the gradient of each token's cross-entropy; return these losses.
 
-    Columns from `vocabulary` on are padding. `eight_bits` [tokens, width] gets the gradient times GRADIENT_SCALE.
+    Columns from `vocabulary` on are padding.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    targets = targets.contiguous()
-    both = eight_bits is not None
+    _cross_entropy(logits, losses, losses, targets.contiguous(), vocabulary, to_gradient=True)
+    return losses
+
+
+def _cross_entropy(
+    logits: Tensor, losses: Tensor, norms: Tensor, targets: Tensor, vocabulary: int, *, to_gradient: bool
+) -> None:
+    sizes = {"GROUP": 4, "BLOCK": 2048, "num_warps": 8}  # the fastest on an H200 for 50,257 and 128,256 tokens
     _cross_entropy_kernel[(len(logits),)](
-        logits,
-        logits if eight_bits is None else eight_bits,
-        losses,
-        targets,
-        vocabulary,
-        logits.shape[1],
-        IGNORED=IGNORED_LABEL,
-        SCALE=GRADIENT_SCALE,
-        WITH_EIGHT_BITS=both,
-        BLOCK=2048 if both else 4096,  # as measured on an H200 for 50,257 tokens
-        num_warps=4 if both else 8,
-    )
+        logits, losses, norms, targets, vocabulary, logits.shape[1],
+        IGNORED=IGNORED_LABEL, TO_GRADIENT=to_gradient, **sizes,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, norms, targets, rows_result, columns_result, tokens, vocabulary, width, stride,
+    SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here, there = row < tokens, column < width
+    place = row[:, None].to(tl.int64) * width + column[None, :]
+    known = here[:, None] & (column[None, :] < vocabulary)
+    values = tl.load(logits + place, mask=known, other=float("-inf")).to(tl.float32) * LOG2E
+    norm = tl.load(norms + row, mask=here, other=float("inf"))  # infinite: the label does not count
+    target = tl.load(targets + row, mask=here, other=-1)
+    gradient = tl.exp2(values - norm[:, None])
+    is_label = (column[None, :] == target[:, None]) & (norm[:, None] < float("inf"))
+    rounded = (tl.where(is_label, gradient - 1.0, gradient) * SCALE).to(rows_result.dtype.element_ty)
+    tl.store(rows_result + place, rounded, mask=here[:, None] & there[None, :])
+    turned = column[:, None].to(tl.int64) * stride + row[None, :]
+    tl.store(columns_result + turned, tl.trans(rounded), mask=there[:, None] & here[None, :])
+
+
+def cross_entropy_gradient(logits: Tensor, targets: Tensor, vocabulary: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return each token's cross-entropy; write its gradient times GRADIENT_SCALE in e5m2, also transposed.
+
+    `rows` [tokens, width] and `columns` [width, tokens], the latter perhaps a part of a matrix of more tokens.
+    """
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    norms = torch.empty_like(losses)
+    targets = targets.contiguous()
+    _cross_entropy(logits, losses, norms, targets, vocabulary, to_gradient=False)
+    tokens, width = logits.shape
+    _gradient_kernel[(triton.cdiv(tokens, 64), triton.cdiv(width, 128))](
+        logits, norms, targets, rows, columns, tokens, vocabulary, width, columns.stride(0),
+        SCALE=GRADIENT_SCALE, ROWS=64, COLUMNS=128, num_warps=4,
+    )  # fmt: skip
     return losses
 
 
@@ -139,7 +177,7 @@ def round_transposed(values: Tensor, scale: Tensor, wide_range: bool) -> Tensor:
 def _adamw8bit_kernel(
     weights, gradients, averages, roots, average_scales, root_scales, blocks, step,
     rate, decay, beta1, beta2, correction1, correction2_root, eps,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     place = row * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -147,25 +185,39 @@ def _adamw8bit_kernel(
     every = inside & (place >= 0)
     weight = tl.load(weights + place, mask=every, other=0.0).to(tl.float32)
     gradient = tl.load(gradients + place, mask=every, other=0.0).to(tl.float32)
-    average = tl.load(averages + place, mask=every, other=0.0).to(tl.float32)
-    average *= tl.load(average_scales + row, mask=inside, other=0.0)
+    level = tl.load(averages + place, mask=every, other=0).to(tl.float32) / LEVELS
+    share = level * level
+    average = share * share * tl.load(average_scales + row, mask=inside, other=0.0)
+    average = tl.where(level < 0, -average, average)
     root = tl.load(roots + place, mask=every, other=0.0).to(tl.float32)
     root *= tl.load(root_scales + row, mask=inside, other=0.0)
     average = beta1 * average + (1 - beta1) * gradient
     root = tl.sqrt(beta2 * root * root + (1 - beta2) * gradient * gradient)
     moved = weight * (1 - decay) - rate * (average / correction1) / (root / correction2_root + eps)
     tl.store(weights + place, moved.to(weights.dtype.element_ty), mask=every)
-    scale = tl.maximum(tl.max(tl.abs(average), 1), 1e-30)[:, None] / LARGEST
+    scale = tl.maximum(tl.max(tl.abs(average), 1), 1e-30)[:, None]
     tl.store(average_scales + row, scale, mask=inside)
-    tl.store(averages + place, (average / scale).to(averages.dtype.element_ty), mask=every)
+    # As `adamw8bit._chances`: up or down by chance, which is a function of step and place.
+    noise = (place + step.to(tl.int64) * 0x9E3779B9) * 0x2545F491
+    noise = (noise ^ (noise >> 15)) * 0x45D9F3B
+    share = tl.abs(average) / scale
+    level = tl.floor(tl.sqrt(tl.sqrt(share)) * LEVELS)
+    low, high = level / LEVELS, (level + 1.0) / LEVELS
+    low, high = low * low, high * high
+    low, high = low * low, high * high
+    chance = ((noise >> 31) & 0xFFFFF).to(tl.float32) / 1048576.0
+    level = tl.minimum(tl.where(chance < (share - low) / (high - low), level + 1.0, level), LEVELS)
+    tl.store(averages + place, tl.where(average < 0, -level, level).to(tl.int8), mask=every)
     scale = tl.maximum(tl.max(root, 1), 1e-30)[:, None] / LARGEST
     tl.store(root_scales + row, scale, mask=inside)
-    # As `adamw8bit.rounded_either_way`: up or down by chance, which is a function of step and place.
-    noise = (place + step.to(tl.int64) * 0x9E3779B9) * 0x2545F491
-    noise = ((noise ^ (noise >> 15)) * 0x45D9F3B) >> 11
-    bits = (root / scale).to(tl.int32, bitcast=True) + (noise & 0xFFFFF).to(tl.int32)
-    rounded = (bits & -0x100000).to(tl.float32, bitcast=True)
-    rounded = tl.minimum(tl.maximum(rounded, 0.001953125), LARGEST)  # never zero: the smallest positive e4m3
+    chance = ((noise >> 11) & 0xFFFFF).to(tl.float32) / 1048576.0
+    value = root / scale
+    power = value.to(tl.int32, bitcast=True) & 0x7F800000
+    spacing = tl.maximum((power - 0x01800000).to(tl.float32, bitcast=True), LEAST)
+    below = tl.floor(value / spacing) * spacing
+    above = below + spacing
+    up = (value * value - below * below) / (above * above - below * below)
+    rounded = tl.minimum(tl.maximum(tl.where(chance < up, above, below), LEAST), LARGEST)
     tl.store(roots + place, rounded.to(roots.dtype.element_ty), mask=every)
 
 
@@ -177,5 +229,6 @@ def adamw8bit_(
     assert all(scales.numel() == blocks for scales in states[2:]), "a scale for each block"
     rows = max(1, 2048 // block)
     _adamw8bit_kernel[(triton.cdiv(blocks, rows),)](
-        weights, gradients, *states, blocks, step, *numbers, LARGEST=E4M3_LARGEST, ROWS=rows, BLOCK=block
-    )
+        weights, gradients, *states, blocks, step, *numbers,
+        LEVELS=127.0, LEAST=2.0**-9, LARGEST=E4M3_LARGEST, ROWS=rows, BLOCK=block,
+    )  # fmt: skip

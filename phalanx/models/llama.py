@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models import contract
-from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
+from phalanx.models.attention import DocumentMask, InnerAttention, RopeScaling, mixed_heads, rotary_table, rotate
 from phalanx.models.decoder import Decoder, DecoderConfig
 from phalanx.models.init import from_preset
 from phalanx.models.loss import LMOutput
@@ -90,10 +90,10 @@ class Attention(nn.Module):
         self.inner = InnerAttention(causal=True)
         self.project = nn.Linear(config.hidden, config.hidden, bias=False)
 
-    def forward(self, inputs: Tensor, table: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """Mix each position with those before it; `table` holds the positions' cosines and sines."""
         query, key = (rotate(self._heads(layer(inputs)), table) for layer in (self.query, self.key))
-        mixed = self.inner(query, key, self._heads(self.value(inputs))).transpose(1, 2)
+        mixed = mixed_heads(self.inner, query, key, self._heads(self.value(inputs)), mask)
         return cast("Tensor", self.project(mixed.flatten(2)))
 
     def _heads(self, features: Tensor) -> Tensor:
@@ -125,9 +125,9 @@ class Block(nn.Module):
         self.feed_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.feed = FeedForward(config)
 
-    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """Refine [batch, time, hidden]."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), table)
+        hidden = hidden + self.attention(self.attention_norm(hidden), table, mask)
         return cast("Tensor", hidden + self.feed(self.feed_norm(hidden)))
 
 
@@ -144,17 +144,23 @@ class Llama(Decoder):
         super().__init__(config, embed, layers, nn.RMSNorm(config.hidden, eps=config.norm_eps))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | LMOutput:
         """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
 
         A stage without `embed` takes hidden states for tokens. `positions` [time] places a slice of a longer sequence.
+        Tokens do not see those of other `documents` [batch, time], and positions restart in each.
         """
-        table = self.table(self.positions(tokens) if positions is None else positions)
+        positions, mask = self.packed(tokens, positions, documents)
+        table = self.table(positions)
         hidden = tokens if self.embed is None else self.stream(self.embed(tokens))
         for layer in self.layers:
             if layer is not None:
-                hidden = layer(hidden, table)
+                hidden = layer(hidden, table, mask)
         return self.finish(hidden, targets)
 
     def table(self, positions: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class LMHead(nn.Linear):
     """The output matrix: a score for every token of the vocabulary, or with targets the mean cross-entropy alone."""
 
     fp8 = False
-    """Whether the products of training, but the gradient of the matrix, are in 8 bits."""
+    """Whether the products of training are in 8 bits."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits [batch, time, vocabulary] of [batch, time, hidden], or the loss; targets of -100 do not count.
@@ -45,6 +45,23 @@ class LMHead(nn.Linear):
         rows, labels = hidden.flatten(0, 1).to(dtype), targets.flatten()
         loss: Tensor = _HeadLoss.apply(rows, self.weight, labels, self.fp8)  # type: ignore[no-untyped-call]
         return loss
+
+
+def scored(
+    head: nn.Module, hidden: Tensor, targets: Tensor | None, *, trains: bool, is_split: bool
+) -> Tensor | LMOutput:
+    """Return the logits of hidden states, with targets the loss as well; in training the loss alone.
+
+    `is_split`: the hidden states are slices of the sequence, so the head cannot compute a loss by chunks.
+    """
+    trains = trains and targets is not None and torch.is_grad_enabled()
+    is_whole = isinstance(head, LMHead) and not hasattr(head, "lora")  # one matrix, without adapters
+    if trains and not is_split and is_whole:
+        return LMOutput(head(hidden, targets=targets), None)
+    logits: Tensor = head(hidden)
+    if targets is None:
+        return whole_logits(logits)
+    return LMOutput(token_loss(logits, targets), None if trains else whole_logits(logits))
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -72,16 +89,14 @@ class _HeadLoss(torch.autograd.Function):
         vocabulary = weight.shape[0]
         padding = -vocabulary % _MULTIPLE if hidden.is_cuda else 0
         matrix = F.pad(weight.to(hidden.dtype), (0, 0, 0, padding))
-        chunk = max(1, _CHUNK_LOGITS // len(matrix) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
-        factors = _EightBits(matrix) if fp8 and len(hidden) % 16 == 0 else _Factors(matrix)
-        losses, for_hidden, for_weight = [], torch.empty_like(hidden), None
+        trains_matrix = ctx.needs_input_grad[1]  # that of adapters is frozen
+        factors = (_EightBits if fp8 and len(hidden) % 16 == 0 else _Factors)(matrix, hidden, trains_matrix)
+        losses, for_hidden, chunk = [], torch.empty_like(hidden), _tokens(_CHUNK_LOGITS, matrix)
         for rows, labels, place in zip(
             *(torch.split(each, chunk) for each in (hidden, targets, for_hidden)), strict=True
         ):
-            loss, gradient = factors.loss(rows, labels, vocabulary, place)
-            losses.append(loss)
-            if ctx.needs_input_grad[1]:  # the matrix of adapters is frozen
-                for_weight = _add_product(for_weight, gradient, rows)
+            losses.append(factors.loss(rows, labels, vocabulary, place))
+        for_weight = factors.for_matrix()
         count = (targets != IGNORED_LABEL).sum()
         ctx.save_for_backward(for_hidden, None if for_weight is None else for_weight[:vocabulary], count)
         return torch.stack(losses).sum() / count
@@ -94,40 +109,73 @@ class _HeadLoss(torch.autograd.Function):
         return for_hidden * scale, None if for_weight is None else for_weight * scale, None, None
 
 
+def _tokens(logits: int, matrix: Tensor) -> int:
+    return max(1, logits // len(matrix) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+
+
 class _Factors:
-    """The matrix of a head, by which the chunks of hidden states are multiplied, and their gradients."""
+    """The matrix of a head, by which the chunks of hidden states are multiplied, and the gradients of both."""
 
-    def __init__(self, matrix: Tensor) -> None:
-        self._matrix = matrix
+    def __init__(self, matrix: Tensor, hidden: Tensor, trains_matrix: bool) -> None:
+        self._matrix, self._trains_matrix = matrix, trains_matrix
+        self._total: Tensor | None = None
 
-    def loss(self, rows: Tensor, targets: Tensor, vocabulary: int, for_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses and the gradient of the logits; write that of the rows to `for_rows`."""
+    def loss(self, rows: Tensor, targets: Tensor, vocabulary: int, for_rows: Tensor) -> Tensor:
+        """Return the sum of the losses of the next rows; write their gradient to `for_rows`, add up the matrix's."""
         logits = rows @ self._matrix.t()
         losses, gradient = _cross_entropy(logits, targets, vocabulary)
         torch.mm(gradient, self._matrix, out=for_rows)
-        return losses.sum(), gradient
+        if self._trains_matrix:
+            self._total = _add_product(self._total, gradient, rows)
+        return losses.sum()
+
+    def for_matrix(self) -> Tensor | None:
+        """Return the gradient of the matrix, if it is trained."""
+        return self._total
+
+
+_HELD_LOGITS = 2**31
+"""Gradients of logits in 8 bits that wait for the product with their hidden states: sums of products cost time."""
 
 
 class _EightBits(_Factors):
-    """The same with logits, and gradients of rows, from products in 8 bits."""
+    """The same with all products in 8 bits."""
 
-    def __init__(self, matrix: Tensor) -> None:
+    def __init__(self, matrix: Tensor, hidden: Tensor, trains_matrix: bool) -> None:
         from phalanx.models import kernels
 
-        self._kernels = kernels
+        super().__init__(matrix, hidden, trains_matrix)
+        self._kernels, self._hidden = kernels, hidden
         self._rows, self._scales = kernels.round_rows(matrix)
         self._scale = self._scales.amax()
         self._columns = kernels.round_transposed(matrix, self._scale, False)
+        self._one = torch.full((), 1 / kernels.GRADIENT_SCALE, device=matrix.device)
+        held = min(len(hidden), _tokens(_HELD_LOGITS if trains_matrix else _CHUNK_LOGITS, matrix))
+        self._gradients = torch.empty(len(matrix), held, dtype=kernels.E5M2, device=matrix.device)
+        self._first = self._end = 0
+        """Of the hidden states whose gradients wait."""
 
-    def loss(self, rows: Tensor, targets: Tensor, vocabulary: int, for_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, rows: Tensor, targets: Tensor, vocabulary: int, for_rows: Tensor) -> Tensor:
         kernels = self._kernels
         rounded, scales = kernels.round_rows(rows)
         logits = scaled_product(rounded, self._rows, (scales, self._scales), rows.dtype)
-        eight_bits = torch.empty_like(logits, dtype=kernels.E5M2)
-        losses = kernels.cross_entropy_(logits, targets, vocabulary, eight_bits)
-        one = torch.full((), 1 / kernels.GRADIENT_SCALE, device=rows.device)
-        for_rows.copy_(scaled_product(eight_bits, self._columns, (one, self._scale), rows.dtype))
-        return losses.sum(), logits
+        if self._end + len(rows) - self._first > self._gradients.shape[1]:
+            self._total = self.for_matrix()
+        begin, self._end = self._end - self._first, self._end + len(rows)
+        gradient = torch.empty_like(logits, dtype=kernels.E5M2)
+        columns = self._gradients[:, begin : self._end - self._first]
+        losses: Tensor = kernels.cross_entropy_gradient(logits, targets, vocabulary, gradient, columns)
+        for_rows.copy_(scaled_product(gradient, self._columns, (self._one, self._scale), rows.dtype))
+        return losses.sum()
+
+    def for_matrix(self) -> Tensor | None:
+        rows, self._first = self._hidden[self._first : self._end], self._end
+        if not self._trains_matrix:
+            return None
+        scale = rows.abs().amax().float().clamp_min(1e-12) / self._kernels.E4M3_LARGEST
+        turned = self._kernels.round_transposed(rows, scale, False)
+        share = scaled_product(self._gradients[:, : len(rows)], turned, (self._one, scale), torch.float32)
+        return share if self._total is None else self._total.add_(share)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models.attention import rotary_table
+from phalanx.models.attention import DocumentMask, rotary_table
 from phalanx.models.decoder import Decoder
 from phalanx.models.init import from_preset
 from phalanx.models.llama import Attention, LlamaConfig
@@ -197,9 +197,9 @@ class Block(nn.Module):
         self.feed_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.feed = MoEFeed(config)
 
-    def forward(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, table: Tensor, mask: DocumentMask | None = None) -> tuple[Tensor, Tensor]:
         """Refine [batch, time, hidden], and return it with the balance loss."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), table)
+        hidden = hidden + self.attention(self.attention_norm(hidden), table, mask)
         refined, balance = self.feed(self.feed_norm(hidden))
         return hidden + refined, balance
 
@@ -224,15 +224,20 @@ class MoE(Decoder):
                 nn.init.normal_(module.down, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | LMOutput:
         """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
 
-        In training the layers' mean balance loss, times `config.balance`, is part of the loss.
+        In training the layers' mean balance loss, times `config.balance`, is part of the loss. Tokens do not see those
+        of other `documents` [batch, time], and positions restart in each.
         """
         config = self.config
-        places = self.positions(tokens) if positions is None else positions
-        table = rotary_table(places, config.head_dim, config.rope_theta, config.rope_scaling)
+        positions, mask = self.packed(tokens, positions, documents)
+        table = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         if self.embed is None:
             raise ModelError(
                 "a mixture of experts cannot be a pipeline stage: its balance loss is collected from all layers."
@@ -240,7 +245,7 @@ class MoE(Decoder):
         hidden = self.stream(self.embed(tokens))
         balances = []
         for layer in self.layers:
-            hidden, balance = layer(hidden, table)
+            hidden, balance = layer(hidden, table, mask)
             balances.append(balance)
         output = self.finish(hidden, targets)
         if self.training and isinstance(output, LMOutput):

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 # Module and function, imported when asked for: listing names must not import torch.
 _MODELS = {
+    "bert": ("phalanx.models.bert", "bert"),
     "convnet": ("phalanx.models.small", "ConvNet"),
     "gpt": ("phalanx.models.gpt", "gpt"),
     "llama": ("phalanx.models.llama", "llama"),
     "mlp": ("phalanx.models.small", "MLP"),
     "moe": ("phalanx.models.moe", "moe"),
     "resnet": ("phalanx.models.resnet", "resnet"),
+    "t5": ("phalanx.models.t5", "t5"),
     "vit": ("phalanx.models.vit", "vit"),
 }
 
@@ -29,6 +31,11 @@ _MODELS = {
 def names() -> list[str]:
     """Return the names that `build` knows."""
     return sorted(_MODELS)
+
+
+def module_of(name: str) -> str:
+    """Return the module of a reference model."""
+    return _find(name)[0]
 
 
 def presets(name: str) -> dict[str, Any]:

@@ -138,8 +138,8 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A stem, residual blocks, and class scores of the average over the image.
 
-    Batch norm averages over the samples of one rank: only with synchronised batch norm do several ranks compute what
-    one would with the whole batch.
+    Batch norm averages over the samples of one rank: only with `sync_batch_norm` do several ranks compute what one
+    would with the whole batch.
     """
 
     def __init__(self, config: ResNetConfig) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from phalanx.errors import ModelError
 from phalanx.models import contract
 from phalanx.models.attention import Block
+from phalanx.models.decoder import Decoder
 from phalanx.models.init import from_preset, init_transformer, is_meta
 
 
@@ -77,9 +78,10 @@ _IMAGENET = {"image_size": 224, "patch_size": 16, "channels": 3, "classes": 1000
 PRESETS = {
     "debug": ViTConfig(),
     "tiny": ViTConfig(**_IMAGENET, heads=3, hidden=192, ffn_hidden=768),
+    "small": ViTConfig(**_IMAGENET, heads=6, hidden=384, ffn_hidden=1536),
     "base": ViTConfig(**_IMAGENET, heads=12, hidden=768, ffn_hidden=3072),
 }
-"""About 0.1, 5.7 and 87 million parameters."""
+"""About 0.1, 5.7, 22 and 87 million parameters."""
 
 
 class Embedding(nn.Module):
@@ -130,7 +132,7 @@ class ViT(nn.Module):
         size = self.config.image_size
         if images.shape[-2:] != (size, size):
             raise ModelError(f"images of {tuple(images.shape[-2:])} pixels given to a ViT of image_size={size}.")
-        hidden = self.embed(images)
+        hidden = Decoder.stream(self.embed(images))
         for layer in self.layers:
             hidden = layer(hidden)
         return cast("Tensor", self.head(self.norm(hidden[:, 0])))
@@ -142,6 +144,10 @@ class ViT(nn.Module):
     def flops_per_sample(self) -> int:
         """Return the operations of training on one image."""
         return self.config.flops_per_sample()
+
+    def compile_regions(self) -> list[tuple[nn.Module, str]]:
+        """Return what torch.compile compiles: the layers, once for all of them."""
+        return [(layer, "forward") for layer in self.layers]
 
     def tensor_plan(self) -> dict[str, str]:
         """Return which module is split how under tensor parallelism, in the words of `models.contract`.

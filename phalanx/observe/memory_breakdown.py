@@ -34,10 +34,11 @@ class MemoryChange(NamedTuple):
 def optimizer_states(name: str, momentum: float = 0.9) -> float:
     """Return how many fp32 values per parameter an optimizer keeps; one that is not known, as many as Adam.
 
-    adamw8bit keeps two of 8 bits, and for each 256 of them a scale in fp32: 2 + 8/256 bytes.
+    adamw8bit keeps two of 8 bits, and for each 32 of them a scale in fp32: 2 + 8/32 bytes.
     """
     extra = int(momentum > 0)
-    return {"sgd": extra, "rmsprop": 1 + extra, "adagrad": 1, "adamw8bit": (2 + 8 / 256) / 4}.get(name.lower(), 2)
+    own = {"sgd": extra, "lars": 1, "rmsprop": 1 + extra, "adagrad": 1, "adamw8bit": (2 + 8 / 32) / 4}
+    return own.get(name.lower(), 2)
 
 
 @dataclass(frozen=True)

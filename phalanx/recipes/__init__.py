@@ -22,8 +22,12 @@ GROUP = "phalanx.recipes"
 _BUILT_IN = Path(__file__).parent
 _ENDINGS = (".toml", ".yaml", ".yml")
 _PARTS = ("model", "data")
-_TABLES = ("model", "data", "settings", "gpu_settings", "sample", "metrics")
+_TABLES = ("model", "data", "settings", "gpu_settings", "sample", "metrics", "loss", "augment")
 _HINT = 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.'
+
+CONVERSATIONS = ("chats", "preferences")
+_OF_TEXTS = (*CONVERSATIONS, "masked", "pairs", "spans")
+"""Data sets whose texts are cut by the tokenizer of a model's folder, where they name none."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,16 @@ class Recipe:
     needs_data_dir: bool = False
     presets: tuple[str, ...] = ()
     sample: dict[str, Any] = field(default_factory=dict)
-    loss: str = ""
-    """The import path of `loss(output, target)`, or the name of a usual one."""
+    loss: str | dict[str, Any] = ""
+    """The import path of `loss(output, target)`, or the name of a usual one; a table has a `name` and its options."""
     optimizer: str = ""
     """The import path of a function of the parameters, or of an optimizer class; a name is the setting `optimizer`."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Import paths of `metric(output, target)` by name."""
     callbacks: tuple[str, ...] = ()
     """Import paths of callback classes, and of functions that are called after each step."""
+    augment: dict[str, Any] = field(default_factory=dict)
+    """Options of `phalanx.data.augment.Augment`, or of the function or class that `name` is the import path of."""
     paths: tuple[str, ...] = ()
     """Folders with modules of the user: that of the recipe's file, and the current one."""
     source: str = ""
@@ -95,15 +101,31 @@ class Recipe:
                     f"--set {path}: {unknown_name('table of a recipe', table, _TABLES)}",
                     hint="Write --set model.dropout=0.1, --set data.seq_len=256, or --set batch_size=32.",
                 )
-            change: dict[str, Any] = {table: _with_nested(getattr(found, table), key.split("."), value)}
+            before = getattr(found, table)
+            before = {"name": before} if isinstance(before, str) else before
+            change: dict[str, Any] = {table: _with_nested(before, key.split("."), value)}
             found = replace(found, **change)
         return found
+
+    def fitted(self) -> Recipe:
+        """Return the recipe with what follows from its data or its model: the vocabulary of token shards, or the
+        tokenizer of a model's folder where the data are texts."""
+        name, folder = str(self.data["name"]), Path(str(self.model["name"]))
+        if name in _OF_TEXTS and folder.is_absolute() and any(folder.glob("tokenizer*")):
+            return replace(self, data={"tokenizer": str(folder), **self.data})
+        if name != "tokens" and not Path(name).is_absolute():
+            return self
+        from phalanx.recipes.token_data import fitted_to_tokens  # few runs need it
+
+        return fitted_to_tokens(self)
 
     def check(self) -> None:
         """Raise for import paths that do not exist; makes the user's modules importable in this process."""
         extend_path(self.paths)
-        parts = [("model", self.model["name"]), ("data", self.data["name"]), ("loss", self.loss)]
-        parts += [("optimizer", self.optimizer), *((f"metrics.{name}", path) for name, path in self.metrics.items())]
+        loss = self.loss if isinstance(self.loss, str) else self.loss["name"]
+        parts = [("model", self.model["name"]), ("data", self.data["name"]), ("loss", loss)]
+        parts += [("augment", self.augment.get("name", "")), ("optimizer", self.optimizer)]
+        parts += [*((f"metrics.{name}", path) for name, path in self.metrics.items())]
         for what, path in [*parts, *(("callbacks", path) for path in self.callbacks)]:
             if is_import_path(path):
                 check_import(path, what)
@@ -120,7 +142,9 @@ def from_document(document: Mapping[str, Any], name: str, folder: Path | None = 
     base = folder or Path.cwd()
     values = {key: value for key, value in document.items() if key not in (*_PARTS, "name", "summary")}
     values |= {part: _part(document.get(part), part, name, base) for part in _PARTS}
-    for key in ("settings", "gpu_settings", "sample", "metrics"):
+    if isinstance(values.get("loss"), Mapping):
+        values["loss"] = _part(values["loss"], "loss", name, base)
+    for key in ("settings", "gpu_settings", "sample", "metrics", "augment"):
         if not isinstance(values.get(key, {}), Mapping):
             raise UsageError(f"the recipe '{name}': {key} is {values[key]!r}, expected a table of values")
     for key in ("loss", "optimizer"):
@@ -287,8 +311,10 @@ def read_recipe(path: Path) -> Recipe:
 
 def _based_on(base: Recipe, document: Mapping[str, Any], path: Path) -> Recipe:
     """Return another recipe with the values of a file: its tables change single values, as --set does."""
-    nested = {f"{table}.{key}": value for table in document for key, value in _table(document, table, path).items()}
-    return replace(base.with_values(nested), source=str(path.resolve()))
+    tables = [table for table in document if table != "summary"]
+    nested = {f"{table}.{key}": value for table in tables for key, value in _table(document, table, path).items()}
+    summary = str(document.get("summary", base.summary))
+    return replace(base.with_values(nested), summary=summary, source=str(path.resolve()))
 
 
 def _table(document: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:

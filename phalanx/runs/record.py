@@ -28,6 +28,8 @@ from phalanx.host.processes import began_at
 from phalanx.version import __version__
 
 FILE = "run.json"
+MODEL_FILES = "model"
+"""The folder with what a run keeps of its model's own folder: config and tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class RunRecord:
         if isinstance(old, RunRecord) and resumes:
             kept |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **kept).write(run_dir)
+        _keep_model_files(self.recipe or {}, run_dir / MODEL_FILES)
 
     @property
     def is_alive(self) -> bool:
@@ -98,6 +101,19 @@ class RunRecord:
     def write(self, run_dir: Path) -> None:
         """Write it as a whole."""
         replace_file(run_dir / FILE, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
+
+
+def _keep_model_files(recipe: Mapping[str, Any], kept: Path) -> None:
+    """Copy the config and tokenizer of a model's folder, so that the run can be used when the folder is not there."""
+    folder = Path(str(recipe.get("model", {}).get("name", "")))
+    if not folder.is_absolute() or not (folder / "config.json").is_file() or kept.exists():
+        return
+    from phalanx.recipes.token_data import TEXT_FILES  # few runs need it
+
+    kept.mkdir()
+    for pattern in ("config.json", "generation_config.json", *TEXT_FILES):
+        for file in folder.glob(pattern):
+            shutil.copy(file, kept / file.name)
 
 
 def read_record(run_dir: Path) -> RunRecord | str | None:

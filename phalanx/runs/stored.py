@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.recipes import Recipe, of_earlier_run
-from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
+from phalanx.runs.record import FILE, MODEL_FILES, RunRecord, is_own_file, read_record
 
 RUNS = Path("runs")
 _TAIL_BYTES = 1 << 17
@@ -80,7 +80,7 @@ class StoredRun:
         document = dict(self.record.recipe)
         for name in ("presets", "callbacks", "paths"):
             document[name] = tuple(document.get(name, ()))
-        return of_earlier_run(document)
+        return with_kept_files(of_earlier_run(document), self.path.absolute() / MODEL_FILES)
 
     @cached_property
     def _ends(self) -> list[dict[str, Any]]:
@@ -343,3 +343,27 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
     raise UsageError(
         unknown_name("run", str(name), names[:10]).replace("Allowed", "The latest"), hint="See: phalanx runs"
     )
+
+
+def with_located_sources(recipe: Recipe) -> Recipe:
+    """Return a recipe whose model.pretrained and data.tokenizer are absolute paths: ranks may run in another folder.
+
+    What `pretrained` names may also be a run; "last" is the last one now, before the new one begins.
+    """
+    model, data = dict(recipe.model), dict(recipe.data)
+    if isinstance(source := model.get("pretrained"), str):
+        path = Path(source).expanduser()
+        model["pretrained"] = str(path.resolve() if path.exists() else find_run(source).path.resolve())
+    if isinstance(tokenizer := data.get("tokenizer"), str):
+        data["tokenizer"] = str(Path(tokenizer).expanduser().resolve())
+    return replace(recipe, model=model, data=data)
+
+
+def with_kept_files(recipe: Recipe, kept: Path) -> Recipe:
+    """Return a recipe whose model's folder is the run's own copy of it, where the folder is not there any more."""
+    folder = str(recipe.model["name"])
+    if not Path(folder).is_absolute() or Path(folder).exists() or not kept.is_dir():
+        return recipe
+    data = {key: str(kept) if value == folder else value for key, value in recipe.data.items()}
+    model = {key: value for key, value in recipe.model.items() if key != "weights"}
+    return replace(recipe, model={**model, "name": str(kept)}, data=data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from phalanx.strategies.pipeline.placement import (
     share_buffers,
 )
 from phalanx.strategies.pipeline.strategy import Pipeline
+from phalanx.strategies.tensor_overlap import Overlap
 from phalanx.strategies.tensor_parallel import is_split, split_tensors, splits_sequence
 from phalanx.strategies.tensors import average, global_norm, is_meta, scale_to_norm
 from phalanx.world.groups import build_axis_group
@@ -43,6 +44,7 @@ class Composed(FSDP):
     name = "composed"
     _syncing = True
     _equal_activations = False
+    _overlaps = False
 
     @property
     def layout(self) -> str | None:
@@ -58,6 +60,9 @@ class Composed(FSDP):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the model in place, cut it into stages, then shard what this rank has over the data axes."""
         mesh = self.world.mesh
+        if mesh.tp > 1 and self.config.compile:
+            group = self.device_mesh["tp"].get_group()
+            self._overlaps = self._overlap.begin(self.world, group, splits_sequence=splits_sequence(model))
         if mesh.pp > 1:
             return self._pipeline(model, placed_before(model) or self._placed(model))
         if is_split(model):
@@ -92,13 +97,19 @@ class Composed(FSDP):
         return round(everywhere.item() * self.world.mesh.pp / self.world.world_size)
 
     def expect_batches(self, wrapped: nn.Module, batch_size: int) -> str | None:
-        """Check that a pipeline can cut batches into microbatches; return a description of its layout."""
-        return wrapped.expect(batch_size) if isinstance(wrapped, Pipeline) else None
+        """Check that a pipeline can cut batches; describe its layout, and why tensor products do not overlap."""
+        notes = [wrapped.expect(batch_size) if isinstance(wrapped, Pipeline) else None, self._overlap.note]
+        return "; ".join(note for note in notes if note) or None
 
     def train_batch(self, wrapped: nn.Module, batch: Any, passes: BatchPass) -> torch.Tensor:
         """Run a pipeline's schedule, or forward and backward of the model."""
         if not isinstance(wrapped, Pipeline):
             return super().train_batch(wrapped, batch, passes)
+        if isinstance(batch, Mapping) and "documents" in batch:
+            raise UsageError(
+                "pipeline_parallel cannot keep documents apart: only hidden states pass from stage to stage",
+                hint="Use windows (--set data.packing=windows), or strategy='fsdp' or tensor_parallel.",
+            )
         if passes.loss_fn is None:
             raise UsageError(
                 "a pipeline needs the loss separate from the model: the last stage computes it",
@@ -148,6 +159,16 @@ class Composed(FSDP):
         """Load what `state` returned."""
         names = {alias: name for name, alias in self._aliases(wrapped).items()}
         super().load_state(wrapped, optimizers, rename_tied(state, names))
+
+    def close(self) -> None:
+        """Compile as before, and end a measurement that has begun."""
+        self._overlap.end()
+        super().close()
+
+    @cached_property
+    def _overlap(self) -> Overlap:
+        """Whether tensor products overlap with their communication."""
+        return Overlap()
 
     @cached_property
     def _completed(self) -> set[int]:
@@ -203,7 +224,7 @@ class Composed(FSDP):
         mesh = self.world.mesh
         share_weights(model)
         if mesh.tp > 1:
-            split_tensors(model, self.device_mesh["tp"])
+            split_tensors(model, self.device_mesh["tp"], overlaps=self._overlaps)
             self._equal_activations = not splits_sequence(model)
         if self._slices is not None:
             (split_context if mesh.pp == 1 else install_ring)(model, self._slices)  # a pipeline cuts its batches itself

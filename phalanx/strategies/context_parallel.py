@@ -173,6 +173,11 @@ class _Calls:
         """Cut all arguments as long as the first one, and add the positions of the slice."""
         bound = self._signature.bind(*args, **kwargs)
         given = bound.arguments
+        if given.get("documents") is not None:
+            raise UsageError(
+                "context_parallel cannot keep documents apart: ring attention knows no mask",
+                hint="Use windows (--set data.packing=windows), or strategy='fsdp' or tensor_parallel.",
+            )
         positions = given.pop("positions", None)
         cut, own = self._slices.cut_all(dict(given), model)
         given.update(cut)

@@ -67,8 +67,23 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in own]:
         del optimizer.state[parameter]
     optimizer.state.update(loaded)
+    match_layouts(optimizer)
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(_as_here(saved, group))
+
+
+def match_layouts(optimizer: torch.optim.Optimizer) -> None:
+    """Give the states of an optimizer the memory layout of their parameters.
+
+    Fused kernels read both in the order of memory: those of CUDA raise where the strides differ, those of CPUs would
+    take the moments of other elements. Weights become channels last after steps were taken, and states come
+    contiguous from another rank's memory. States of 8 bits are contiguous in any case.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(parameter, nn.Parameter) else ():
+            is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.itemsize > 1
+            if is_plain and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _as_here(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +161,9 @@ class _Entry(NamedTuple):
             return self.value
         device = parameter.device if self.on_parameter_device else torch.device("cpu")
         if self.is_large:
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
+            in_its_layout = self.shape == parameter.shape
+            like = parameter if in_its_layout else torch.empty(self.shape, device="meta")
+            return torch.zeros_like(like, dtype=self.dtype, device=device, requires_grad=False)
         return torch.tensor(self.value, dtype=self.dtype, device=device)
 
 

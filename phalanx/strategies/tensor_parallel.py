@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.models.contract import SequenceShards, SplitLogits, TensorDivides, TensorPlan, implements
+from phalanx.strategies.tensor_overlap import add_bias_apart
 from phalanx.torch_compat import pytree
 from phalanx.world.splits import uneven_slices, uneven_tensors
 
@@ -37,16 +38,24 @@ if TYPE_CHECKING:
 class GatherFirstInput(ParallelStyle):
     """Gathers a module's first input along the sequence, once for all column-wise layers inside.
 
-    It stays a DTensor, so that backward adds up the layers' gradients first and scatters them once.
+    It stays a DTensor, so that backward adds up the layers' gradients first and scatters them once. Under autocast it
+    is sent in the type in which the layers multiply: CUDA's norms return float32, twice the bytes.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            slices = DTensor.from_local(inputs[0], device_mesh, [Shard(1)], run_check=False)
+            slices = DTensor.from_local(_as_multiplied(inputs[0]), device_mesh, [Shard(1)], run_check=False)
             return (slices.redistribute(placements=[Replicate()]), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module
+
+
+def _as_multiplied(inputs: Tensor) -> Tensor:
+    """Return the inputs in the type that autocast gives to the inputs of a product."""
+    device = inputs.device.type
+    casts = torch.is_autocast_enabled(device) and inputs.dtype is torch.float32
+    return inputs.to(torch.get_autocast_dtype(device)) if casts else inputs
 
 
 class TokenEmbedding(RowwiseParallel):
@@ -65,6 +74,22 @@ class TokenEmbedding(RowwiseParallel):
         module.register_forward_pre_hook(check)
         split: nn.Module = super()._apply(module, device_mesh)
         return split
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: bool, module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> Tensor:
+        """Scatter, and wait: compiled layers take a tensor that is still under way, and their backward fails on it."""
+        return outputs.redistribute(placements=layouts).to_local()
+
+
+class PositionEmbedding(RowwiseParallel):
+    """Splits an embedding by position; its vectors [time, hidden] or [batch, time, hidden] are scattered along time."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=Shard(0))
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, local: bool, module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> Tensor:
+        return outputs.redistribute(placements=[Shard(outputs.ndim - 2)]).to_local()
 
 
 class WholeOnEveryRank(ParallelStyle):
@@ -165,7 +190,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "sequence": lambda: SequenceParallel(use_local_output=True),
     "gather": GatherFirstInput,
     "embedding-rowwise": TokenEmbedding,
-    "embedding-positions": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+    "embedding-positions": PositionEmbedding,
     "head-colwise": lambda: ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=Replicate()),
     "whole": WholeOnEveryRank,
 }
@@ -177,10 +202,11 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
+def split_tensors(model: nn.Module, mesh: DeviceMesh, *, overlaps: bool = False) -> None:
     """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta".
 
-    A model with `takes_split_logits` computes its loss on logits that stay split.
+    A model with `takes_split_logits` computes its loss on logits that stay split. `overlaps`: the products will be
+    compiled to overlap with their communication.
     """
     split_logits = implements(model, SplitLogits) and model.takes_split_logits
     styles = _styles_by_module(model)
@@ -193,7 +219,11 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
             )
         else:
             made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
-        parallelize_module(model.get_submodule(name), mesh, made, src_data_rank=None)
+        layer = model.get_submodule(name)
+        parallelize_module(layer, mesh, made, src_data_rank=None)
+        # Layers of a subclass (adapters, 8-bit products) have products of their own.
+        if overlaps and style in ("colwise", "rowwise") and type(layer) is nn.Linear and layer.bias is not None:
+            add_bias_apart(layer, style)
     _refuse_unsplit(model)
     _tie_again(model, before)
     if implements(model, SequenceShards):

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from phalanx.data.sets.chat_template import PLAIN, read_template
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.evaluate import model_output, own_modes
+from phalanx.models.contract import WrapsModel, implements
 from phalanx.models.hf import save_pretrained
-from phalanx.models.hf.files import TEXT_FILES
+from phalanx.models.hf.files import end_tokens_of, read_json
 from phalanx.models.lora import adapters, merge_lora, remove_lora
+from phalanx.recipes import CONVERSATIONS, Recipe
+from phalanx.recipes.token_data import TEXT_FILES, read_token_manifest
 from phalanx.trainers.weights import save_weights
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class _Outputs(nn.Module):
@@ -33,12 +40,17 @@ class _Outputs(nn.Module):
         return model_output(self.model, inputs[0] if len(inputs) == 1 else inputs, with_targets=False)
 
 
-def export_model(model: nn.Module, path: Path, format: str, data: Any = None) -> None:
+def export_model(
+    model: nn.Module, path: Path, format: str, data: Any = None, augment: Any = None, recipe: Recipe | None = None
+) -> None:
     """Write a whole model on the CPU, its adapters merged, which other programs do not know.
 
-    `data`: what a sample of inputs is taken from, for ONNX and TorchScript.
+    `data`: what a sample of inputs is taken from, for ONNX and TorchScript; `augment`: makes inputs of its batches.
+    `recipe`: that of the run; a Hugging Face folder gets the tokenizer and the template of its conversations.
     """
+    chat = _chat_of(recipe) if format == "hf" and recipe is not None else None
     path.parent.mkdir(parents=True, exist_ok=True)
+    model = model.trained_model() if implements(model, WrapsModel) else model
     if adapters(model):
         model = remove_lora(merge_lora(copy.deepcopy(model)))
     if format == "safetensors":
@@ -49,24 +61,63 @@ def export_model(model: nn.Module, path: Path, format: str, data: Any = None) ->
             write_folder(path)
         else:
             save_pretrained(model, path)
-        _copy_tokenizer(model, path)
+        # The folder that the model was read from: set by transformers, and for our own models.
+        _copy_tokenizer(Path(str(getattr(model, "name_or_path", "") or path)), path)
+        if chat is not None:
+            chat.write(path)
     else:
-        inputs = example_inputs(data)
+        inputs = example_inputs(data, augment)
         write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
         with own_modes(model):
             write(_Outputs(model.eval()), inputs, path)
 
 
-def _copy_tokenizer(model: nn.Module, target: Path) -> None:
-    """Copy the tokenizer of the folder that a model was read from: without it the model's tokens have no meaning."""
-    source = Path(str(getattr(model, "name_or_path", "") or target))  # set by transformers, and for our own models
+def _copy_tokenizer(source: Path, target: Path, *, replace: bool = False) -> None:
+    """Copy the tokenizer of a folder, if it is one: without it the model's tokens have no meaning."""
     for pattern in TEXT_FILES if source.is_dir() else ():
         for file in source.glob(pattern):
-            if not (target / file.name).exists():
+            if file.is_file() and (replace or not (target / file.name).exists()):
                 shutil.copy(file, target / file.name)
+    if (document := read_token_manifest(source)) is not None and not (target / _TOKENIZER_CONFIG).exists():
+        from phalanx.data.sets.token_shards import read_tokenizer  # few exports need it
+
+        end = read_tokenizer(source / "tokenizer.json").id_to_token(document["tokenizer"]["end"])
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        (target / _TOKENIZER_CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def example_inputs(data: Any) -> tuple[torch.Tensor, ...]:
+class _Chat(NamedTuple):
+    """What a run made tokens of conversations with."""
+
+    tokenizer: Path
+    template: str | None
+    """Jinja's text, where it is not the tokenizer's own."""
+    end_tokens: frozenset[int]
+
+    def write(self, folder: Path) -> None:
+        """Write it where transformers, `phalanx serve` and the next run look for it."""
+        _copy_tokenizer(self.tokenizer, folder, replace=True)
+        if self.template is not None:
+            (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+        path = folder / "generation_config.json"
+        settings = read_json(path) if path.is_file() else {}
+        settings["eos_token_id"] = sorted(self.end_tokens | end_tokens_of(settings))
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _chat_of(recipe: Recipe) -> _Chat | None:
+    """Return the tokenizer and template of a run on conversations; of bytes there is none that others could read."""
+    data = recipe.fitted().data if recipe.data.get("name") in CONVERSATIONS else {}
+    tokenizer, template = data.get("tokenizer"), data.get("template")
+    if tokenizer is None:
+        return None
+    ends = frozenset(read_template(tokenizer, template).end_tokens)
+    if template not in (None, "plain"):
+        return _Chat(Path(tokenizer), Path(template).expanduser().read_text(encoding="utf-8"), ends)
+    return _Chat(Path(tokenizer), None if template is None else PLAIN, ends)
+
+
+def example_inputs(data: Any, augment: Any = None) -> tuple[torch.Tensor, ...]:
     """Return the inputs of a batch of two samples: with one, an exporter would take the batch for a constant."""
     if data is None:
         raise UsageError(
@@ -82,6 +133,7 @@ def example_inputs(data: Any) -> tuple[torch.Tensor, ...]:
         and not isinstance(data, (torch.Tensor, tuple, Mapping))
     ):
         batch = default_collate([data[0], data[min(1, len(data) - 1)]])
+    batch = batch if augment is None else augment(batch, None)
     if isinstance(batch, Mapping):
         raise UsageError("models that are called with a dict cannot be exported yet", hint="Export hf or safetensors.")
     inputs = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)

@@ -27,6 +27,7 @@ from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.out_of_memory import MemoryWatch
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
+from phalanx.observe.guard import say_to_user
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
@@ -212,13 +213,16 @@ def _is_given(job: Job) -> bool:
 
 def _evaluate(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
-    loader = formation.prepare_loader(job.task.val, training=False)
+    loader = formation.prepare_loader(job.task.val, training=False).augmented(job.task.augment)
+    for note in formation.notes if formation.is_main else ():
+        if note.startswith("warning: "):  # about the data; a run that trains reports all notes
+            say_to_user(note)
     return JobResult(metrics=evaluate(formation, model, loader, job.task.loss_fn, job.task.metrics))
 
 
 def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
-    loader = formation.prepare_loader(job.task.val, training=False, in_order=True)
+    loader = formation.prepare_loader(job.task.val, training=False, in_order=True).augmented(job.task.augment)
     found = predict(formation, model, loader)
     own = found if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.data.sets import load_splits
 from phalanx.data.source import read_source
+from phalanx.errors import UsageError
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
-from phalanx.loop.metrics import find_loss
+from phalanx.loop.metrics import cross_entropy, find_loss
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
-from phalanx.models.contract import InitialisesWeights, implements
+from phalanx.models.contract import InitialisesWeights, WrapsModel, implements
 from phalanx.models.registry import build, build_options, names
 from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
-from phalanx.recipes.imports import extend_path, is_import_path, load_import
+from phalanx.recipes.imports import call_with, extend_path, is_import_path, load_import, unknown_option
 from phalanx.runs.result import JobResult
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.session import is_large, rank_bytes
@@ -33,19 +35,23 @@ _BYTES = 256
 
 
 class SampleText(Callback):
-    """After training, continues a prompt byte by byte. All ranks take part: each may hold a part of the model."""
+    """After training, continues a prompt. All ranks take part: each may hold a part of the model.
 
-    def __init__(self, prompt: str, count: int, *, temperature: float = 0.8) -> None:
+    Without `tokenizer`, a file tokenizer.json, tokens are bytes.
+    """
+
+    def __init__(self, prompt: str, count: int, *, temperature: float = 0.8, tokenizer: str | None = None) -> None:
         self.prompt = prompt
         self.count = count
         self.temperature = temperature
+        self.code = TextCode(tokenizer)
 
     def on_fit_end(self, trainer: TrainLoop) -> None:
         """Draw the text, the same on all ranks, and report it on the main rank."""
         formation = trainer.formation
         model: Any = formation.unwrap(trainer.model)
         mesh = formation.world.mesh
-        tokens = torch.tensor([list(self.prompt.encode())], device=formation.device)
+        tokens = torch.tensor([self.code.encode(self.prompt)], device=formation.device)
         generator = torch.Generator(formation.device).manual_seed(trainer.config.seed)
         with _uncompiled(trainer.config.compile), formation.autocast():
             drawn = model.generate(
@@ -56,12 +62,40 @@ class SampleText(Callback):
                 multiple=mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1),
                 through=trainer.model if formation.strategy.shards else None,
             )
-        trainer.report.events.emit(SampleDrawn(trainer.step, as_text(drawn[0].tolist())))
+        trainer.report.events.emit(SampleDrawn(trainer.step, self.code.decode(drawn[0].tolist())))
 
 
-def as_text(tokens: list[int]) -> str:
-    """Return bytes as text that a terminal can show: an untrained model writes control characters as well."""
-    text = bytes(token for token in tokens if token < _BYTES).decode("utf-8", errors="replace")
+class TextCode:
+    """Texts as tokens and back: those of a file tokenizer.json, or bytes."""
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self._tokenizer: Any = None
+        if tokenizer is not None:
+            from phalanx.data.sets.token_shards import read_tokenizer  # few runs need it
+
+            self._tokenizer = read_tokenizer(Path(tokenizer))
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the tokens of a text; `special`: with those that the tokenizer puts around a text."""
+        if self._tokenizer is None:
+            return list(text.encode())
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return found
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens."""
+        if self._tokenizer is None:
+            return bytes(token for token in tokens if token < _BYTES).decode("utf-8", errors="replace")
+        found: str = self._tokenizer.decode(tokens)
+        return found
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, as a terminal can show it."""
+        return printable(self.text(tokens))
+
+
+def printable(text: str) -> str:
+    """Return a text with a sign for control characters, which an untrained model writes as well."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
@@ -81,7 +115,8 @@ def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, 
 
     def build() -> Job:
         task = recipe_task(recipe, config)
-        return Job("fit", task, with_batch_size(config, task.train), run_dir, checked, build)
+        note = getattr(task.model, "weights_note", "")
+        return Job("fit", task, with_batch_size(config, task.train), run_dir, checked, build, note)
 
     return run_job(build(), in_place=True)
 
@@ -112,6 +147,7 @@ def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
         metrics=recipe_metrics(recipe),
         callbacks=callbacks,
         name=config.name or recipe.name,
+        augment=recipe_augment(recipe, model, train),
     )
 
 
@@ -123,6 +159,8 @@ def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
     env, name = read_rank_env(), recipe.model["name"]
     if env is None or env.world_size == 1 or name not in names():
         return False
+    if "pretrained" in recipe.model:
+        return False  # its weights are not drawn
     with torch.device("meta"):
         model = build(name, **{key: value for key, value in recipe.model.items() if key != "name"})
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -130,38 +168,158 @@ def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
 
 
 def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the functions of the recipe's metrics by name; None for the usual ones."""
-    return {name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()} or None
+    """Return the functions of the recipe's metrics by name (of a class, an object); None for the usual ones."""
+    found = {name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()}
+    return {name: metric() if inspect.isclass(metric) else metric for name, metric in found.items()} or None
+
+
+def recipe_augment(recipe: Recipe, model: nn.Module, train: Any = None) -> Any:
+    """Return what changes the recipe's batches on the device, if anything; without training data, for evaluation."""
+    options: dict[str, Any] = {}
+    for key, value in recipe.augment.items():
+        options[key] = tuple(value) if isinstance(value, list) else value
+    if not options:
+        return None
+    if name := options.pop("name", ""):
+        return call_with(load_import(name, "augment"), options, f"augment '{name}'")
+    from phalanx.data.augment import Augment
+
+    if train is None:
+        options |= {"mixup": 0.0, "cutmix": 0.0}
+    classes = len(train.classes) if hasattr(train, "classes") else getattr(_config_of(model), "classes", None)
+    return call_with(Augment, {"classes": classes, **options}, "augment")
+
+
+def _config_of(model: nn.Module) -> Any:
+    return getattr(model, "config", None)
 
 
 def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
     """Return the recipe's loss; None where the model or the first batch decides."""
+    if implements(model, WrapsModel):
+        return None
     if recipe.loss:
-        return load_import(recipe.loss, "loss") if is_import_path(recipe.loss) else find_loss(recipe.loss)
+        return _made_loss(*_loss_options(recipe))
+    if recipe.augment:
+        return cross_entropy  # of labels, and of the shares of classes that mixup makes of them
     # A language model computes its loss itself, and a mixture of experts adds a term to it.
     own_model = is_import_path(recipe.model["name"]) or Path(recipe.model["name"]).is_absolute()
     return None if own_model or recipe.sample or hasattr(model, "loss_from_output") else implied_loss
 
 
+def _loss_options(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    table = {"name": recipe.loss} if isinstance(recipe.loss, str) else recipe.loss
+    return table["name"], {key: value for key, value in table.items() if key != "name"}
+
+
+def _made_loss(name: str, options: dict[str, Any]) -> Any:
+    """Return a loss by name or import path; options are given to its class, or with every call of a function."""
+    found: Any = load_import(name, "loss") if is_import_path(name) else find_loss(name)
+    if not options:
+        return found
+    if inspect.isclass(found):
+        return call_with(found, options, f"loss '{name}'")
+    known = list(inspect.signature(found).parameters)[2:]
+    for option in options:
+        if option not in known:
+            raise unknown_option(f"loss '{name}'", option, known)
+    return partial(found, **options)
+
+
 def recipe_parts(recipe: Recipe, data_dir: str | None, *, without_storage: bool = False) -> tuple[nn.Module, Any, Any]:
-    """Return a recipe's model and its data for training and validation; `without_storage`: a model on "meta"."""
+    """Return a recipe's model and its data for training and validation; `without_storage`: a model on "meta".
+
+    A loss that is a module around the model (`models.contract.WrapsModel`) is a part of it.
+    """
+    model, train, val = _bare_parts(recipe, data_dir, without_storage)
+    if recipe.loss:
+        name, options = _loss_options(recipe)
+        found: Any = load_import(name, "loss") if is_import_path(name) else None
+        if implements(found, WrapsModel):
+            model = call_with(found, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]  # it is a class
+    return model, train, val
+
+
+def _bare_parts(recipe: Recipe, data_dir: str | None, without_storage: bool) -> tuple[nn.Module, Any, Any]:
     extend_path(recipe.paths)
+    recipe = recipe.fitted()
     place = torch.device("meta") if without_storage else nullcontext()
     data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
     name = model.pop("name")
-    if Path(str(data["name"])).is_absolute() and "seq_len" in build_options(name):  # the user's files
+    own_files = Path(str(data["name"])).is_absolute() or data["name"] == "tokens"
+    if own_files and "seq_len" in build_options(name):
         data.setdefault("seq_len", "model")
+    make: Any = build
+    if "pretrained" in model and name in names():
+        from phalanx.trainers.pretrained import build_pretrained, with_source_tokenizer  # few runs need it
+
+        make = partial(build_pretrained, weights=not without_storage)
+        data = with_source_tokenizer(data, model["pretrained"])
+    made: Any = None
     if data.get("seq_len") == "model":
         with place:
-            built: Any = build(name, **model)
-        data["seq_len"] = min(built.config.seq_len, _LONGEST_TEXT)
-        return built, *_both_splits(data)
+            made = make(name, **model)
+        longest = getattr(made.config, "seq_len", None) or made.config.max_position_embeddings
+        data["seq_len"] = longest if data["name"] == "tokens" else min(longest, _LONGEST_TEXT)
     train, val = _both_splits(data)
-    if hasattr(train, "classes") and "classes" in build_options(name):  # known only from the user's files
-        model.setdefault("classes", len(train.classes))
-    with place:
-        return build(name, **model), train, val
+    classes = len(train.classes) if hasattr(train, "classes") and "classes" in build_options(name) else None
+    if classes is not None and "classes" not in model:  # known only from the user's files
+        model["classes"], made = classes, None
+    if made is None:
+        with place:
+            made = make(name, **model)
+    _fit(made, train, val)
+    _compare_tokenizers(made, train, data)
+    if (tokenizer := _tokenizer_place(train, data)) and not hasattr(made, "name_or_path"):
+        made.name_or_path = str(tokenizer)  # where `export` finds it
+    return made, train, val
+
+
+def _fit(model: nn.Module, train: Any, val: Any) -> None:
+    """Let data that can do so give batches as the model takes them.
+
+    Raise where a model has fewer tokens than its data, or cannot keep packed documents apart.
+    """
+    for data in (train, val):
+        if hasattr(data, "fit_to"):
+            data.fit_to(model)
+    known, needed = (getattr(each, "vocab_size", None) for each in (getattr(model, "config", None), train))
+    if isinstance(known, int) and isinstance(needed, int) and known < needed:
+        raise UsageError(
+            f"the model knows {known} tokens, and the data have {needed}",
+            hint=f"Write: --set model.vocab_size={needed}, or make the data with the model's own tokenizer.",
+        )
+    if getattr(train, "is_packed", False) and "documents" not in inspect.signature(model.forward).parameters:
+        raise UsageError(
+            f"packed documents need a model whose forward takes `documents`, and {type(model).__name__} does not",
+            hint="Write: --set data.packing=windows (chats: none), or train gpt, llama or moe.",
+        )
+
+
+def _compare_tokenizers(model: Any, train: Any, data: dict[str, Any]) -> None:
+    """Raise where a folder's model, which has a tokenizer, would see bytes; note where it sees another one's tokens."""
+    own = Path(str(getattr(model, "name_or_path", ""))) / "tokenizer.json"
+    if not own.is_file() or not isinstance(getattr(train, "vocab_size", None), int):
+        return
+    given = _tokenizer_place(train, data)
+    if given is None:
+        raise UsageError(
+            f"the texts are read as bytes, and the model in {own.parent} knows the tokens of its tokenizer",
+            hint=f"Write: --set data.tokenizer={own.parent}",
+        )
+    other = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
+    if other.is_file() and other.read_bytes() != own.read_bytes():
+        note = f"warning: the tokens are those of {other}, which differs from the model's own {own}"
+        model.weights_note = f"{getattr(model, 'weights_note', '')} {note}".strip()
+
+
+def _tokenizer_place(train: Any, data: dict[str, Any]) -> str | None:
+    """Return the folder or file of the tokenizer that made the tokens of data; None for bytes, and other data."""
+    if data["name"] == "tokens":
+        return str(data.get("root") or data["sources"][0]["path"])
+    found = getattr(train, "tokenizer", data.get("tokenizer"))
+    return None if found is None else str(found)
 
 
 def _both_splits(options: dict[str, Any]) -> tuple[Any, Any]:

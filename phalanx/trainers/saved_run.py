@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,21 @@ from torch import nn
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
+from phalanx.data.sets import takes
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
+from phalanx.models.contract import WrapsModel, implements
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
-from phalanx.recipes.imports import extend_path
+from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.runs.stored import StoredRun, find_run, is_run
-from phalanx.trainers.recipe import recipe_loss, recipe_metrics, recipe_parts
+from phalanx.trainers.pretrained import tokenizer_of, with_tokenizer
+from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_metrics, recipe_parts
 from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.trainers.weights import load_weights
 
+_LARGEST_EXPONENT = 700
 _OF_THE_RUN = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "tensorboard", "name")
 
 
@@ -67,6 +73,15 @@ class SavedRun(StoredRun):
         load_weights(model, self.checkpoint)
         return model.eval()
 
+    @property
+    def tokenizer(self) -> str | None:
+        """The file tokenizer.json of a run that was trained on token shards, or with a tokenizer; None for bytes."""
+        data = {} if self.recipe is None else self.recipe.fitted().data
+        folder = data.get("tokenizer")
+        if data.get("name") == "tokens":
+            folder = data.get("root") or data["sources"][0]["path"]
+        return None if folder is None else str(Path(folder) / "tokenizer.json")
+
     def data(self) -> tuple[Any, Any]:
         """Return the data for training and validation."""
         return self._parts()[1:]
@@ -84,17 +99,30 @@ class SavedRun(StoredRun):
     def trainer(self, **settings: Any) -> PyTorchDDPTrainer:
         """Return a trainer of the model, with the run's settings and these."""
         base = _without_engine(self.config) if self.config.changed("backend") else self.config
-        loss = recipe_loss(self.recipe, self.model) if self.recipe is not None else None
-        metrics = recipe_metrics(self.recipe) if self.recipe is not None else None
+        parts: dict[str, Any] = {}
+        if self.recipe is not None:
+            parts = {
+                "loss_fn": recipe_loss(self.recipe, self.model),
+                "metrics": recipe_metrics(self.recipe),
+                "augment": recipe_augment(self.recipe, self.model),
+            }
         config = base.replace(**settings) if settings else base
-        return PyTorchDDPTrainer(self.model, config, loss_fn=loss, metrics=metrics)
+        return PyTorchDDPTrainer(self.model, config, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
-        """Return the loss and metrics on data; without any, on the run's validation data."""
+        """Return the loss and metrics on data; without any, on the run's validation data.
+
+        Of a language model also the perplexity, exp of the mean loss of a token.
+        """
         given = self.data()[1] if data is None else data
         if given is None:
             raise UsageError(f"{self.name} has no validation data", hint="Give data to evaluate on.")
-        return self.trainer(**settings).evaluate(given)
+        metrics = self.trainer(**settings).evaluate(given)
+        # Of multiple choice, preferences and the like, the loss is not that of a text.
+        writes = hasattr(self.model, "generate") and not implements(self.model, WrapsModel)
+        if writes and "loss" in metrics and getattr(given, "metrics", None) is None:
+            metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < _LARGEST_EXPONENT else math.inf
+        return metrics
 
     def predict(self, data: Any, **settings: Any) -> Any:
         """Return the model's outputs for data, in its order."""
@@ -142,8 +170,13 @@ def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
     )
 
 
-def open_run(name: str, checkpoint: str, model: str | None, data: str | None) -> tuple[SavedRun, Any]:
-    """Return a run of the command line with its validation data, either replaced by what --model and --data name."""
+def open_run(
+    name: str, checkpoint: str, model: str | None, data: str | None, data_dir: str | None = None
+) -> tuple[SavedRun, Any]:
+    """Return a run of the command line with its validation data, either replaced by what --model and --data name.
+
+    `data_dir`: another folder for the same kind of data.
+    """
     run = load_run(name, checkpoint=checkpoint)
     if run.recipe is None and (model is None or data is None):
         missing = "--model" if model is None else "--data"
@@ -154,7 +187,20 @@ def open_run(name: str, checkpoint: str, model: str | None, data: str | None) ->
     recipe = (run.recipe or Recipe(run.name, "", {}, {})).with_parts(model, data)
     recipe.check()
     extend_path(recipe.paths)
-    built, train, val = recipe_parts(recipe, run.config.data_dir)
+    own_dir = run.config.data_dir
+    named = data is not None or data_dir is not None
+    if named and takes(str(recipe.data["name"]), "val_fraction"):
+        # Without a split of its own, everything that was named is measured: nothing of it was trained on.
+        recipe = replace(recipe, data={**recipe.data, "val_fraction": 0.0})
+    if run.recipe is not None and named:
+        # Other texts are cut into the tokens that the model knows.
+        recipe = replace(recipe, data=with_tokenizer(recipe.data, tokenizer_of(run.recipe, own_dir)))
+    if data is not None and not is_import_path(data):
+        own_dir = None  # the path is where the data are
+    built, train, val = recipe_parts(recipe, own_dir if data_dir is None else data_dir)
     if run.recipe is None or model is not None:
         run = load_run(name, checkpoint=checkpoint, model=built)
-    return run, train if val is None and data is not None else val
+    found = train if val is None and named else val
+    if named and (found is None or (hasattr(found, "__len__") and not len(found))):
+        raise UsageError(f"{data or data_dir} has no samples to measure", hint="Give files with at least one sample.")
+    return run, found

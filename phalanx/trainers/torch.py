@@ -23,7 +23,7 @@ from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
 from phalanx.loop.metrics import LossFn, Metric, find_loss
 from phalanx.loop.optimizer_binding import load_scheduler_state
-from phalanx.loop.prepare import adapt, check_trains_adapters
+from phalanx.loop.prepare import Augmentation, adapt, check_trains_adapters
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
@@ -64,6 +64,7 @@ class TorchTrainer:
         scheduler_interval: str = "epoch",
         metrics: Mapping[str, Metric] | None = None,
         callbacks: list[Any] | None = None,
+        augment: Augmentation | None = None,
         hooks: list[Any] | None = None,
         **settings: Unpack[TrainerSettings],
     ) -> None:
@@ -86,6 +87,7 @@ class TorchTrainer:
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
         self.metrics = metrics
+        self.augment = augment
         self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
         self.history: History | None = None
         self._last_data: Any = None
@@ -191,7 +193,7 @@ class TorchTrainer:
                 "save('x.onnx') on a rank that a launcher started: the model may be sharded here",
                 hint="Save safetensors, or a checkpoint and then: phalanx export RUN --format onnx",
             )
-        export_model(self.model, path, "onnx", self._last_data if data is None else data)
+        export_model(self.model, path, "onnx", self._last_data if data is None else data, self.augment)
         return path
 
     def load(self, path: str | Path) -> None:
@@ -201,7 +203,7 @@ class TorchTrainer:
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
         parts = (self.loss_fn, self.optimizer, self.metrics, self.callbacks)
-        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval)
+        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval, self.augment)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run the job; a run that was asked to stop ends the process with a separate exit code.

@@ -106,7 +106,10 @@ def test_three_mistakes_of_a_file_are_reported_together(tmp_path):
     assert "3 mistakes" in message
     assert "unknown setting 'epocs'. Did you mean 'epochs'? (file run.toml)" in message
     assert "learning_rate = -1: must be greater than 0. (file run.toml)" in message
-    assert "optimizer = 'adamq': not one of 'adamw', 'adamw8bit', 'adam', 'sgd', 'rmsprop', 'adagrad'." in message
+    assert (
+        "optimizer = 'adamq': not one of 'adamw', 'adamw8bit', 'adam', 'sgd', 'rmsprop', 'adagrad', 'lars', 'lamb'."
+        in message
+    )
     assert files_under(tmp_path) == {"run.toml"}
 
 

@@ -1,4 +1,4 @@
-"""The Ray Serve example: a trained checkpoint answers a request, on this machine's loopback alone."""
+"""The Ray Serve examples: a trained checkpoint answers requests, on this machine's loopback alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import urllib.request
 
 import psutil
 import pytest
-from command import ROOT, clean_environment, end
+from command import ROOT, clean_environment, end, phalanx
 from long_proofs import long_proof
 
 if importlib.util.find_spec("grpc_reflection") is None:  # of all that Ray Serve needs, Ray alone brings not this
-    pytest.skip("Ray Serve is not installed: pip install 'phalanx[serve]'", allow_module_level=True)
+    pytest.skip("Ray Serve is not installed: pip install 'phalanx[ray-serve]'", allow_module_level=True)
 
 
 @long_proof
@@ -53,6 +53,20 @@ def test_a_checkpoint_is_served_over_http_on_loopback_and_nothing_stays(tmp_path
     finally:
         end(process)
         process.stdout.close()
+
+
+@long_proof
+def test_a_language_model_is_deployed_with_the_endpoints_of_serve(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--num-workers", 1, "--device", "cpu", "--max-steps", 2, "--checkpoint-frequency", "2 steps")
+    assert phalanx("train", "text", *options, "--run-dir", "runs/text").code == 0
+    example = ROOT / "examples/07-ray/serve_text.py"
+    environment = clean_environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, str(example), "runs/text"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "def " in done.stdout
 
 
 def outer_listeners(family: list[psutil.Process]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The examples of 08-tuning run as their first lines say, and show what they promise."""
+"""The examples of 10-tuning run as their first lines say, and show what they promise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from command import ROOT, clean_environment
 from long_proofs import long_proof
 
-EXAMPLES = ROOT / "examples" / "08-tuning"
+EXAMPLES = ROOT / "examples" / "10-tuning"
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
 

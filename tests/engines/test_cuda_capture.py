@@ -177,6 +177,18 @@ def test_a_checkpoint_in_the_middle_and_resume(tmp_path):
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
 
 
+def test_a_replay_comes_after_what_the_capture_has_queued(tmp_path, monkeypatch):
+    """The seed of dropout among it: a busy device executed it after the first replay had begun."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def begin_late(graph: torch.cuda.CUDAGraph, *given: Any, **options: Any) -> None:
+        torch.cuda._sleep(10**8)  # on the stream of the capture
+        begin(graph, *given, **options)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin_late)
+    assert_same_bits(tmp_path, make_mlp)
+
+
 def test_an_optimizer_and_a_scheduler_of_the_user(tmp_path):
     def run(capture: bool):
         model = make_mlp().cuda()

@@ -54,6 +54,50 @@ def test_the_loss_kernel_gives_loss_and_gradient_of_cross_entropy(vocabulary):
     assert not logits[5].any()
 
 
+@needs_fp8
+def test_the_gradient_of_the_loss_in_8_bits():
+    from phalanx.models.kernels import E5M2, GRADIENT_SCALE, cross_entropy_gradient
+
+    torch.manual_seed(0)
+    logits = torch.randn(200, 5056, device="cuda", dtype=torch.bfloat16) * 4
+    targets = torch.randint(5000, (200,), device="cuda")
+    targets[5] = -100
+    precise = logits[:, :5000].double().requires_grad_()
+    expected = F.cross_entropy(precise, targets, reduction="none")
+    expected.sum().backward()
+    rows = torch.empty(200, 5056, device="cuda", dtype=E5M2)
+    columns = torch.zeros(5056, 240, device="cuda").to(E5M2)
+    losses = cross_entropy_gradient(logits, targets, 5000, rows, columns[:, 16:216])
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    found = rows.double() / GRADIENT_SCALE
+    torch.testing.assert_close(found[:, :5000], precise.grad, rtol=0.13, atol=2.0**-29)
+    assert not found[:, 5000:].any()
+    assert not found[5].any()
+    assert torch.equal(columns[:, 16:216].t().float(), rows.float())
+    assert not columns[:, :16].float().any()
+    assert not columns[:, 216:].float().any()
+
+
+@needs_fp8
+@pytest.mark.parametrize("held_logits", [2**31, 2**21], ids=["at once", "in parts"])
+def test_head_in_8_bits_is_close_to_whole_logits(monkeypatch, held_logits):
+    monkeypatch.setattr("phalanx.models.loss._CHUNK_LOGITS", 2**20)
+    monkeypatch.setattr("phalanx.models.loss._HELD_LOGITS", held_logits)
+    torch.manual_seed(0)
+    head = LMHead(256, 1003, bias=False).cuda()
+    head.fp8 = True
+    hidden = torch.randn(4, 2000, 256, device="cuda", requires_grad=True)
+    targets = torch.randint(1003, (4, 2000), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        ours = head(hidden, targets)
+    theirs = token_loss(F.linear(hidden.double(), head.weight.double()), targets)
+    torch.testing.assert_close(ours.double(), theirs, rtol=5e-3, atol=5e-3)
+    for found, expected in zip(
+        *(torch.autograd.grad(each, [hidden, head.weight]) for each in (ours, theirs)), strict=True
+    ):
+        assert closeness(found, expected) > 0.995
+
+
 @pytest.mark.parametrize("chunk_logits", [2**29, 2**20], ids=["one chunk", "chunks"])
 def test_head_in_bf16_equals_whole_logits(monkeypatch, chunk_logits):
     monkeypatch.setattr("phalanx.models.loss._CHUNK_LOGITS", chunk_logits)
@@ -149,7 +193,7 @@ def test_adamw_with_8_bit_states_learns_like_adamw():
             optimizer.zero_grad()
         last.append(loss.item())
     assert last[1] == pytest.approx(last[0], rel=0.15)
-    assert optimizer.state[copied[0].weight]["exp_avg"].dtype is torch.float8_e4m3fn
+    assert optimizer.state[copied[0].weight]["exp_avg_level"].dtype is torch.int8
 
 
 def test_a_budget_for_activations_saves_memory_and_changes_nothing(tmp_path):

@@ -62,6 +62,7 @@ def assert_combined(folder: Path) -> None:
             assert torch.allclose(found[rank]["combined"][number], expected, rtol=1e-12, atol=1e-12)
 
 
+@long_proof
 @with_mpi
 def test_the_command_line_starts_ranks_with_mpi(tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from command import ROOT, finish, phalanx, start
 from keras_parts import build_deadly, trainer, x, y
+from long_proofs import long_proof
 from ranks import warm_pid
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, here):
     assert first == pytest.approx(reference, rel=1e-4)
 
 
+@long_proof
 def test_keras_3_models_train_on_workers_by_the_own_loop(mirrored, here):
     """In ranks that `phalanx train` started: arrays, then a dataset of several epochs in the same processes."""
     script = here / "train.py"

@@ -82,6 +82,7 @@ def test_train_on_two_hosts_in_the_foreground(phalanx, hosts, tmp_path):
     assert len(list(tmp_path.glob("runs/*/run.json"))) == 1, "both launchers share one run folder"
 
 
+@long_proof  # test_train_on_two_hosts_in_the_foreground has the same ranks
 def test_lines_carry_host_and_rank_and_hosts_may_have_different_slots(phalanx, hosts, tmp_path):
     (tmp_path / "say.py").write_text(
         "import os\nprint('this is', *(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')))\n"
@@ -112,6 +113,7 @@ def test_processes_end_with_the_command(start, hosts, tmp_path, number):
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
 
 
+@long_proof  # test_a_job_with_shipped_code_runs_to_its_end has the same way to its end
 def test_a_job_survives_the_command_and_is_cancelled(phalanx, hosts, tmp_path):
     said = phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "long")
     assert re.search(r"submitted long as ssh job \d+", said)

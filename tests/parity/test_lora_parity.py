@@ -13,6 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.models import build
 from phalanx.models.lora import adapters
+from phalanx.models.lora.nf4 import quantise_base
 from phalanx.strategies.base import local, whole
 from phalanx.trainers.job import Job, run_job
 
@@ -42,6 +43,9 @@ LAYOUTS = {
     "ddp": {"strategy": "ddp"},
     "fsdp": {"strategy": "fsdp"},
     "fsdp, recomputed": {"strategy": "fsdp", "sharding": "grad-op", "activation_checkpointing": "selective"},
+    "ddp, 4 bits": {"strategy": "ddp", "lora_base": "nf4"},
+    "fsdp, 4 bits": {"strategy": "fsdp", "lora_base": "nf4"},
+    "fsdp, 4 bits, recomputed": {"strategy": "fsdp", "lora_base": "nf4", "activation_checkpointing": "full"},
 }
 
 
@@ -49,12 +53,17 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_one_process(ranks, tmp_path, layout, accumulation):
     """27 samples in global batches of 4 leave a ragged end; one norm of the adapters' gradients for clipping."""
-    if not ONE:
-        ONE["state"] = ranks(lambda: train(str(tmp_path / "one"), batch_size=4, epochs=1), world_size=1)[0]
+    kind = LAYOUTS[layout].get("lora_base")
+    if str(kind) not in ONE:
+        alone = {"batch_size": 4, "epochs": 1, "lora_base": kind}
+        ONE[str(kind)] = ranks(lambda: train(str(tmp_path / "one"), **alone), world_size=1)[0]
     split = {"batch_size": 2 // accumulation, "gradient_accumulation_steps": accumulation, "epochs": 1}
-    base = make_model().state_dict()
+    model = make_model()
+    if kind is not None:
+        quantise_base(model, model.layers)
+    base = model.state_dict()
     for state in ranks(lambda: train(str(tmp_path / "two"), **split, **LAYOUTS[layout]), world_size=2):
-        for name, expected in ONE["state"].items():
+        for name, expected in ONE[str(kind)].items():
             assert (state[name] - expected).abs().max() < 1e-10, name
             if name in base:
                 assert torch.equal(state[name], base[name]), name
@@ -87,9 +96,10 @@ def test_the_frozen_base_is_sharded_and_only_adapters_have_states(ranks):
     assert [states for _, _, states in found] == [trained for _, trained, _ in found]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "base"), [("ddp", None), ("fsdp", None), ("fsdp", "nf4")])
+def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, strategy, base):
     common = {"batch_size": 2, "strategy": strategy, "lora_dropout": 0.2, "lora_targets": "query,value,up"}
+    common |= {"lora_base": base}
     place = {"checkpoint_dir": str(tmp_path / "ckpt")}
     whole_run = ranks(lambda: train(str(tmp_path / "a"), epochs=1, **common), world_size=2)
     ranks(lambda: train(str(tmp_path / "b"), max_steps=3, **common, **place), world_size=2)

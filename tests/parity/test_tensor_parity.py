@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
+
 import pytest
 import torch
 from layouts import SHAPE, assert_same, make_tokens, train
@@ -10,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import IterableDataset, TensorDataset
 
+from phalanx import torch_compiler
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
@@ -18,6 +22,7 @@ from phalanx.models import contract
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import local, whole
+from phalanx.strategies.tensor_overlap import Overlap
 from phalanx.strategies.tensor_parallel import STYLES
 from phalanx.trainers.job import Job, run_job
 
@@ -58,6 +63,66 @@ def test_a_plan_of_the_user_with_torch_styles(ranks, tmp_path):
         assert_same(weights, expected, 1e-10)
     (_, first), (_, second) = ranks(lambda: run(0.2, tensor_parallel=2), world_size=2)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "apart", "world_size", "strategy"),
+    [
+        ("llama", False, 2, "ddp"),
+        ("gpt", True, 2, "ddp"),
+        pytest.param("gpt", False, 2, "ddp", marks=long_proof),
+        pytest.param("gpt", True, 4, "fsdp", marks=long_proof),
+        pytest.param("llama", False, 4, "fsdp", marks=long_proof),
+    ],
+)
+def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, tmp_path, name, apart, world_size, strategy):
+    """`apart`: biases are added after the products, as where these overlap with their communication."""
+    common = {"name": name, "batch_size": 16 // world_size, "max_steps": 3, "optimizer": "sgd"}
+
+    def run():
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")  # this process ends with the test
+        Overlap.begin = lambda *_, **__: apart
+        before = torch_compiler.compiled_graphs()
+        split = {"tensor_parallel": 2, "strategy": strategy, "compile": True}
+        return train(str(tmp_path / "run"), **common, **split)[0], torch_compiler.compiled_graphs() - before
+
+    expected = ranks(lambda: train(str(tmp_path / "one"), **{**common, "batch_size": 8})[0], world_size=1)[0]
+    for weights, graphs in ranks(run, world_size=world_size):
+        assert_same(weights, expected, 1e-10)
+        assert graphs == 1, "one for the blocks, which are alike, in all steps"
+
+
+def overlap_on_cpus() -> None:
+    """Let Inductor join products with communication on CPUs too: torch has a plain version of what it calls then."""
+    memory, config = import_module("torch.distributed._symmetric_memory"), import_module("torch._inductor.config")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        torch.library.impl(memory.lib, name, "CPU")(getattr(memory, f"_{name}_fallback"))
+    torch.distributed.is_nccl_available = lambda: True
+    memory._is_test_mode = config._micro_pipeline_tp = config.force_disable_caches = True
+    Overlap.begin = lambda *_, **__: True
+
+
+@long_proof
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_products_that_are_joined_with_their_communication_give_the_same_numbers(ranks, tmp_path, name):
+    common = {"name": name, "batch_size": 8, "max_steps": 3, "optimizer": "sgd"}
+
+    def run():
+        overlap_on_cpus()
+        passes, joined = import_module("torch._inductor.fx_passes.post_grad"), []
+        real = passes.micro_pipeline_tp_pass
+
+        def count(graph):
+            real(graph)
+            joined.append(sum("symm_mem.fused" in str(node.target) for node in graph.nodes))
+
+        passes.micro_pipeline_tp_pass = count
+        return train(str(tmp_path / "run"), **common, tensor_parallel=2, compile=True)[0], joined
+
+    expected = ranks(lambda: train(str(tmp_path / "one"), **common)[0], world_size=1)[0]
+    for weights, joined in ranks(run, world_size=2):
+        assert_same(weights, expected, 1e-10)
+        assert joined == {"gpt": [4, 4], "llama": [4, 2]}[name], "in forward and backward of a layer"
 
 
 def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path):

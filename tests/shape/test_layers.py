@@ -60,7 +60,7 @@ SIDEWAYS = {
 """Packages of one layer of which one may import the other, in this direction only."""
 BETWEEN_TOOLS = {("bench", "plan")}
 """Tools stand alone, but for the measurements that a plan is calibrated with."""
-OF_ALL_TOOLS = {"svg", "namespaces"}
+OF_ALL_TOOLS = {"svg", "namespaces", "web"}
 """Modules that several tools use."""
 
 RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "models", "loop"}
@@ -188,6 +188,10 @@ def test_private_torch_is_used_in_one_module_only():
         ["bench", "compression", "--links", "fast"],
         ["bench", "comm", "--help"],
         ["bench", "comm", "--algo", "rign"],
+        ["data", "--help"],
+        ["data", "make", "--help"],
+        ["data", "make", "shape", "--out", "x"],
+        ["data", "tokenize", "corpus.txt"],
         ["tune", "--help"],
         ["tune", "digits", "--space", "no-such-file.toml"],
     ],

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.loop.adamw8bit import AdamW8bit, rounded_either_way
+from phalanx.loop import adamw8bit
+from phalanx.loop.adamw8bit import AdamW8bit
+from phalanx.strategies.optimizer_state import match_layouts
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def test_states_of_large_parameters_need_two_bytes(model, batch):
     train(model, optimizer, batch, 1)
     weight = model[0].weight
     size = sum(value.nbytes for name, value in optimizer.state[weight].items() if name != "step")
-    assert size == weight.numel() * 2 + 2 * 4 * weight.numel() // 64, "two bytes, and a scale for each block of 64"
+    assert size == weight.numel() * 2 + 2 * 4 * weight.numel() // 32, "two bytes, and a scale for each block of 32"
     assert optimizer.state[model[0].bias]["exp_avg"].dtype is torch.float32
 
 
@@ -65,17 +67,40 @@ def test_a_loaded_state_goes_on_with_equal_bits(model, batch):
     other = copy.deepcopy(model)
     again = AdamW8bit(other.parameters(), lr=1e-2)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    types = {value.dtype for state in again.state.values() for value in state.values()}
+    assert {torch.int8, torch.float8_e4m3fn} <= types
     assert train(model, optimizer, batch, 3) == train(other, again, batch, 3)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_rounding_either_way_is_right_on_average_and_equal_on_replicas():
-    values = torch.full((100_000,), 1.03)  # between 1 and 1.125, where the nearest is always 1
-    rounded = rounded_either_way(values, 7)
-    assert set(rounded.tolist()) == {1.0, 1.125}
-    assert rounded.mean().item() == pytest.approx(1.03, abs=0.002)
-    assert torch.equal(rounded, rounded_either_way(values, 7))
-    assert not torch.equal(rounded, rounded_either_way(values, 8))
+def test_states_are_rounded_up_or_down_by_a_chance_of_step_and_place():
+    values = torch.full((64, 1024), 68.0)  # a square between those of 64 and 72: not in their middle
+    (_, chance), (_, later) = adamw8bit._chances(values, 0, 7), adamw8bit._chances(values, 0, 8)
+    rounded = adamw8bit._rounded(values, chance)
+    assert set(rounded.unique().tolist()) == {64.0, 72.0}
+    assert rounded.square().mean().sqrt().item() == pytest.approx(68.0, rel=5e-4)
+    assert not torch.equal(rounded, adamw8bit._rounded(values, later))
+    assert torch.equal(chance[32:], adamw8bit._chances(values[32:], 32 * 1024, 7)[1]), "some values at a time"
+    for share in (1.0, 0.3, 1e-3, 1e-6):
+        levels = adamw8bit._level(torch.full((64, 1024), share), chance)
+        assert (levels / 127).pow(4).mean().item() == pytest.approx(share, rel=0.02)
+
+
+def test_an_average_follows_a_gradient_that_stays():
+    """By the nearest value it would stop at up to a half of it: a tenth of what is missing would be rounded away."""
+    torch.manual_seed(0)
+    gradient = torch.rand(64, 256) + 0.05
+    weight = nn.Parameter(torch.zeros(64, 256))
+    optimizer = AdamW8bit([weight], lr=1e-3, weight_decay=0.0)
+    weight.grad = 0.01 * gradient
+    for _ in range(30):
+        optimizer.step()
+    weight.grad = gradient
+    for _ in range(60):
+        optimizer.step()
+    state = optimizer.state[weight]
+    average = (state["exp_avg_level"].float() / 127).pow(4).view(64, 8, 32) * state["exp_avg_level_scale"][..., None]
+    assert (average.view(64, 256) / gradient).mean().item() == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -126,14 +151,33 @@ def test_parameters_that_are_not_contiguous_or_in_bf16_are_trained():
     assert all(not torch.equal(one, two) for one, two in zip(before, optimizer.param_groups[0]["params"], strict=True))
     again = AdamW8bit([*convolution.parameters(), *half.parameters()], lr=1e-2)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for name in ("exp_avg_scale", "exp_avg_root_scale"):
+    for name in ("exp_avg_level_scale", "exp_avg_root_scale"):
         assert torch.equal(again.state[half.weight][name], optimizer.state[half.weight][name])
+
+
+def test_weights_of_either_layout_take_the_same_steps_and_each_others_states():
+    torch.manual_seed(0)
+    plain = nn.Conv2d(64, 64, 3)
+    last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    optimizers = [AdamW8bit(each.parameters(), lr=1e-2) for each in (plain, last)]
+    for step in range(4):
+        gradient = torch.randn(plain.weight.shape, generator=torch.Generator().manual_seed(step))
+        for each, optimizer in zip((plain, last), optimizers, strict=True):
+            each.weight.grad = gradient.clone().contiguous(
+                memory_format=torch.channels_last if each is last else torch.contiguous_format
+            )
+            optimizer.step()
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        match_layouts(optimizers[1])
+    assert last.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(plain.weight, last.weight)
+    assert optimizers[1].state[last.weight]["exp_avg_level"].dtype is torch.int8
 
 
 def test_a_state_of_another_optimizer_is_refused(model, batch):
     usual = torch.optim.AdamW(model.parameters())
     train(model, usual, batch, 1)
-    with pytest.raises(ValueError, match="not a state of AdamW8bit: a parameter has no exp_avg_root"):
+    with pytest.raises(ValueError, match="not a state of AdamW8bit: a parameter has no exp_avg_level"):
         AdamW8bit(model.parameters()).load_state_dict(usual.state_dict())
 
 

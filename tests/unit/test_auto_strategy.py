@@ -38,6 +38,13 @@ def test_the_first_layout_that_fits_is_chosen(monkeypatch):
     assert "; even so a rank needs " in short.note
 
 
+def test_weights_that_are_sharded_are_contiguous(monkeypatch):
+    assert settled(80, monkeypatch, channels_last=True).config.channels_last is True
+    found = settled(16, monkeypatch, channels_last=True)
+    assert (found.config.resolved_strategy, found.config.channels_last) == ("fsdp", False)
+    assert "channels_last = False, because ddp would need" in found.note
+
+
 def test_what_the_user_has_chosen_stays(monkeypatch):
     for settings in (
         {"strategy": "ddp"},

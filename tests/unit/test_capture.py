@@ -372,3 +372,15 @@ def test_what_a_loss_holds_on_the_host_is_watched():
     before = model_state(model, loss_fn)
     loss_fn(torch.ones(1), torch.zeros(1))
     assert change(before, model_state(model, loss_fn)) == "loss_fn.weights"
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_step_that_needs_much_of_the_memory_is_captured_only_where_that_was_asked_for(monkeypatch, asked):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 45 * 2**30)
+    prepared = SimpleNamespace(
+        device=torch.device("cuda"), config=SimpleNamespace(capture=asked), world=SimpleNamespace(ranks_per_gpu=1)
+    )
+    why = capture.CapturedStep._too_large(SimpleNamespace(_prepared=prepared))
+    expected = "a step uses 45.0 of 80.0 GiB, and its graph may need as much again; capture=True tries it"
+    assert why == ("" if asked else expected)

@@ -21,7 +21,10 @@ from phalanx.errors import DataError, UsageError
 def test_names_are_listed_without_torch():
     code = "import sys; from phalanx.data.sets import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert names() == ["digits", "files", "imagefolder", "mnist", "synthetic", "text"]
+    assert names() == [
+        *("chats", "choices", "digits", "files", "imagefolder", "masked", "mnist", "pairs", "preferences", "questions"),
+        *("shards", "spans", "synthetic", "text", "tokens"),
+    ]
 
 
 def test_every_public_name_of_the_package_can_be_imported():
@@ -175,5 +178,5 @@ def test_image_folder_mistakes(tmp_path):
 
 def test_a_missing_pillow_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UsageError, match="pip install pillow"):
+    with pytest.raises(UsageError, match=r"pip install 'phalanx\[data\]'"):
         load("imagefolder", root=tmp_path)

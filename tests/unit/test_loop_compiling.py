@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import threading
 import time
@@ -195,6 +196,16 @@ def test_compiled_code_is_kept_in_the_users_cache(tmp_path):
     own = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": torch_compiler.own_compile_cache()}
     keep_compiled_code(own)
     assert own["TORCHINDUCTOR_CACHE_DIR"] == str(place), "torch has written its own place there, not the user"
+
+
+def test_variables_of_the_process_are_as_before_after_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    calls = CompiledCalls([])
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
+    calls.end()
+    assert not {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} & os.environ.keys()
 
 
 def test_a_place_that_the_user_has_chosen_stays(tmp_path):

@@ -48,7 +48,8 @@ def test_every_preset_has_the_parameters_of_its_formula(name):
 
 @pytest.mark.parametrize("name", WITH_PRESETS)
 def test_the_debug_preset_is_small(name):
-    assert 10_000 < presets(name)["debug"].num_parameters() < 130_000
+    stacks = 2 if name == "t5" else 1  # an encoder and a decoder
+    assert 10_000 < presets(name)["debug"].num_parameters() < 130_000 * stacks
 
 
 def test_models_without_presets_say_so_and_count():

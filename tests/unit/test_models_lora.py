@@ -238,3 +238,14 @@ def test_an_exported_model_of_transformers_has_its_adapters(tmp_path):
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     torch.testing.assert_close(found(TOKENS).logits, expected)
     assert adapters(model), "the model itself stays as it was"
+
+
+def test_an_adapter_of_the_head_takes_part_in_the_loss():
+    """In training the head computes the loss itself, unless it has an adapter, whose term belongs to the logits."""
+    torch.manual_seed(0)
+    model = phalanx.lora(build("llama", layers=2), 2, targets="head")
+    nn.init.normal_(adapters(model)["head"].B)
+    tokens = torch.randint(256, (2, 9))
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+    expected = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(expected.item())

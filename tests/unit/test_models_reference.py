@@ -29,7 +29,7 @@ def _one_thread():
 def test_names_are_listed_without_torch():
     code = "import sys; from phalanx.models import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert names() == ["convnet", "gpt", "llama", "mlp", "moe", "resnet", "vit"]
+    assert names() == ["bert", "convnet", "gpt", "llama", "mlp", "moe", "resnet", "t5", "vit"]
 
 
 def test_mistakes_get_the_nearest_name():

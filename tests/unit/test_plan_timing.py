@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from published import Row, megatron, mpt, nemo, nemo_fp8, published, recomputation, table
+from waiting import plain_python_seconds
 
 from phalanx.errors import PhalanxError
 from phalanx.models import fp8
@@ -59,7 +60,8 @@ def test_fp8_multiplies_where_it_pays():
     for gpu in ("h100", "h200", "b200", "l40s", "rtx4090", "mi300x"):
         assert step(SMALL, gpu, precision="fp8") < 0.99 * step(SMALL, gpu), gpu
     assert step(SMALL, precision="fp8") < 0.92 * step(SMALL)
-    assert step(SMALL, "a100", precision="fp8") >= step(SMALL, "a100")  # products as in bf16
+    with pytest.raises(PhalanxError, match="a100-80 has no fp8"):
+        step(SMALL, "a100", precision="fp8")
     split = {"tp": 2, "dp_shard": 4, "sequence_parallel": True}
     assert step(SMALL, **split, precision="fp8") == pytest.approx(step(SMALL, **split))  # layers are not whole
     narrow = replace(SMALL, hidden=768, heads=12, ffn_hidden=768)
@@ -228,11 +230,15 @@ def test_numbers_that_do_not_go_together(layout, batch, said):
 def test_search_examines_thousands_of_layouts_in_two_seconds():
     shape, cluster = model("llama-70b"), Cluster(gpu="h100", gpus=512)
     goal = replace(default_goal(shape, cluster), seq_len=32768, global_batch=1024)
+    before = plain_python_seconds()
     begin = time.process_time()
     found = search(shape, cluster, goal, Constraints())
     spent = time.process_time() - begin
+    unit = (before + plain_python_seconds()) / 2
     assert found.searched >= 5000
-    assert 5000 * spent / found.searched < 2.0, f"{found.searched} layouts took {spent:.2f} s"
+    # On an idle core 5,000 layouts take 0.5 s, 2.6 units of 0.18 s; two seconds there are 11 units.
+    said = f"{found.searched} layouts took {spent:.2f} s, a unit {unit:.2f} s"
+    assert 5000 * spent / found.searched < 11 * unit, said
 
 
 def test_other_types_are_refused_with_what_to_write(tmp_path):

@@ -8,7 +8,9 @@ import textwrap
 import pytest
 
 from phalanx.errors import UsageError
+from phalanx.models import build, save_pretrained
 from phalanx.recipes import Recipe, find_recipe, from_document, load_recipe, read_changes, recipe_names
+from phalanx.trainers.recipe import recipe_parts
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +171,30 @@ def test_another_model_takes_the_place_of_the_recipes_and_its_options(tmp_path):
     assert changed.model == {"name": "own_parts:Net"}
     assert not changed.sample
     assert changed.paths == (str(tmp_path),)
+
+
+def test_a_folder_of_a_model_gives_its_tokenizer_to_texts_and_bytes_are_refused(tmp_path):
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["<pad>", "</s>", "<unk>", "a", "b", "<extra_id_0>"]
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    known = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for place in (folder, other):
+        transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **known).save_pretrained(place)
+        inner.add_tokens(["c"])  # of the second one
+    save_pretrained(build("t5", vocab_size=384), folder)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.csv").write_text("input,target\na,b\nb,a\n")
+    recipe = load_recipe("seq2seq").with_parts(str(folder), None)
+    model, train, _ = recipe_parts(recipe, str(tmp_path / "rows"))
+    assert train[0][0][:2].tolist() == [3, 1], "words, not bytes"
+    assert not hasattr(model, "weights_note")
+    foreign = recipe.with_values({"data.tokenizer": str(other)})
+    assert "differs from the model's own" in recipe_parts(foreign, str(tmp_path / "rows"))[0].weights_note
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a b " * 400)
+    bare = load_recipe("text").with_parts(str(folder), str(tmp_path / "texts"))
+    with pytest.raises(UsageError, match=r"read as bytes, and the model in .*folder knows") as caught:
+        recipe_parts(bare, None)
+    assert f"data.tokenizer={folder}" in str(caught.value)

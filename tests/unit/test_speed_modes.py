@@ -15,6 +15,7 @@ from phalanx.loop.compiling import compile_in_place
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
+from phalanx.models.vit import vit
 from phalanx.recipes import load_recipe
 
 
@@ -25,6 +26,7 @@ from phalanx.recipes import load_recipe
         ({"fast": True, "mixed_precision": "bf16"}, {"mixed_precision": "bf16", "compile": True}),
         ({"fast": False}, {"mixed_precision": False, "compile": False}),
         ({"memory": True}, {"optimizer": "adamw8bit", "activation_checkpointing": "budget 0.4", "compile": True}),
+        ({"memory": True, "compile": False}, {"compile": False, "activation_checkpointing": True}),
         ({"memory": True, "optimizer": "sgd"}, {"optimizer": "sgd", "activation_checkpointing": "budget 0.4"}),
         ({"fast": True, "memory": True}, {"mixed_precision": "fp8", "optimizer": "adamw8bit", "compile": True}),
     ],
@@ -48,6 +50,7 @@ def test_a_mode_in_a_file_yields_to_a_flag(tmp_path):
         ({"activation_checkpointing": "budget 0.5"}, "needs compiled blocks: write compile = true"),
         ({"activation_checkpointing": "budget 2", "compile": True}, "'budget <share from 0 to 1>'"),
         ({"activation_checkpointing": "budget 0.5", "compile": True, "activation_offload": True}, "leave one of them"),
+        ({"optimizer": "adamw8bit", "strategy": "local-sgd"}, "local-sgd, which averages states over ranks"),
         ({"optimizer": "adamw8bit", "strategy": "deepspeed"}, "deepspeed, which takes the steps itself: write adamw"),
         ({"mixed_precision": "fp6"}, "Did you mean"),
     ],
@@ -66,6 +69,16 @@ def test_settings_of_a_recipe_for_gpus_apply_on_gpus_alone():
     assert on_gpus.origins["compile"] == "recipe gpt"
     assert resolve({"device": "cpu"}, **recipe.settings_for(1)).config.compile is False
     assert resolve({"mixed_precision": False}, **recipe.settings_for(1)).config.mixed_precision is False
+
+
+@pytest.mark.parametrize("name", ["imagefolder", "mnist"])
+def test_recipes_for_images_are_channels_last_in_bf16_on_gpus(name):
+    recipe, given = load_recipe(name), {"data_dir": "data"}
+    on_gpus = resolve(given, **recipe.settings_for(1)).config
+    assert (on_gpus.channels_last, on_gpus.mixed_precision, on_gpus.compile) == (True, "bf16", False)
+    assert resolve(given, **recipe.settings_for(0)).config.channels_last is False
+    sharded = resolve({**given, "strategy": "fsdp"}, **recipe.settings_for(1)).config
+    assert (sharded.channels_last, sharded.mixed_precision) == (False, "bf16")
 
 
 def test_settings_for_gpus_that_contradict_what_is_given_are_left_out():
@@ -100,6 +113,11 @@ def test_all_layers_are_compiled_once(make, recompute):
         assert [layer.forward for layer in model.layers] == before
 
 
+def test_layers_of_a_vision_transformer_are_compiled_one_by_one():
+    model = vit("debug")
+    assert model.compile_regions() == [(layer, "forward") for layer in model.layers]
+
+
 def test_experts_are_not_compiled_whose_shapes_change():
     regions = moe("debug").compile_regions()
     assert regions
@@ -114,14 +132,16 @@ def test_a_model_without_regions_is_compiled_as_a_whole():
     assert model._compiled_call_impl is None
 
 
-def test_the_residual_stream_is_bf16_under_autocast_alone():
-    model = gpt("debug")
+@pytest.mark.parametrize(
+    ("make", "batch"), [(gpt, torch.zeros(2, 64, dtype=torch.long)), (vit, torch.zeros(2, 1, 8, 8))], ids=["gpt", "vit"]
+)
+def test_the_residual_stream_is_bf16_under_autocast_alone(make, batch):
+    model = make("debug")
     seen = []
     model.layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
-    tokens = torch.randint(256, (2, 64))
-    model(tokens)
+    model(batch)
     with torch.autocast("cpu", torch.bfloat16):
-        model(tokens)
+        model(batch)
     assert seen == [torch.float32, torch.bfloat16]
 
 

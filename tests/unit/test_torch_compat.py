@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
-from phalanx import torch_compat, torch_fakes, torch_flash, torch_records
+from phalanx import torch_compat, torch_compiler, torch_fakes, torch_flash, torch_records
 
 NEEDS_CUDA = {"end_failed_capture", "record_allocations", "allocations"}
 
@@ -175,10 +175,10 @@ def test_hosts():
 
 def test_calls_hooks_and_buffers_of_modules():
     model = nn.BatchNorm1d(2)
-    torch_compat.set_compiled_call(model, lambda *_: "compiled")
+    torch_compiler.set_compiled_call(model, lambda *_: "compiled")
     assert model(torch.ones(2, 2)) == "compiled"
-    assert torch_compat.uncompiled_call(model)(torch.ones(2, 2)).shape == (2, 2)
-    torch_compat.set_compiled_call(model, None)
+    assert torch_compiler.uncompiled_call(model)(torch.ones(2, 2)).shape == (2, 2)
+    torch_compiler.set_compiled_call(model, None)
     model.register_forward_hook(lambda *_: "hooked")
     assert model(torch.ones(2, 2)) == "hooked"
     torch_compat.forward_hooks(model).clear()
@@ -227,6 +227,13 @@ def test_workers_of_loaders_hide_their_number_and_are_stopped():
     torch_compat.shutdown_workers(loader)
     assert not worker.is_alive()
     torch_compat.shutdown_workers(None)
+
+
+def test_batches_stacked_by_another_function():
+    samples = [(torch.tensor([n, n]), {"x": float(n)}) for n in range(3)]
+    first, named = torch_compat.collate_with(lambda tensors: torch.stack(tensors) + 1, samples)
+    assert first.tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert named["x"].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_samplers_that_draw_each_sample_once():
@@ -283,7 +290,7 @@ def test_a_compiled_model_has_its_own_names():
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
     assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
-    assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
+    assert [torch_compiler.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
 
 
 @pytest.mark.parametrize("by_rows", [True, False])

@@ -13,12 +13,21 @@ from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 # Module and function, imported when asked for: listing names must not import torch.
 _DATASETS = {
+    "chats": ("phalanx.data.sets.chats", "chats"),
+    "choices": ("phalanx.data.sets.choices", "choices"),
     "digits": ("phalanx.data.sets.images", "digits"),
     "files": ("phalanx.data.sets.files", "files"),
-    "imagefolder": ("phalanx.data.sets.images", "imagefolder"),
+    "imagefolder": ("phalanx.data.sets.imagefolder", "imagefolder"),
+    "masked": ("phalanx.data.sets.masked", "masked"),
     "mnist": ("phalanx.data.sets.images", "mnist"),
+    "pairs": ("phalanx.data.sets.pairs", "pairs"),
+    "preferences": ("phalanx.data.sets.preferences", "preferences"),
+    "questions": ("phalanx.data.sets.questions", "questions"),
+    "shards": ("phalanx.data.sets.shards", "shards"),
+    "spans": ("phalanx.data.sets.masked", "spans"),
     "synthetic": ("phalanx.data.sets.synthetic", "synthetic"),
     "text": ("phalanx.data.sets.files", "text"),
+    "tokens": ("phalanx.data.sets.tokens", "tokens"),
 }
 
 _SPLITS = ("train", "val")
@@ -43,13 +52,40 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
     if name in _DATASETS:
         make, what = _function(name), f"data set '{name}'"
     elif Path(name).is_absolute() or Path(name).exists():
-        make, options, what = _function("files"), {"root": name, **options}, f"data '{name}'"
+        make, options, what = _function(_kind_of(Path(name))), {"root": name, **options}, f"data '{name}'"
     else:
         raise UsageError(
             unknown_name("data set", name, _DATASETS),
             hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
         )
     return call_with(make, options, what, split=split)
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether a built-in data set, or the one that reads a path, has an option."""
+    if is_import_path(name):
+        return False
+    kind = name if name in _DATASETS else _kind_of(Path(name))
+    return option in inspect.signature(_function(kind)).parameters
+
+
+_HEAD = 1 << 16
+
+
+def _kind_of(path: Path) -> str:
+    """Return the data set that reads a path: by its manifest, or by a word at the beginning of a JSON file."""
+    from phalanx.recipes.token_data import read_token_manifest  # few runs read files
+
+    if read_token_manifest(path) is not None:
+        return "tokens"
+    file = next(iter(sorted(path.glob("*.json"))), path) if path.is_dir() else path
+    words = {".json": ("questions", b'"paragraphs"'), ".jsonl": ("choices", b'"endings"')}
+    if file.is_file() and file.suffix in words:
+        kind, word = words[file.suffix]
+        with file.open("rb") as opened:
+            if word in opened.read(_HEAD):
+                return kind
+    return "files"
 
 
 def load_splits(name: str, **options: Any) -> tuple[Any, Any]:

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets.images import ImageFolder
+from phalanx.data.sets.image_files import IMAGE_ENDINGS
+from phalanx.data.sets.imagefolder import ImageFolder
 from phalanx.errors import DataError, UsageError, unknown_name
 
 _KINDS = {
@@ -33,7 +34,7 @@ _KINDS = {
     ".md": "text",
 }
 """The reader of each ending, by its name in the library datasets."""
-_IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_TABLES = ("parquet", "arrow", "json", "csv")
 _VALIDATION = ("val", "valid", "dev", "test")
 _TARGETS = ("label", "labels", "target", "class", "cls", "y")
 
@@ -53,8 +54,8 @@ def files(
 
     Texts become windows of `seq_len` tokens (bytes, or those of the Hugging Face tokenizer in the folder
     `tokenizer`). Rows of tables become (inputs, target): `inputs` and `target` name columns, and without them the
-    column "label" or the like is the target and all numbers are inputs. With `tokenizer`, rows of texts become dicts
-    with input_ids, attention_mask and labels. Images are resized to `size`.
+    column "label" or the like is the target and all numbers are inputs. Rows of texts (the column `text`, or with a
+    `tokenizer` the first one) become dicts with input_ids, attention_mask and labels. Images are resized to `size`.
     """
     if root is None:
         raise UsageError("the data set 'files' needs to know where the files are", hint="Write: --data ./my-files")
@@ -64,7 +65,7 @@ def files(
     found, kind = _survey(path)
     if kind == "images":
         return _images(path, split, size, val_fraction)
-    chosen, part = _of_split(path, found, split)
+    chosen, part = of_split(path, found, split)
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
@@ -74,9 +75,22 @@ def files(
         _check_columns(table, [text], path)
         return _windows(_tokens("\n".join(table[text]), tokenizer), seq_len, part, val_fraction, tokenizer)
     target = target or next((name for name in _TARGETS if name in table.column_names), None)
-    classes = _classes(kind, _of_split(path, found, "train")[0], table, target) if target else []
+    training = of_split(path, found, "train")[0]
+    classes = _classes(kind, training, table, target, of_texts=text is not None) if target else []
     rows = TableDataset(table, path, inputs, target, classes, tokenizer=tokenizer, text=text, length=seq_len)
     return _held_out(rows, part, val_fraction)
+
+
+def rows_of(root: str | Path, split: str, columns: Sequence[str], val_fraction: float = 0.1) -> Any:
+    """Return the rows of a split of table files (jsonl, csv, parquet, ...), a sequence of dicts, with these columns."""
+    path = Path(root).expanduser()
+    found, kind = _survey(path)
+    if kind in ("images", "text", "webdataset"):
+        raise DataError(f"{path} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
+    chosen, part = of_split(path, found, split)
+    table = _read_table(kind, chosen)
+    _check_columns(table, columns, path)
+    return _held_out(table, part, val_fraction)
 
 
 def _survey(path: Path) -> tuple[list[Path], str]:
@@ -86,23 +100,23 @@ def _survey(path: Path) -> tuple[list[Path], str]:
     every = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     every = [file for file in every if not any(part.startswith(".") for part in file.relative_to(path.parent).parts)]
     endings = Counter(file.suffix.lower() for file in every)
-    known = [ending for ending in endings if ending in _KINDS or ending in _IMAGES]
+    known = [ending for ending in endings if ending in _KINDS or ending in IMAGE_ENDINGS]
     if not known:
         shown = ", ".join(f"{ending or 'no ending'} ({count})" for ending, count in endings.most_common(5)) or "nothing"
         raise DataError(
             f"{path} holds no files that can be read as data; found: {shown}.",
-            hint=f"Known endings: {', '.join(sorted({*_KINDS, *_IMAGES}))}. Others: write a function, "
+            hint=f"Known endings: {', '.join(sorted({*_KINDS, *IMAGE_ENDINGS}))}. Others: write a function, "
             "--data my_package.data:load",
         )
     # A README.md or a .json file next to one file of data describes it.
     best = max(known, key=lambda ending: endings[ending] / (2 if ending in (".json", ".md") else 1))
-    kind = "images" if best in _IMAGES else _KINDS[best]
+    kind = "images" if best in IMAGE_ENDINGS else _KINDS[best]
     # Next to rows in .jsonl files, a .json file describes them.
     endings_read = {best} if kind == "json" else {ending for ending, each in _KINDS.items() if each == kind}
     return [file for file in every if file.suffix.lower() in endings_read], kind
 
 
-def _of_split(path: Path, found: list[Path], split: str) -> tuple[list[Path], str | None]:
+def of_split(path: Path, found: list[Path], split: str) -> tuple[list[Path], str | None]:
     """Return the files of a split, and which part of their samples: None for all, else the split's name."""
     validation = [file for file in found if _names_a(file, path, _VALIDATION)]
     if not validation or len(validation) == len(found):
@@ -116,14 +130,21 @@ def _names_a(file: Path, root: Path, prefixes: tuple[str, ...]) -> bool:
     return any(part.lower().startswith(prefixes) for part in parts)
 
 
-def _held_out(rows: Any, part: str | None, fraction: float) -> Any:
-    """Return a part of the samples: every n-th one is for validation, so that sorted files are split evenly."""
+def held_out(length: int, part: str | None, fraction: float) -> list[int] | None:
+    """Return the samples of a part; None for all. Every n-th is for validation: sorted files are split evenly."""
     if part is None or fraction == 0:
-        return rows if part != "val" else Subset(rows, [])
+        return None if part != "val" else []
     every = max(2, round(1 / fraction))
-    chosen = [number for number in range(len(rows)) if (number % every == every - 1) == (part == "val")]
+    return [number for number in range(length) if (number % every == every - 1) == (part == "val")]
+
+
+def _held_out(rows: Any, part: str | None, fraction: float) -> Any:
+    """Return a part of the samples as a data set."""
+    chosen = held_out(len(rows), part, fraction)
+    if chosen is None:
+        return rows
     kept = Subset(rows, chosen)
-    for name in ("classes", "deterministic"):
+    for name in ("classes", "deterministic", "vocab_size"):
         if hasattr(rows, name):
             setattr(kept, name, getattr(rows, name))
     return kept
@@ -139,7 +160,7 @@ def _images(path: Path, split: str, size: int, fraction: float) -> Any:
 def _tokens(text: str, tokenizer: str | None) -> torch.Tensor:
     if tokenizer is None:
         return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
-    return torch.tensor(_tokenizer(tokenizer)(text)["input_ids"], dtype=torch.int32)
+    return torch.tensor(read_tokenizer(tokenizer)(text)["input_ids"], dtype=torch.int32)
 
 
 def _windows(tokens: torch.Tensor, seq_len: int, part: str | None, fraction: float, tokenizer: str | None) -> Any:
@@ -149,11 +170,12 @@ def _windows(tokens: torch.Tensor, seq_len: int, part: str | None, fraction: flo
         tokens = tokens[:end] if part == "train" else tokens[end:]
     windows = TextDataset(tokens, seq_len)
     if tokenizer is not None:
-        windows.vocab_size = len(_tokenizer(tokenizer))
+        windows.vocab_size = len(read_tokenizer(tokenizer))
     return windows
 
 
-def _tokenizer(folder: str) -> Any:
+def read_tokenizer(folder: str) -> Any:
+    """Return the Hugging Face tokenizer in a folder."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -182,6 +204,20 @@ def _read_table(kind: str, chosen: list[Path]) -> Any:
         raise DataError(f"{chosen[0]} cannot be read as {kind}: {error.__cause__ or error}") from error
 
 
+def read_rows(root: str | Path | None, split: str, fraction: float) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of one split of the tables (jsonl, json, parquet, ...) at a path, each with its number."""
+    if root is None:
+        raise UsageError("the data set needs to know where its files are", hint="Write: --data-dir ./my-files")
+    path = Path(root).expanduser()
+    found, kind = _survey(path)
+    if kind not in _TABLES:
+        raise DataError(f"{path} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected.")
+    chosen, part = of_split(path, found, split)
+    table = _read_table(kind, chosen)
+    numbers = held_out(len(table), part, fraction)
+    return list(enumerate(table) if numbers is None else zip(numbers, table.select(numbers), strict=True))
+
+
 def _check_columns(table: Any, names: Sequence[str], path: Path) -> None:
     for name in names:
         if name not in table.column_names:
@@ -192,11 +228,16 @@ def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", "") in ("string", "large_string")
 
 
-def _classes(kind: str, training: list[Path], table: Any, target: str) -> list[str]:
-    """Return the names of labels that are texts, as the training files have them; empty for numbers."""
+def _classes(kind: str, training: list[Path], table: Any, target: str, *, of_texts: bool) -> list[str]:
+    """Return the names of labels that are texts, as the training files have them; empty for numbers.
+
+    `of_texts`: whole numbers are labels, too, since what is said of a text is a class.
+    """
     feature = table.features.get(target)
     if hasattr(feature, "names"):
         return list(feature.names)
+    if of_texts and getattr(feature, "dtype", "").startswith(("int", "uint")):
+        return [str(number) for number in range(max(_read_table(kind, training)[target]) + 1)]
     if not _is_text(feature):
         return []
     return sorted(set(_read_table(kind, training)[target]))
@@ -224,7 +265,10 @@ class TableDataset(Dataset[Any]):
         if classes:
             self.classes = classes
         self._labels = {name: number for number, name in enumerate(classes)}
-        self._tokenizer = _tokenizer(tokenizer) if tokenizer else None
+        own: Any = read_tokenizer(tokenizer) if tokenizer else None
+        self._tokenizer = own if own is not None else byte_tokenizer if text else None
+        if self._tokenizer is not None:
+            self.vocab_size = VOCABULARY + 1 if own is None else len(own)
         self._length = length
         if inputs is not None:
             self._inputs = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -265,6 +309,13 @@ class TableDataset(Dataset[Any]):
                 raise DataError(f"the label {value!r} is in the validation data, but not in the training data.")
             return torch.tensor(self._labels[value])
         return _as_tensor(value)
+
+
+def byte_tokenizer(text: str, *, max_length: int, **_: Any) -> dict[str, list[int]]:
+    """Return a text as a tokenizer of transformers does: the token after all bytes, then its first bytes, padded."""
+    tokens = [VOCABULARY, *text.encode("utf-8", errors="replace")][:max_length]
+    padding = [0] * (max_length - len(tokens))
+    return {"input_ids": tokens + padding, "attention_mask": [1] * len(tokens) + padding}
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""Load and save Hugging Face checkpoints: GPT-2 and Llama as our own classes, others by transformers."""
+"""Load and save Hugging Face checkpoints: GPT-2, Llama, BERT and T5 as our own classes, others by transformers."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError, UsageError, unknown_name
-from phalanx.models.decoder import Decoder
+from phalanx.models.hf.encoders import BERT, T5_LAYOUT
 from phalanx.models.hf.files import (
     CONFIG,
     INDEX,
@@ -22,8 +24,11 @@ from phalanx.models.hf.files import (
     read_tensors,
     write_folder,
 )
-from phalanx.models.hf.mapping import LAYOUTS, HFMapping, TensorRule
+from phalanx.models.hf.mapping import GPT2, LLAMA, HFMapping, TensorRule
 from phalanx.models.lora import adapters
+
+LAYOUTS = {layout.model_type: layout for layout in (GPT2, LLAMA, BERT, T5_LAYOUT)}
+"""By the model_type of config.json."""
 
 
 def save_pretrained(
@@ -43,7 +48,8 @@ def save_pretrained(
             f"this {type(model).__name__} has adapters, which the layout of a whole model cannot hold.",
             hint="merge_lora(model) adds them to its weights first; save_adapter(model, folder) writes them alone.",
         )
-    document = {"architectures": [layout.architecture], "model_type": layout.model_type, **layout.config_to_hf(config)}
+    named = layout.architecture if isinstance(layout.architecture, str) else layout.architecture(config)
+    document = {"architectures": [named], "model_type": layout.model_type, **layout.config_to_hf(config)}
     state = model.state_dict() if state_dict is None else state_dict
     rules = {rule.theirs: rule for rule in layout.expanded(config)}
     for rule in rules.values():
@@ -72,17 +78,41 @@ def load_pretrained(
     layout = _layout_named(str(document.get("model_type")))
     config = layout.config_from_hf(document)
     with torch.device("meta"):
-        model = layout.model(config)
-    rules, places = _matched(layout, config, find_tensors(path))
+        model: Any = layout.model(config)
+    stored = find_tensors(path)
+    rules = _matched(layout, config, stored)
+    places = {name: stored[name] for name in rules}
     _check_shapes(model, rules, read_shapes(places))
     state = {
         rules[name].ours: rules[name].load(tensor).to(dtype).contiguous()
         for name, tensor in read_tensors(places, str(device))
     }
     model.load_state_dict(state, strict=False, assign=True)  # a tied head is not a separate tensor
-    if isinstance(model, Decoder):
-        model.tie()
-    return model.eval()
+    model.tie()
+    filled: nn.Module = model.eval()
+    return filled
+
+
+def new_like(path: Path, changes: Mapping[str, Any], *, weights: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a new model of a folder's shape with some fields of its config changed, and the folder's tensors.
+
+    Those that such a model has are by its names, the others (a head of another task) by theirs. `weights`: False for
+    the model alone. A file without the prefix of a base model, such as that of `BertModel`, is read as well.
+    """
+    document = read_json(path / CONFIG)
+    layout = _layout_named(str(document.get("model_type")))
+    config = replace(layout.config_from_hf(document), **changes)
+    model = layout.model(config)
+    if not weights:
+        return model, {}
+    stored = find_tensors(path)
+    rules, _ = _paired(layout, config, stored)
+    found = read_tensors(stored, "cpu")
+    return model, {
+        rules[name].ours if name in rules else name: rules[name].load(tensor) if name in rules else tensor
+        for name, tensor in found
+        if name in rules or not name.endswith(layout.tied)
+    }
 
 
 def _layout_named(model_type: str) -> HFMapping:
@@ -95,7 +125,7 @@ def _layout_of(model: nn.Module) -> HFMapping:
     for layout in LAYOUTS.values():
         if isinstance(model, layout.model):
             return layout
-    names = " and ".join(layout.model.__name__ for layout in LAYOUTS.values())
+    names = ", ".join(layout.model.__name__ for layout in LAYOUTS.values())
     raise ModelError(
         f"a {type(model).__name__} has no Hugging Face layout here, {names} have.",
         hint="Give the model itself: unwrap it from DDP or torch.compile first.",
@@ -114,26 +144,37 @@ def _check_whole(name: str, state: Mapping[str, Tensor]) -> None:
         raise ModelError(f"'{name}' is on the meta device: it has a shape, but no values.")
 
 
-def _matched(
-    layout: HFMapping, config: Any, stored: Mapping[str, Path]
-) -> tuple[dict[str, TensorRule], dict[str, Path]]:
-    """Pair stored tensors with rules; nothing may be missing, and nothing left over."""
+def _paired(layout: HFMapping, config: Any, stored: Mapping[str, Path]) -> tuple[dict[str, TensorRule], list[str]]:
+    """Return the rule of each stored tensor that the model has, and what is missing.
+
+    Base models leave a prefix out; files that were made by TensorFlow call the parts of a LayerNorm gamma and beta.
+    """
     rules: dict[str, TensorRule] = {}
     missing = []
     for rule in layout.expanded(config):
-        bare = rule.theirs.removeprefix(layout.prefix)
-        name = rule.theirs if rule.theirs in stored else bare
-        if name in stored:
-            rules[name] = rule
-        else:
+        names = [rule.theirs, rule.theirs.removeprefix(layout.prefix)]
+        names += [re.sub(r"(?<=LayerNorm\.)\w+$", lambda part: _OLD[part[0]], name) for name in names]
+        name = next((name for name in names if name in stored), None)
+        if name is None:
             missing.append(rule.theirs)
+        else:
+            rules[name] = rule
+    return rules, missing
+
+
+_OLD = {"weight": "gamma", "bias": "beta"}
+
+
+def _matched(layout: HFMapping, config: Any, stored: Mapping[str, Path]) -> dict[str, TensorRule]:
+    """Pair stored tensors with rules; nothing may be missing, and nothing left over."""
+    rules, missing = _paired(layout, config, stored)
     if missing:
         raise ModelError(f"{len(missing)} tensors of the model are not in the files, the first is '{missing[0]}'.")
-    tied_head = "lm_head.weight" if config.tie_weights else ""
+    tied_head = "lm_head.weight" if getattr(config, "tie_weights", False) else ""
     left = [name for name in stored if name not in rules and name != tied_head and not name.endswith(layout.ignored)]
     if left:
         raise ModelError(f"{len(left)} tensors in the files do not belong to the model, the first is '{left[0]}'.")
-    return rules, {name: stored[name] for name in rules}
+    return rules
 
 
 def _check_shapes(model: nn.Module, rules: Mapping[str, TensorRule], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -165,12 +206,12 @@ def from_folder(path: Path, *, weights: bool | None = None, **options: Any) -> n
             f"model = '{path}' reads its stored weights, so {', '.join(options)} cannot be changed",
             hint="Add weights = false for a new model of that shape.",
         )
-    if str(document.get("model_type")) not in LAYOUTS:
+    layout = LAYOUTS.get(str(document.get("model_type")))
+    if layout is None or layout.trained_as == "transformers":
         model = _by_transformers(folder, document, use_stored=use_stored)
     elif use_stored:
         model = load_pretrained(folder).train()
     else:
-        layout = _layout_named(str(document["model_type"]))
         model = layout.model(layout.config_from_hf(document))
     model.name_or_path = str(folder)  # type: ignore[assignment]  # as transformers does: where its tokenizer is
     return model

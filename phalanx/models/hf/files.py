@@ -18,18 +18,11 @@ from phalanx.errors import CheckpointError, UsageError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-TEXT_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*processor_config.json",
-)
-"""Files of tokenizers and processors, as patterns; "*.model" is SentencePiece's."""
+
+def end_tokens_of(settings: Mapping[str, Any]) -> frozenset[int]:
+    """Return the end tokens that config.json or generation_config.json names: a number, a list, or none."""
+    given = settings.get("eos_token_id")
+    return frozenset(token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int))
 
 
 def read_json(path: Path) -> dict[str, Any]:

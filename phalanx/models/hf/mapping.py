@@ -1,8 +1,8 @@
-"""Hugging Face layouts of GPT and Llama: the config of a family of models, and a rule for each parameter."""
+"""Hugging Face layouts of decoders, GPT and Llama: the config of a family of models, and a rule for each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,8 +41,8 @@ class HFMapping:
     model_type: str
     """The `model_type` of config.json."""
 
-    architecture: str
-    """The class that `transformers` builds."""
+    architecture: str | Callable[[Any], str]
+    """The class that `transformers` builds, or a function of the config that names it."""
 
     model: type[nn.Module]
     config_to_hf: Callable[[Any], dict[str, Any]]
@@ -53,6 +53,12 @@ class HFMapping:
 
     ignored: tuple[str, ...] = ()
     """Endings of tensors in old files that are not parameters."""
+
+    tied: tuple[str, ...] = ()
+    """Endings of tensors that are copies of others, or are not parameters."""
+
+    trained_as: str = "phalanx"
+    """Whose class trains a folder that is given as a model: "transformers" where its batches have other names."""
 
     def expanded(self, config: Any) -> Iterator[TensorRule]:
         """Yield the rules with "#" replaced by every layer, without the head where it is the embedding."""
@@ -81,21 +87,48 @@ def needed(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+class ConfigName(NamedTuple):
+    """A field of our config and the name of the same value in config.json."""
+
+    ours: str
+    theirs: str
+    default: Any = ...
+    """What the value is where config.json has none; ... where it must have one."""
+
+
+def written(config: Any, names: Sequence[ConfigName]) -> dict[str, Any]:
+    """Return the values of our config under their names."""
+    return {name.theirs: getattr(config, name.ours) for name in names}
+
+
+def read(config: Mapping[str, Any], names: Sequence[ConfigName]) -> dict[str, Any]:
+    """Return the fields of our config from theirs; an error names a value that is missing."""
+    return {
+        name.ours: needed(config, name.theirs) if name.default is ... else config.get(name.theirs, name.default)
+        for name in names
+    }
+
+
+_GPT_NAMES = (
+    ConfigName("vocab_size", "vocab_size"),
+    ConfigName("seq_len", "n_positions"),
+    ConfigName("hidden", "n_embd"),
+    ConfigName("layers", "n_layer"),
+    ConfigName("heads", "n_head"),
+    ConfigName("dropout", "resid_pdrop", 0.1),
+    ConfigName("norm_eps", "layer_norm_epsilon", 1e-5),
+    ConfigName("tie_weights", "tie_word_embeddings", True),
+)
+
+
 def _gpt_to_hf(config: GPTConfig) -> dict[str, Any]:
     if not config.bias:
         raise ModelError("GPT-2's layout has biases everywhere, this model was built with bias=False.")
     return {
-        "vocab_size": config.vocab_size,
-        "n_positions": config.seq_len,
-        "n_embd": config.hidden,
-        "n_layer": config.layers,
-        "n_head": config.heads,
+        **written(config, _GPT_NAMES),
         "activation_function": "gelu_new",
-        "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
-        "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": config.tie_weights,
         "bos_token_id": None,  # the defaults, 50256, do not exist in a smaller vocabulary
         "eos_token_id": None,
     }
@@ -113,16 +146,7 @@ def _gpt_from_hf(config: Mapping[str, Any]) -> GPTConfig:
             "add_cross_attention": (False,),
         },
     )
-    return GPTConfig(
-        vocab_size=needed(config, "vocab_size"),
-        seq_len=needed(config, "n_positions"),
-        layers=needed(config, "n_layer"),
-        heads=needed(config, "n_head"),
-        hidden=hidden,
-        dropout=config.get("resid_pdrop", 0.1),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tie_weights=config.get("tie_word_embeddings", True),
-    )
+    return GPTConfig(**read(config, _GPT_NAMES))
 
 
 def _export_qkv(tensor: Tensor, heads: int) -> Tensor:
@@ -177,24 +201,29 @@ GPT2 = HFMapping(
 )
 
 
+_LLAMA_NAMES = (
+    ConfigName("vocab_size", "vocab_size"),
+    ConfigName("seq_len", "max_position_embeddings", 2048),
+    ConfigName("layers", "num_hidden_layers"),
+    ConfigName("heads", "num_attention_heads"),
+    ConfigName("kv_heads", "num_key_value_heads", None),
+    ConfigName("hidden", "hidden_size"),
+    ConfigName("ffn_hidden", "intermediate_size"),
+    ConfigName("norm_eps", "rms_norm_eps", 1e-6),
+    ConfigName("tie_weights", "tie_word_embeddings", False),
+)
+
+
 def _llama_to_hf(config: LlamaConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.seq_len,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        **written(config, _LLAMA_NAMES),
         "head_dim": config.head_dim,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn_hidden,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
         # Two entries, as every version of transformers reads them; newer ones merge them.
         "rope_theta": config.rope_theta,
         "rope_scaling": _scaling_to_hf(config.rope_scaling),
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": config.tie_weights,
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -212,19 +241,9 @@ def _llama_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
         },
     )
     theta, scaling = _rope_from_hf(config)
-    return LlamaConfig(
-        vocab_size=needed(config, "vocab_size"),
-        seq_len=config.get("max_position_embeddings", 2048),
-        layers=needed(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        hidden=hidden,
-        ffn_hidden=needed(config, "intermediate_size"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_weights=config.get("tie_word_embeddings", False),
-    )
+    found = read(config, _LLAMA_NAMES)
+    found["kv_heads"] = found["kv_heads"] or heads
+    return LlamaConfig(**found, rope_theta=theta, rope_scaling=scaling)
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -288,5 +307,3 @@ LLAMA = HFMapping(
     prefix="model.",
     ignored=(".rotary_emb.inv_freq",),
 )
-LAYOUTS = {layout.model_type: layout for layout in (GPT2, LLAMA)}
-"""By the model_type of config.json."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError, nearest
+from phalanx.models.lora.nf4 import NF4Linear, restore_base
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,12 +30,14 @@ class Adapter(nn.Module):
         super().__init__()
         weight: Any = layer.weight
         outputs, inputs = reversed(weight.shape) if is_transposed(layer) else weight.shape
+        if isinstance(layer, NF4Linear):  # whose weight is bytes
+            outputs, inputs = layer.out_features, layer.in_features
         kind = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
         self.A = nn.Parameter(torch.empty(rank, inputs, **kind))
         self.B = nn.Parameter(torch.empty(outputs, rank, **kind))
         self.dropout = nn.Dropout(dropout)
         self.scale = scale
-        self.merged = False
+        self.merged = self.off = False
         self.register_state_dict_post_hook(_hide_merged)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_note_loaded)  # type: ignore[no-untyped-call]
 
@@ -113,7 +117,20 @@ def add_adapters(model: nn.Module, shapes: Mapping[str, tuple[int, float]], *, d
 
 def _add_output(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     adapter: Any = layer.lora
-    return output if adapter.merged else output + adapter(inputs[0]).to(output.dtype)
+    return output if adapter.merged or adapter.off else output + adapter(inputs[0]).to(output.dtype)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute as it did before it had adapters, inside the context."""
+    found = adapters(model).values()
+    try:
+        for adapter in found:
+            adapter.off = True
+        yield
+    finally:
+        for adapter in found:
+            adapter.off = False
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -125,8 +142,9 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 def merge_lora(model: Model) -> Model:
     """Add the adapters to the weights, in place: the same outputs without the extra work.
 
-    To train on, `unmerge_lora` first.
+    To train on, `unmerge_lora` first. Weights in 4 bits become plain ones, as sums of both do not fit into 4 bits.
     """
+    restore_base(model)
     for name, adapter in adapters(model).items():
         if not adapter.merged:
             _refuse_shared(model, name)
@@ -184,7 +202,7 @@ def linear_layers(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if name and name not in unused and (isinstance(module, nn.Linear) or is_transposed(module))
+        if name and name not in unused and (isinstance(module, (nn.Linear, NF4Linear)) or is_transposed(module))
     ]
 
 

@@ -24,7 +24,7 @@ from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of, recompute_of
 from phalanx.torch_compat import pytree
-from phalanx.trainers.recipe import recipe_parts, with_batch_size
+from phalanx.trainers.recipe import recipe_augment, recipe_parts, with_batch_size
 from phalanx.trainers.session import settle_strategy
 from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
@@ -44,6 +44,8 @@ def choose_strategy(
     if whole <= limit:
         return config, ""
     change, needed = next((one for one in needs if one[1] <= limit), needs[-1])
+    if config.channels_last:  # shards are contiguous
+        change = {**change, "channels_last": False}
     short = "" if needed <= limit else f"; even so a rank needs {needed:.3g} GiB"
     why = f"because ddp would need {whole:.3g} GiB of {limit:.3g} GiB per rank{short}"
     words = ", ".join(f"{name} = {value!r}" for name, value in change.items())
@@ -140,6 +142,7 @@ class RunNeeds:
 def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout) -> RunNeeds:
     """Build the model without storage and its data, and return what a run would need."""
     model, train, _ = recipe_parts(recipe, config.data_dir, without_storage=True)
+    recipe_augment(recipe, model, train)  # a wrong option ends the run when it starts
     adapt(model, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     samples = len(train) if hasattr(train, "__len__") else None

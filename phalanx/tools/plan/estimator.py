@@ -18,6 +18,7 @@ from phalanx.tools.plan.plans import (
     Estimate,
     Goal,
     Layout,
+    budget_of,
     check_recompute,
     repeated_share,
 )
@@ -57,6 +58,7 @@ def estimate(
 def check(model: ModelShape | TracedShape, cluster: Cluster, layout: Layout, goal: Goal) -> None:
     """Raise for unknown names, numbers below 1, and numbers that do not go together."""
     check_values(model, cluster, layout, goal)
+    check_modes(cluster, goal, has_budget=budget_of(layout.recompute) is not None)
     if layout.gpus != cluster.gpus:
         sizes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.sizes.items() if size > 1) or "one rank"
         raise UsageError(
@@ -81,6 +83,23 @@ def check_values(*parts: ModelShape | TracedShape | Cluster | Layout | Goal) -> 
                 raise UsageError(unknown_name(name, str(value), NAMES[name]))
             if name in POSITIVE and value is not None and value < POSITIVE[name]:
                 raise UsageError(f"{name} = {value}: must be {POSITIVE[name]:g} or more.")
+
+
+def check_modes(cluster: Cluster, goal: Goal, *, has_budget: bool) -> None:
+    """Refuse fp8 on a GPU without it, and a budget of activations without compilation."""
+    gpu = presets.parts_of(cluster)[0]
+    if goal.precision == "fp8" and "fp8" not in gpu.tflops:
+        known = (presets.gpu(name) for name in presets.names("gpus"))
+        able = sorted({one.name for one in known if "fp8" in one.tflops})
+        raise UsageError(
+            f"{gpu.name} has no fp8. It has: {', '.join(gpu.tflops)}. GPUs with fp8: {', '.join(able)}.",
+            hint="Leave --fast out or write --precision bf16, or plan for another GPU: --gpu h100.",
+        )
+    if has_budget and not goal.compile:
+        raise UsageError(
+            "a budget of activations is for compiled blocks, and the goal does not compile",
+            hint="Write --compile (in Python: Goal(compile=True)), or --recompute selective.",
+        )
 
 
 def _up(number: int, multiple: int) -> int:

@@ -225,16 +225,14 @@ def head_passes(
     tp: int,
     cp: int,
     kernels: str,
-    where_it_pays: bool = False,
 ) -> Passes:
-    """Return the time of the output layer and its loss; the gradient of its weight is not in Phalanx's fp8."""
+    """Return the time of the output layer and its loss."""
     if model.outputs is not None:
         return Passes(0.0, 0.0)
     tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused" or model.reference
     forward = product_seconds(gpu, precision, tokens, vocab, model.hidden, padded=padded)
     backward = product_seconds(gpu, precision, tokens, model.hidden, vocab, padded=padded)
-    last = "bf16" if where_it_pays else precision
-    backward += product_seconds(gpu, last, model.hidden, vocab, tokens, padded=padded)
+    backward += product_seconds(gpu, precision, model.hidden, vocab, tokens, padded=padded)
     logits = tokens * vocab
     ahead, back = CROSS_ENTROPY_KERNEL if model.reference and tp == 1 else CROSS_ENTROPY
     return Passes(forward + traffic_seconds(gpu, ahead * logits), backward + traffic_seconds(gpu, back * logits))

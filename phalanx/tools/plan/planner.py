@@ -12,7 +12,7 @@ from phalanx.reliability import DAY, HOUR, Process, best_interval
 from phalanx.reliability import PRESETS as FAILURE_RATES
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster, Gpu, Link
-from phalanx.tools.plan.estimator import Estimator, check_values
+from phalanx.tools.plan.estimator import Estimator, check_modes, check_values
 from phalanx.tools.plan.kernels import FP8
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan, budget_of, repeated_share
@@ -119,7 +119,7 @@ def make_plan(
     _check_cluster(machines)
     goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
     check_values(shape, machines, goal)
-    _check_modes(machines, goal, limits)
+    check_modes(machines, goal, has_budget=limits.memory or budget_of(limits.recompute or "") is not None)
     if goal.global_batch > MAX_BATCH:
         raise UsageError(f"a global batch of {goal.global_batch}: plan for {MAX_BATCH:,} or less.")
     found = search(shape, machines, goal, limits)
@@ -162,23 +162,6 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
     tokens = next(tokens for size, tokens in USUAL_BATCH if model.parameters < size)
     doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
     return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
-
-
-def _check_modes(cluster: Cluster, goal: Goal, limits: Constraints) -> None:
-    """Refuse fp8 on a GPU without it, and a budget of activations without compilation."""
-    gpu = presets.parts_of(cluster)[0]
-    if goal.precision == "fp8" and "fp8" not in gpu.tflops:
-        known = (presets.gpu(name) for name in presets.names("gpus"))
-        able = sorted({one.name for one in known if "fp8" in one.tflops})
-        raise UsageError(
-            f"{gpu.name} has no fp8. It has: {', '.join(gpu.tflops)}. GPUs with fp8: {', '.join(able)}.",
-            hint="Leave --fast out or write --precision bf16, or plan for another GPU: --gpu h100.",
-        )
-    if (limits.memory or budget_of(limits.recompute or "") is not None) and not goal.compile:
-        raise UsageError(
-            "a budget of activations is for compiled blocks, and the goal does not compile",
-            hint="Write --compile (in Python: Goal(compile=True)), or --recompute selective.",
-        )
 
 
 def _check_cluster(cluster: Cluster) -> None:

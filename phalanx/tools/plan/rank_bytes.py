@@ -22,7 +22,7 @@ LOGITS = {"published": (6, 6, 4), "half": (10, 12, 4), "fp32": (8, 12, 4), "comp
 half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:
 each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
 """
-CHUNK_LOGITS, CHUNK_TOKENS = 2**29, 1024
+CHUNK_LOGITS, CHUNK_TOKENS, HELD_LOGITS = 2**29, 1024, 2**31
 """Logits that Phalanx's decoders have at once in training, in multiples of so many tokens (`models/loss.py`)."""
 
 
@@ -212,20 +212,22 @@ def chunked_head(
 ) -> HeadBytes:
     """Return what a head needs that computes loss and gradients for a chunk of tokens at a time (`models.loss.LMHead`).
 
-    Forward has a copy of the matrix in the compute type (and two in fp8), the logits of one chunk, which a kernel turns
-    into their gradient in place, and the gradient of the chunk before; it keeps the gradients of hidden states and of
-    the matrix, the latter in fp32. Backward scales both into new tensors. Without the `kernel` (on CPUs) there are
-    logits in fp32, exponentials and two copies besides. GPT-2: chunks of 10,240 tokens, 2 bytes per logit.
+    Forward has a copy of the matrix in the compute type (and two in fp8), and the logits of one chunk, which a kernel
+    turns into their gradient in place; in fp8 that is apart, and waits for the matrix's gradient. Forward keeps the
+    gradients of hidden states and of the matrix, the latter in fp32. Backward scales both into new tensors. Without the
+    `kernel` (on CPUs) there are logits in fp32, exponentials and two copies besides. GPT-2: chunks of 10,240 tokens, 2
+    bytes per logit.
 
     `norm`, `gradient`: bytes per value of the last norm's output and of the matrix's gradient.
     """
     width, table = HALF if half else SINGLE, model.vocab * model.hidden
     chunk = max(1, CHUNK_LOGITS // model.vocab // CHUNK_TOKENS) * CHUNK_TOKENS
     several, logits = tokens > chunk, min(tokens, chunk) * model.vocab
-    each = width * (1 + several) + (fp8 if kernel else 12 if half else 8)
+    each = width + (fp8 if kernel else 12 if half else 8)
+    held = min(tokens * model.vocab, HELD_LOGITS) * (fp8 and kernel)
     product = 0 if kernel and half else width + SINGLE * half  # of one chunk, and in fp32; CUDA adds it up in place
     sums = SINGLE * (several or (kernel and half))
-    forward = max(logits * each + table * SINGLE * several, logits * width + table * (product + sums))
+    forward = held + max(logits * each + table * SINGLE * several, logits * width + table * (product + sums))
     copies = norm + (width if norm != width else 0)
     return HeadBytes(
         forward + (width + 2 * fp8) * table + tokens * model.hidden * copies,
@@ -245,7 +247,7 @@ class StateBytes(NamedTuple):
 def state_bytes(precision: str = "bf16", optimizer: str = "adamw", *, master_weights: bool = True) -> StateBytes:
     """Return the bytes per parameter: 2 + 2 + 12 in mixed precision with AdamW, 4 + 4 + 8 in fp32.
 
-    adamw8bit has 2 + 8/256 instead of 8: two states of 8 bits, each with a scale in fp32 per 256 values.
+    adamw8bit has 2 + 8/32 instead of 8: two states of 8 bits, each with a scale in fp32 per 32 values.
 
     torch's autocast keeps 4 + 4 + 8 instead of 2 + 2 + 12: the sum is the same, the fp32 weights take the place of the
     master copy. Without master weights everything is in half precision.

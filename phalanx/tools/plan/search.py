@@ -84,7 +84,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
     groups = limits.recomputations if _has_blocks(model) else (("none",),)
     for offload, kinds in ((offload, kinds) for offload in offloads for kinds in groups):
         for layout in layouts:
-            if offload == "cpu" and not _can_offload(layout, model, cluster):
+            if offload == "cpu" and not can_offload(layout, model, cluster):
                 continue
             for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see rules.pipeline
                 _judge(estimator, replace(layout, offload=offload, recompute=kind), found)
@@ -95,7 +95,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
     return found
 
 
-def _can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Cluster) -> bool:
+def can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Cluster) -> bool:
     """Whether states can be in host memory: sharded ones that are gathered block by block, where the host has room."""
     needed = 16 * model.parameters / 2**30 / cluster.nodes
     return layout.stage == 3 and layout.pp * layout.tp == 1 and needed <= HOST_SHARE * cluster.host_memory_gib

@@ -155,7 +155,7 @@ def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal
     precision = "bf16" if own_fp8 and layout.tp > 1 else goal.precision
     fp8 = {"where_it_pays": own_fp8 and layout.tp == 1}
     case = (model, gpu, precision, layout.micro_batch, goal.seq_len)
-    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels, **fp8)
+    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels)
     stage = _Stage(math.ceil(model.layers / layout.pp), head=head.forward + head.backward)
     mixtures = round(stage.layers * model.mixture_layers / model.layers)
     tensor, repeated = _tensor_seconds(model, machine, layout, goal), repeated_share(layout.recompute)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import ipaddress
 import json
 import math
 import re
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
@@ -30,7 +27,6 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from phalanx.errors import UsageError
 from phalanx.tools.ui.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -199,32 +195,3 @@ async def _changes(catalog: Catalog, request: Request) -> AsyncIterator[str]:
             yield f"data: {json.dumps({'changed': changed, 'all': list(runs)})}\n\n"
             sent = runs
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, or say what to write where it cannot."""
-    try:
-        return _listener(host, port)
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"port {port} of {host} is in use, perhaps by another dashboard",
-                hint=f"Write --port {_free_port(host)}, which is free, or --port 0 for any free one.",
-            ) from None
-        raise UsageError(f"cannot listen on {host} port {port}: {error}") from None
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family)
-
-
-def _free_port(host: str) -> int:
-    with _listener(host, 0) as server:
-        return int(server.getsockname()[1])
-
-
-def serve(app: ASGIApp, listener: socket.socket) -> None:
-    """Serve until the process is interrupted."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
-    uvicorn.Server(config).run(sockets=[listener])

@@ -247,7 +247,7 @@ def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any]
         )
     asked = run.config.batch_size
     own = asked if asked is not None else loader.batch_size if loader is given else _DEFAULT_BATCH
-    cast = CastCollate(loader.collate_fn, dtype)
+    cast = CastCollate(loader.collate_fn, dtype, parts.augment)
     if loader is not given:
         return DataLoader(loader.dataset, own, shuffle=True, collate_fn=cast), own
     kept = {"sampler": loader.sampler, "drop_last": loader.drop_last}
@@ -257,13 +257,15 @@ def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any]
 class CastCollate:
     """A collate function whose floating-point tensors come in one precision."""
 
-    def __init__(self, collate: Any, dtype: torch.dtype) -> None:
+    def __init__(self, collate: Any, dtype: torch.dtype, augment: Any = None) -> None:
         self._collate = collate
         self._dtype = dtype
+        self._augment = augment
 
     def __call__(self, samples: Any) -> Any:
         """Collate, then cast."""
-        return pytree.tree_map(self._cast, self._collate(samples))
+        batch = self._collate(samples)
+        return pytree.tree_map(self._cast, batch if self._augment is None else self._augment(batch, None))
 
     def _cast(self, value: Any) -> Any:
         return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -30,6 +30,8 @@ class Parts:
     model: Any
     data: Any
     loss_fn: Any = None
+    augment: Any = None
+    """What makes a model's input of a batch, as in evaluation: two layouts see equal images."""
 
 
 class Subject(Protocol):
@@ -52,11 +54,11 @@ class RecipeSubject:
 
     def build(self, data_dir: str | None) -> Parts:
         """Build what `phalanx train` would train."""
-        from phalanx.trainers.recipe import recipe_loss, recipe_parts
+        from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_parts
 
         recipe = load_recipe(self.name).with_preset(self.preset)
         model, train, _ = recipe_parts(recipe, data_dir)
-        return Parts(model, train, recipe_loss(recipe, model))
+        return Parts(model, train, recipe_loss(recipe, model), recipe_augment(recipe, model))
 
 
 @dataclass(frozen=True)

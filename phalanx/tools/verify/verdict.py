@@ -199,7 +199,7 @@ _WORDS = {
 }
 _BATCH_NORM = (
     "Batch normalisation uses the mean and variance of each rank's own samples, so it depends on the layout by design. "
-    "torch.nn.SyncBatchNorm (CUDA), GroupNorm and LayerNorm do not."
+    "sync_batch_norm = true, GroupNorm and LayerNorm do not."
 )
 
 

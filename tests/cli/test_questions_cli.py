@@ -1,0 +1,114 @@
+"""From texts to a fine-tuned BERT with F1 on the command line; classes of texts; multiple choice and perplexity."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command import phalanx
+from long_proofs import long_proof
+
+from phalanx import load_run
+from phalanx.trainers.recipe import recipe_parts
+
+SHORT = ("--device", "cpu", "--batch-size", 8, "--checkpoint-frequency", 1)
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar would leave its thread behind
+
+
+def succeeded(*words: object) -> str:
+    answer = phalanx(*words)
+    assert answer.code == 0, answer.text
+    return answer.text
+
+
+def metrics(*words: object) -> dict[str, float]:
+    answer = phalanx("evaluate", *words, "--json")
+    assert answer.code == 0, answer.text
+    return json.loads(answer.out)["metrics"]
+
+
+def test_a_masked_run_becomes_an_exported_model_of_answers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    told = succeeded("data", "make", "questions", "--out", "set", "--count", 120)
+    assert "train.json (120 questions), dev.json (12 questions)" in told
+    masked = ("--data-dir", "set/texts", "--set", "data.tokenizer=set/tokenizer", "--set", "model.vocab_size=1024")
+    succeeded("train", "bert", *masked, "--max-steps", 2, *SHORT, "--name", "masked")
+    tuned = ("--data-dir", "set", "--set", "model.pretrained=last", "--max-steps", 2, *SHORT)
+    said = succeeded("train", "bert-qa", *tuned, "--name", "tuned")
+    assert re.search(
+        r"weights of \S+masked\S+: 37 tensors; new: head.weight, head.bias; left out: head.transform", said
+    )
+    assert re.search(r"val exact 0\.\d+ · val f1 0\.\d+", said)
+    own = metrics("last")
+    assert set(own) == {"exact", "f1", "loss"}
+    assert load_run("last").history.epochs[-1].val["f1"] == pytest.approx(own["f1"])
+    assert metrics("last", "--data", "./set/dev.json") == pytest.approx(own), "with the tokenizer of the run"
+    Path("other").mkdir()
+    Path("other/dev.json").write_text(Path("set/dev.json").read_text())
+    Path("other/train.json").write_text(Path("set/dev.json").read_text())
+    assert metrics("last", "--data-dir", "other", "--num-workers", 1) == pytest.approx(own)
+
+    succeeded("export", "last", "--format", "hf", "-o", "exported")
+    theirs = transformers.BertForQuestionAnswering.from_pretrained("exported").eval()
+    assert transformers.AutoTokenizer.from_pretrained("exported").mask_token == "[MASK]"
+    run = load_run("last")
+    batch = run.data()[1].gather(torch.arange(4))
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        found, ours = theirs(**batch), run.model(**batch)
+    torch.testing.assert_close(ours, torch.stack([found.start_logits, found.end_logits], -1), rtol=0, atol=1e-5)
+    assert labels.shape == (4, 4)
+    recipe = run.recipe.with_values({"model.pretrained": str(tmp_path / "exported")})
+    again, _, val = recipe_parts(recipe, "set")
+    assert "; new" not in again.weights_note
+    assert torch.equal(again.head.weight, run.model.head.weight)
+    assert val.tokenizer == str(tmp_path / "exported"), "its tokens are those of the folder"
+
+
+@pytest.mark.parametrize("labels", [("good", "bad", "odd"), pytest.param((0, 1, 2), marks=long_proof)])
+def test_texts_are_classified_by_names_or_numbers(labels):
+    pytest.importorskip("datasets")
+    rows = [json.dumps({"text": f"text {number} " * 3, "label": labels[number % 3]}) for number in range(60)]
+    Path("texts").mkdir()
+    Path("texts/train.jsonl").write_text("\n".join(rows))
+    Path("texts/val.jsonl").write_text("\n".join(rows[:10]))
+    said = succeeded("train", "bert-classify", "--data-dir", "texts", "--epochs", 1, *SHORT)
+    assert "val accuracy" in said
+    assert load_run("last").model.config.classes == 3
+
+
+def test_a_language_model_chooses_endings_and_has_a_perplexity():
+    succeeded("train", "gpt", "--preset", "debug", "--max-steps", 2, *SHORT, "--num-workers", 1)
+    few = metrics("last", "--limit-val-batches", 1)
+    assert few["perplexity"] == pytest.approx(math.exp(few["loss"]))
+    item = {"ctx": "def main", "endings": ["(): pass", "zzz"], "label": 0}
+    Path("choices.jsonl").write_text(f"{json.dumps(item)}\n" * 3)
+    found = metrics("last", "--data", "./choices.jsonl")
+    assert set(found) == {"accuracy", "accuracy_norm", "loss"}
+    assert found["accuracy"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "bert-qa"), "the recipe 'bert-qa' reads your files"),
+        (("train", "bert-qa", "--data-dir", ".", "--set", "model.pretrained=nope"), "nope"),
+        (("data", "make", "question", "--out", "x"), "Did you mean 'questions'?"),
+        (("data", "make", "questions", "--out", "x", "--count", 1), "count is 10 or more"),
+        (("data", "make", "questions", "--out", "x", "--images", 5), "--images"),
+    ],
+)
+def test_mistakes_are_answered(words, message):
+    answer = phalanx(*words)
+    assert answer.code == 2
+    assert message in answer.text

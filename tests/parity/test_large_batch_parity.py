@@ -1,0 +1,45 @@
+"""LARS and LAMB on two ranks: sharded weights take the steps of whole ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.config import DistributedConfig
+from phalanx.loop.task import TrainTask
+from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.weights import whole_weights
+
+
+def train(folder: str, optimizer: str, strategy: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    # 5 and 3 rows: the ranks' shards differ in size.
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 6, dtype=torch.float64, generator=draw), torch.arange(24) % 3)
+    config = DistributedConfig(
+        device="cpu",
+        progress=False,
+        optimizer=optimizer,
+        strategy=strategy,
+        batch_size=4,
+        epochs=3,
+        learning_rate=0.1,
+        weight_decay=0.01,
+    )
+    task = TrainTask(model, DataLoader(data), loss_fn=nn.CrossEntropyLoss())
+    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    return {name: value.clone() for name, value in (whole_weights(model) or {}).items()}
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+def test_shards_take_the_steps_of_whole_weights(ranks, tmp_path, optimizer):
+    whole = ranks(train, str(tmp_path / "ddp"), optimizer, "ddp", world_size=2)[0]
+    sharded = ranks(train, str(tmp_path / "fsdp"), optimizer, "fsdp", world_size=2)[0]
+    for name, value in whole.items():
+        torch.testing.assert_close(sharded[name], value, rtol=0, atol=1e-12)
