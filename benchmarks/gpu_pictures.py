@@ -1,7 +1,7 @@
 """The pictures of `gpu_table.py`: speed against memory of every contestant, and the loss curves of our modes.
 
-    python benchmarks/gpu_pictures.py benchmarks/results/gpu_table.json docs/assets/gpu
-    python benchmarks/gpu_pictures.py benchmarks/results/shapes.json docs/assets/shapes    # accuracy by epoch
+python benchmarks/gpu_pictures.py benchmarks/results/gpu_table.json docs/assets/gpu
+python benchmarks/gpu_pictures.py benchmarks/results/shapes.json docs/assets/shapes    # accuracy by epoch
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from long_proofs import long_proof
@@ -53,4 +55,23 @@ def test_a_lecture_has_its_parts(path, build):
 @pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
 def test_a_lecture_shows_what_its_code_prints(path):
     done = subprocess.run([sys.executable, BUILD, path.name[:2]], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# In a process of its own: the client's threads and the kernel's files outlive a test.
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=400).execute()
+assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+"""
+
+
+@long_proof
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.stem)
+def test_a_notebook_runs_in_a_kernel(path, build, tmp_path):
+    pytest.importorskip("nbclient")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-c", EXECUTE, build.NOTEBOOKS / f"{path.stem}.ipynb"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
