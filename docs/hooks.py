@@ -47,6 +47,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace every marker of a page by its table; let the links of the course lead to the pages of this site."""
     if page.file.src_uri.startswith(_LEARN):
         return _LINK.sub(_of_site, markdown)
+    markdown = markdown.replace("](../course/", f"]({_LEARN}")
     return _MARKER.sub(lambda match: _TABLES[match[1]](), markdown)
 
 
