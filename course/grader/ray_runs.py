@@ -94,7 +94,7 @@ def fitted(trainer: Any, folder: str, answer: str) -> dict[str, Any]:
     try:
         result = trainer.fit()
     except train.WorkerGroupError as error:
-        found["failure"] = in_words(error.worker_failures, answer)
+        found["failure"] = in_words(error, answer)
     except train.TrainingFailedError as error:
         found["failure"] = str(error).strip().splitlines()[-1]
     else:
@@ -115,22 +115,21 @@ def _state(checkpoint: Any) -> dict[str, Any] | None:
         return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 
 
-def in_words(failures: dict[int, Any], answer: str) -> str:
+def in_words(failed: train.WorkerGroupError, answer: str) -> str:
     """Return the first cause among the failures of workers, with the line of the learner's file."""
-    late = [(rank, error) for rank, error in sorted(failures.items()) if "CollectiveTimeoutError" in repr(error)]
-    if late:
+    failures = sorted(failed.worker_failures.items())
+    if any("CollectiveTimeoutError" in repr(error) for _, error in failures):
         return (
             "ray.train.report waited in vain: it is a meeting point, and not all workers called it equally often."
             " Call it on every worker; give a checkpoint only where there is one"
         )
     # A worker whose peer was lost fails too; the cause is the one that says something else.
-    chosen = [(rank, error) for rank, error in sorted(failures.items()) if not _is_secondary(str(error))]
-    rank, error = (chosen or sorted(failures.items()))[0]
-    text = getattr(error, "_traceback_str", "") or str(error)
-    places = re.findall(rf'File "{re.escape(answer)}", line (\d+), in (\w+)', text)
-    last = next((line for line in reversed(text.strip().splitlines()) if line.strip()), type(error).__name__)
+    rank, error = ([one for one in failures if not _is_secondary(str(one[1]))] or failures)[0]
+    cause = getattr(error, "_base_exc", error)
+    places = re.findall(rf'File "{re.escape(answer)}", line (\d+), in (\w+)', f"{failed}\n{error}")
     where = f" in {places[-1][1]} ({Path(answer).name}:{places[-1][0]})" if places else ""
-    return f"worker {rank}{where}: {last.strip()}"
+    said = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"worker {rank}: {type(cause).__name__}{where}: {said}"
 
 
 def _is_secondary(text: str) -> bool:

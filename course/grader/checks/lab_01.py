@@ -247,11 +247,11 @@ def grade_scale(attempt: Attempt) -> None:
         raise Mistake(
             f"the {_WORKERS} workers were on one node, the other one was idle: see placement_strategy of ScalingConfig"
         )
-    if "1-1" not in workers and found["failure"]:
-        raise Mistake(
-            f"worker 1 was killed in epoch 2 and the run ended: see FailureConfig. Ray says: {found['failure']}"
-        )
     if found["failure"]:
+        if len(workers.get("1-0", [])) <= stop:  # it failed before the grader did anything
+            raise Mistake(found["failure"])
+        if "1-1" not in workers:
+            raise Mistake("worker 1 was killed in epoch 2 and the run ended with it: see FailureConfig")
         raise Mistake(f"after worker 1 was killed and the workers were started again: {found['failure']}")
     if not workers:
         raise Mistake("the trainer does not run train_loop of this file: give it to TorchTrainer as it is")
