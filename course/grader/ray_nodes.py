@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,8 @@ def start_nodes() -> Nodes:
     if _nodes is not None and _nodes.helper.poll() is None:
         return _nodes
     path = os.pathsep.join([str(COURSE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # other users of this machine cannot use these nodes
+    # With a token, other users of this machine cannot use these nodes.
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: paths of sockets end at 107 characters
     variables = {**_QUIET, **token, "RAY_TMPDIR": folder}
     # Without bytecode on disk each of Ray's processes would compile Ray, pandas and torch anew, seconds in each.
@@ -136,33 +138,32 @@ def joining(nodes: Nodes, words: Sequence[str], log: Path) -> Iterator[None]:
 def connect(address: str, variables: dict[str, str], module: ModuleType) -> None:
     """Join the nodes from a process with the learner's file; its functions travel to the workers by value."""
     os.environ.update(variables)
-    import ray
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(module)
+    ray: Any = import_module("ray")  # some of its functions carry no types
+    ray.cloudpickle.register_pickle_by_value(module)
+    # The learner's file has imported Ray before these variables were set, and Ray reads them at its import.
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     _without_cleaner()
 
 
 def _without_cleaner() -> None:
     """Leave out Ray Train's actor that looks after lost drivers: a process more, and these nodes end soon anyway."""
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    usual = DataParallelTrainer._create_default_callbacks
+    trainers: Any = import_module("ray.train.v2.api.data_parallel_trainer").DataParallelTrainer
+    usual = trainers._create_default_callbacks
 
     def fewer(trainer: Any) -> list[Any]:
         return [one for one in usual(trainer) if type(one).__name__ not in _UNNEEDED]
 
-    DataParallelTrainer._create_default_callbacks = fewer  # type: ignore[method-assign]
+    trainers._create_default_callbacks = fewer
 
 
 def _serve() -> None:
     """Start the nodes, print their address, wait for the end of the input, and end them."""
-    from ray.cluster_utils import Cluster
-
+    make_cluster: Any = import_module("ray.cluster_utils").Cluster
     common = {"num_cpus": CPUS, "object_store_memory": STORE_BYTES}
     try:
-        cluster = Cluster(True, head_node_args={**common, "include_dashboard": False})
+        cluster = make_cluster(True, head_node_args={**common, "include_dashboard": False})
         cluster.add_node(**common)
         ids = [node.node_id for node in cluster.list_all_nodes()]
         print(json.dumps({"address": cluster.address, "ids": ids}), flush=True)

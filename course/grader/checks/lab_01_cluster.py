@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import time
@@ -65,7 +66,8 @@ def grade_cluster(attempt: Attempt) -> None:
     count, gpus = draw.randrange(2, 9), draw.choice((2, 4, 8))
     image, claim = f"registry.example.com/team:{draw.randrange(100)}", f"claim-{draw.randrange(100)}"
     _check_manifest(rendered(_words(attempt, "submit_command", count, gpus, image, claim)), count, gpus, image, claim)
-    nodes, cpus = ready(attempt), draw.randrange(1, 5)
+    nodes = ready(attempt)
+    cpus = draw.choice([number for number in range(1, 6) if number != os.cpu_count()])  # not what Ray would find itself
     join = _words(attempt, "join_command", nodes.address, cpus)
     command = " ".join(join)
     if join[:2] != ["ray", "start"] or "--head" in join:
