@@ -61,7 +61,10 @@ PHASES = (
 )
 
 _MODULE = "module-202"
-MODULE_202 = (Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),)
+MODULE_202 = (
+    Phase("lab-01", "Ray Train", f"{_MODULE}/labs/lab-01-ray-train", ("lab_01",)),
+    Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),
+)
 ALL = (*PHASES, *MODULE_202)
 
 

@@ -17,7 +17,7 @@ from grader.hints import first_hint
 from grader.ranks import Answer, Order, RunFailed, Watch, run_ranks, start_zygote
 
 LIMIT_SECONDS = 60.0
-"""No exercise is graded for longer."""
+"""No exercise is graded for longer, unless it says so."""
 
 
 class Mistake(Exception):
@@ -43,6 +43,8 @@ class Exercise:
     """Raises Mistake."""
     forbidden: tuple[str, ...] = ()
     """Dotted names that the answer must not use."""
+    limit: float = LIMIT_SECONDS
+    """Grading takes no longer; more than usual for answers that run in an engine with a start of its own."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Attempt:
         function: Callable[..., Any],
         ranks: int,
         args: tuple[Any, ...] = (),
-        timeout: float = LIMIT_SECONDS,
+        timeout: float | None = None,
         kill: Mapping[int, float | str] | None = None,
         expect_failure: bool = False,
     ) -> list[Answer]:
@@ -77,8 +79,8 @@ class Attempt:
         A rank that raises, hangs or ends is a Mistake, unless failures are expected. kill={1: 0.5} ends rank 1 after
         half a second, kill={1: "saving"} when it calls marker("saving").
         """
-        left = LIMIT_SECONDS - (time.monotonic() - self.began)
-        limit = max(1.0, min(timeout, left))
+        left = self.exercise.limit - (time.monotonic() - self.began)
+        limit = max(1.0, min(timeout or left, left))
         order = Order(
             self.answer, function, ranks, args, limit, dict(kill or {}), expect_failure, self.exercise.forbidden
         )
@@ -91,7 +93,7 @@ class Attempt:
             hint = first_hint(self.answer, self.exercise.name) if failure.unwritten else ""
             raise Mistake(f"{failure}. {hint}".strip()) from failure
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT_SECONDS) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
         """Call `function(module, *args)` in one process without a group, and return its value."""
         return self.run(function, 0, args, timeout)[0].value
 
