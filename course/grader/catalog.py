@@ -61,7 +61,10 @@ PHASES = (
 )
 
 _MODULE = "module-202"
-MODULE_202 = (Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),)
+MODULE_202 = (
+    Phase("lab-02", "Horovod on several machines", f"{_MODULE}/labs/lab-02-horovod", ("lab_02",)),
+    Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),
+)
 ALL = (*PHASES, *MODULE_202)
 
 
