@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -58,16 +59,18 @@ def operations(timeline: Path) -> list[list[str]]:
     """Return the all-reduces of a timeline: the tensors whose transfer overlaps were sent together."""
     events = json.loads(timeline.read_text())
     names = {event["pid"]: event["args"]["name"] for event in events if "name" in event.get("args", {})}
-    spans, begun = [], {pid: [] for pid in names}  # type: ignore[var-annotated]
+    begun: dict[int, list[Any]] = {pid: [] for pid in names}
+    spans: list[list[Any]] = []
     for event in events:
         if event["ph"] == "B":
-            begun[event["pid"]].append(event)
+            span = [event["ts"], math.inf, names[event["pid"]]]  # the last ends of a run may be missing
+            begun[event["pid"]].append(span)
+            if event["name"] == "GLOO_ALLREDUCE":
+                spans.append(span)
         elif event["ph"] == "E" and begun[event["pid"]]:  # a barrier ends once more than it begins
-            first = begun[event["pid"]].pop()
-            if first["name"] == "GLOO_ALLREDUCE":
-                spans.append((first["ts"], event["ts"], names[event["pid"]]))
+            begun[event["pid"]].pop()[1] = event["ts"]
     found: list[list[str]] = []
-    until = -1
+    until = -1.0
     for begin, end, name in sorted(spans):
         if begin >= until:
             found.append([])

@@ -54,7 +54,7 @@ def operations(timeline: Path) -> list[list[str]]:
     The file is a list of events for chrome://tracing; a run that was killed leaves it without its last bracket. Each
     tensor has a number, pid; the event process_name gives its name. GLOO_ALLREDUCE begins (ph "B") for all tensors of
     an operation before it ends (ph "E", without a name: it ends what began last for that pid) for the first of them. A
-    barrier ends once more than it begins.
+    barrier ends once more than it begins, and the last ends of a run may be missing.
     """
     text = timeline.read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
