@@ -27,12 +27,14 @@ def horovod(folder: Path) -> None:
         picture.text(16, top + 28, f"rank {rank}", size=12)
         for place, name in enumerate(ready):
             picture.box(70 + place * 48, top + 10, 42, 30, name, LAYERS[name])
-        picture.arrow(226, top + 25, 300, 165 if rank else 145, "names, shapes")
+        picture.arrow(226, top + 25, 300, 165 if rank else 145)
+        picture.text(268, 218 if rank else 116, "names, shapes", size=11, soft=True)
         picture.box(650, top, 210, 50, color="grey-outline")
         picture.text(655, top - 4, "fusion buffer", size=10, soft=True)
         for place, name in enumerate(("g4", "g3")):
             picture.box(658 + place * 100, top + 10, 94, 30, name, LAYERS[name])
-        picture.arrow(556, 145 if rank == 0 else 165, 640, top + 25, "g4, g3")
+        picture.arrow(556, 165 if rank else 145, 640, top + 25)
+        picture.text(590, 218 if rank else 116, "g4, g3", size=11, anchor="end", soft=True)
     picture.box(306, 130, 110, 50, "coordinator\n(rank 0)", "orange")
     picture.arrow(420, 155, 446, 155)
     picture.box(450, 130, 100, 50, "all have:\ng4, g3", "green")
@@ -61,8 +63,8 @@ def reducer(folder: Path) -> None:
         picture.box(left + place * width, top, width - 4, 40, name, color)
     picture.text(16, top + 84, "bucket full", size=12, bold=True)
     picture.text(16, top + 134, "all-reduce", size=12, bold=True)
-    rows = (("bucket 0\n1 MiB", "pink", 1, 0.8), ("bucket 1\n25 MiB", "violet", 4, 2.4))
-    rows += (("bucket 2\n25 MiB", "teal", 7, 1.4), ("rest", "blue", 8.4, 0.6))
+    rows = (("bucket 0\n1 MiB", "pink", 1, 0.7), ("bucket 1\n25 MiB", "violet", 4, 1.6))
+    rows += (("bucket 2\n25 MiB", "teal", 7, 1.6), ("rest", "blue", 8.6, 0.5))
     for name, color, full, long in rows:
         x = left + min(full, 8) * width - 2
         picture.arrow(x, top + 42, x, top + 104, color=color)
@@ -70,8 +72,8 @@ def reducer(folder: Path) -> None:
     end = left + 8 * width
     picture.line(end, top - 8, end, top + 170, dashed=True)
     picture.text(end + 6, top - 12, "backward ends", size=11, soft=True)
-    picture.arrow(left + 9 * width + 4, top + 170, left + 9 * width + 4, top + 154)
-    picture.text(left + 9 * width, top + 186, "optimizer's step", size=11, anchor="end", soft=True)
+    picture.arrow(left + 9.1 * width + 4, top + 170, left + 9.1 * width + 4, top + 154)
+    picture.text(left + 9.1 * width, top + 186, "optimizer's step", size=11, anchor="end", soft=True)
     picture.text(
         16, top + 212, "Only what is right of the dashed line is waited for. Buckets are sent in", size=12, soft=True
     )
