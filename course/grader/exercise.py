@@ -28,6 +28,10 @@ class Mistake(Exception):
         self.see = see
 
 
+class Missing(Mistake):
+    """What an exercise needs is not installed here: the answer is not wrong, it was not graded."""
+
+
 @dataclass(frozen=True)
 class Exercise:
     """One thing to write, and how it is graded."""
@@ -112,6 +116,8 @@ class Result:
     """Whether the answer could be run at all."""
     printed: tuple[str, ...] = ()
     """The end of what each rank printed, for an answer that is wrong."""
+    skipped: bool = False
+    """Whether it was not graded, as something that it needs is not installed."""
 
     @property
     def earned(self) -> int:
@@ -124,13 +130,15 @@ def grade(exercise: Exercise, answer: Path, seed: int | None = None, watch: Watc
     seed = random.SystemRandom().randrange(1, 10**6) if seed is None else seed
     start_zygote()  # loading torch is not a part of the answer's time
     began = time.monotonic()
-    message, see, was_run = "", "", False
+    message, see, was_run, skipped = "", "", False, False
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as folder:
         attempt = Attempt(exercise, answer.resolve(), Path(folder), random.Random(seed), watch)
         try:
             _check_source(exercise, attempt.answer)
             was_run = True
             exercise.grade(attempt)
+        except Missing as missing:
+            message, was_run, skipped = str(missing), False, True
         except Mistake as mistake:
             message, see = str(mistake), mistake.see
         except Exception as error:  # noqa: BLE001 (what the answer returned was of a kind that was not expected)
@@ -140,7 +148,7 @@ def grade(exercise: Exercise, answer: Path, seed: int | None = None, watch: Watc
                 f" (in {last.name}). Compare the types with the docstring"
             )
     printed = tuple(attempt.printed) if message else ()
-    return Result(exercise, not message, message, see, time.monotonic() - began, seed, was_run, printed)
+    return Result(exercise, not message, message, see, time.monotonic() - began, seed, was_run, printed, skipped)
 
 
 def newest_logs(folder: Path) -> list[Path]:
