@@ -61,7 +61,10 @@ PHASES = (
 )
 
 _MODULE = "module-202"
-MODULE_202 = (Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),)
+MODULE_202 = (
+    Phase("lab-03", "A fault-tolerant system", f"{_MODULE}/labs/lab-03-fault-tolerant", ("lab_03",)),
+    Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),
+)
 ALL = (*PHASES, *MODULE_202)
 
 
