@@ -44,7 +44,8 @@ class Listed:
     def solution(self) -> Path:
         """The file with our answer."""
         if "/starter/" in self.template:
-            return COURSE / self.template.replace("/starter/", "/solution/")
+            answer = "example" if "/project/" in self.template else "solution"  # a project has no one answer
+            return COURSE / self.template.replace("/starter/", f"/{answer}/")
         return COURSE / "solutions" / self.template.replace("template_", "")
 
 
@@ -65,6 +66,7 @@ MODULE_202 = (
     Phase("lab-03", "A fault-tolerant system", f"{_MODULE}/labs/lab-03-fault-tolerant", ("lab_03",)),
     Phase("lab-04", "Profiling and bottlenecks", f"{_MODULE}/labs/lab-04-profiling", ("lab_04",)),
     Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),
+    Phase("project", "Final project", f"{_MODULE}/project", ("project",)),
 )
 ALL = (*PHASES, *MODULE_202)
 
