@@ -44,7 +44,8 @@ class Listed:
     def solution(self) -> Path:
         """The file with our answer."""
         if "/starter/" in self.template:
-            return COURSE / self.template.replace("/starter/", "/solution/")
+            answer = "example" if "/project/" in self.template else "solution"  # a project has no one answer
+            return COURSE / self.template.replace("/starter/", f"/{answer}/")
         return COURSE / "solutions" / self.template.replace("template_", "")
 
 
