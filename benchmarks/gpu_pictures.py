@@ -1,6 +1,7 @@
 """The pictures of `gpu_table.py`: speed against memory of every contestant, and the loss curves of our modes.
 
-python benchmarks/gpu_pictures.py table.json docs/assets/gpu
+python benchmarks/gpu_pictures.py benchmarks/results/gpu_table.json docs/assets/gpu
+python benchmarks/gpu_pictures.py benchmarks/results/shapes.json docs/assets/shapes    # accuracy by epoch
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from phalanx.tools.svg import COLORS, Axis, Plot, write_picture
 
 _CELL = (460, 320)
 _CONTESTANTS = ("raw", "accelerate", "lightning", "hf", "ours", "ours fast", "ours small")
+_SHARES, _LOSSES = ("accuracy", "top5"), ("train_loss", "loss")
 _WINDOW = 50
 """Steps over which a curve is averaged: single batches vary more than the modes."""
 
 
 def main() -> None:
-    """Write NAME-table.svg and NAME-curves.svg."""
+    """Write NAME-table.svg and NAME-curves.svg, or the accuracy of a run's epochs."""
     document = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if "epochs" in document:
+        charts = [_lines(document["epochs"], names) for names in (_SHARES, _LOSSES)]
+        write_picture(f"{sys.argv[2]}-accuracy.svg", document["about"], charts, _CELL, _SHARES + _LOSSES)
+        return
     colors = dict(zip(_CONTESTANTS, COLORS, strict=False))
     charts = [_speed(model, rows, colors) for model, rows in document["models"].items() if "ms" in rows.get("raw", {})]
     title = f"Speed against memory, each times the raw loop ({document['environment']['device']})"
@@ -50,6 +56,15 @@ def _curves(curves: dict[str, list[float]], start: int, colors: dict[str, str]) 
     plot = Plot(Axis.of("step", [float(start), float(len(curves["ours"]))]), Axis.of("loss", values), _CELL)
     for name, line in means.items():
         plot.line(line, colors[name], name)
+    return plot.svg()
+
+
+def _lines(epochs: list[dict[str, float]], names: tuple[str, ...]) -> str:
+    colors = dict(zip(_SHARES + _LOSSES, COLORS, strict=False))
+    highest = max(each[name] for each in epochs for name in names)
+    plot = Plot(Axis.of("epoch", [0.0, float(len(epochs))]), Axis.of("", [0.0, highest]), _CELL)
+    for name in names:
+        plot.line([(each["epoch"], each[name]) for each in epochs], colors[name], name)
     return plot.svg()
 
 

@@ -25,10 +25,10 @@ def held(tensors: list[torch.Tensor]) -> int:
 def measure(strategy: str, base: str | None) -> None:
     """Train two steps, and print what this rank holds and how long the second took."""
     torch.manual_seed(0)
-    with Formation(strategy=strategy, lora_rank=16, lora_base=base, device="cpu") as formation:
+    with Formation(strategy=strategy, lora_rank=16, lora_base=base) as formation:
         model = formation.prepare(build("llama", seq_len=64, **SHAPE).to(torch.bfloat16))
         optimizer = formation.prepare(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4))
-        tokens = torch.randint(32_000, (1, 65))
+        tokens = torch.randint(32_000, (1, 65), device=formation.device)
         for _ in range(2):
             began = time.perf_counter()
             loss = model(tokens[:, :-1], tokens[:, 1:]).loss

@@ -1,7 +1,8 @@
 """What MkDocs calls while it builds the site.
 
 Tables are read from the package, so that they cannot go stale: a page holds a marker, such as `<!-- table: settings -->`.
-Every picture becomes a link to itself at full size. The repository link is the origin of the clone.
+Every picture becomes a link to itself at full size. The repository link is the origin of the clone. The texts and
+pictures of `course/` are pages below `learn/`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
 from phalanx.config import GROUPS
 from phalanx.config.option import kinds
 from phalanx.config.renamed import Aliases
@@ -25,12 +28,37 @@ _PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
 _REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d+/|[:/])(.+?)(?:\.git)?/?$")
 _MARKER = re.compile(r"<!-- table: (\w+) -->(\n\*.*)?")
 """With the line after it, which says in a clone where the table is."""
+_COURSE, _LEARN = Path(__file__).resolve().parents[1] / "course", "learn/"
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+_DOCS = re.compile(r"(?<=\.\./)docs/")
 _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace every marker of a page by its table."""
+def on_files(files: Files, config: Any) -> Files:
+    """Add the texts and pictures of the course."""
+    for path in sorted(_COURSE.rglob("*")):
+        if path.suffix in (".md", ".svg"):
+            place = f"{_LEARN}{path.relative_to(_COURSE).as_posix()}"
+            files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace every marker of a page by its table; let the links of the course lead to the pages of this site."""
+    if page.file.src_uri.startswith(_LEARN):
+        return _LINK.sub(_of_site, markdown)
+    markdown = markdown.replace("](../course/", f"]({_LEARN}")
     return _MARKER.sub(lambda match: _TABLES[match[1]](), markdown)
+
+
+def _of_site(link: re.Match[str]) -> str:
+    """Return a link of the course for this site, which has its texts and pictures, but no code."""
+    text, target = link.groups()
+    if target.startswith(("http", "#")):
+        return link[0]
+    if not target.partition("#")[0].endswith((".md", ".svg")):
+        return text
+    return f"[{text}]({_DOCS.sub('', target)})"
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -63,6 +63,8 @@ PHASES = (
 
 _MODULE = "module-202"
 MODULE_202 = (
+    Phase("lab-01", "Ray Train", f"{_MODULE}/labs/lab-01-ray-train", ("lab_01",)),
+    Phase("lab-02", "Horovod on several machines", f"{_MODULE}/labs/lab-02-horovod", ("lab_02",)),
     Phase("lab-03", "A fault-tolerant system", f"{_MODULE}/labs/lab-03-fault-tolerant", ("lab_03",)),
     Phase("lab-04", "Profiling and bottlenecks", f"{_MODULE}/labs/lab-04-profiling", ("lab_04",)),
     Phase("assessment", "Practical assessment", f"{_MODULE}/assessment", ("assessment",)),

@@ -17,7 +17,7 @@ from grader.hints import first_hint
 from grader.ranks import Answer, Order, RunFailed, Watch, run_ranks, start_zygote
 
 LIMIT_SECONDS = 60.0
-"""No exercise is graded for longer."""
+"""No exercise is graded for longer, unless it says so."""
 
 
 class Mistake(Exception):
@@ -26,6 +26,10 @@ class Mistake(Exception):
     def __init__(self, text: str, see: str = "") -> None:
         super().__init__(text)
         self.see = see
+
+
+class Missing(Mistake):
+    """What an exercise needs is not installed here: the answer is not wrong, it was not graded."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Exercise:
     """Raises Mistake."""
     forbidden: tuple[str, ...] = ()
     """Dotted names that the answer must not use."""
+    limit: float = LIMIT_SECONDS
+    """Grading takes no longer; more than usual for answers that run in an engine with a start of its own."""
 
 
 @dataclass
@@ -68,7 +74,7 @@ class Attempt:
         function: Callable[..., Any],
         ranks: int,
         args: tuple[Any, ...] = (),
-        timeout: float = LIMIT_SECONDS,
+        timeout: float | None = None,
         kill: Mapping[int, float | str] | None = None,
         expect_failure: bool = False,
     ) -> list[Answer]:
@@ -77,8 +83,8 @@ class Attempt:
         A rank that raises, hangs or ends is a Mistake, unless failures are expected. kill={1: 0.5} ends rank 1 after
         half a second, kill={1: "saving"} when it calls marker("saving").
         """
-        left = LIMIT_SECONDS - (time.monotonic() - self.began)
-        limit = max(1.0, min(timeout, left))
+        left = self.exercise.limit - (time.monotonic() - self.began)
+        limit = max(1.0, min(timeout or left, left))
         order = Order(
             self.answer, function, ranks, args, limit, dict(kill or {}), expect_failure, self.exercise.forbidden
         )
@@ -91,7 +97,7 @@ class Attempt:
             hint = first_hint(self.answer, self.exercise.name) if failure.unwritten else ""
             raise Mistake(f"{failure}. {hint}".strip()) from failure
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float = LIMIT_SECONDS) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
         """Call `function(module, *args)` in one process without a group, and return its value."""
         return self.run(function, 0, args, timeout)[0].value
 
@@ -110,6 +116,8 @@ class Result:
     """Whether the answer could be run at all."""
     printed: tuple[str, ...] = ()
     """The end of what each rank printed, for an answer that is wrong."""
+    skipped: bool = False
+    """Whether it was not graded, as something that it needs is not installed."""
 
     @property
     def earned(self) -> int:
@@ -122,13 +130,15 @@ def grade(exercise: Exercise, answer: Path, seed: int | None = None, watch: Watc
     seed = random.SystemRandom().randrange(1, 10**6) if seed is None else seed
     start_zygote()  # loading torch is not a part of the answer's time
     began = time.monotonic()
-    message, see, was_run = "", "", False
+    message, see, was_run, skipped = "", "", False, False
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as folder:
         attempt = Attempt(exercise, answer.resolve(), Path(folder), random.Random(seed), watch)
         try:
             _check_source(exercise, attempt.answer)
             was_run = True
             exercise.grade(attempt)
+        except Missing as missing:
+            message, was_run, skipped = str(missing), False, True
         except Mistake as mistake:
             message, see = str(mistake), mistake.see
         except Exception as error:  # noqa: BLE001 (what the answer returned was of a kind that was not expected)
@@ -138,7 +148,7 @@ def grade(exercise: Exercise, answer: Path, seed: int | None = None, watch: Watc
                 f" (in {last.name}). Compare the types with the docstring"
             )
     printed = tuple(attempt.printed) if message else ()
-    return Result(exercise, not message, message, see, time.monotonic() - began, seed, was_run, printed)
+    return Result(exercise, not message, message, see, time.monotonic() - began, seed, was_run, printed, skipped)
 
 
 def newest_logs(folder: Path) -> list[Path]:

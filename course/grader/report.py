@@ -34,7 +34,7 @@ def note_result(folder: Path, result: Result) -> None:
 def lines_of(result: Result, phase_folder: str) -> list[str]:
     """Return what is printed for one result."""
     exercise = result.exercise
-    mark = "passed" if result.passed else "wrong "
+    mark = "passed" if result.passed else "skipped" if result.skipped else "wrong "
     first = f"{mark}  {exercise.name:<24} {result.earned:>3} of {exercise.points:>2} points   {result.seconds:4.1f} s"
     if result.passed:
         return [first]

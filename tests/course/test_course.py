@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from grader.exercise import grade
+from grader.exercise import Result, grade
 from grader.hints import hints
 from long_proofs import ALL
 from wrong import COURSE, LISTED, OF_PHASES, RIGHT, WRONG, Right, Wrong, exercise
@@ -19,17 +20,25 @@ def named(each: Wrong | Right) -> str:
     return f"{each.exercise}-{each.mistake if isinstance(each, Wrong) else each.way}".replace(" ", "-")
 
 
+def graded(name: str, file: Path) -> Result:
+    """Grade a file; skip the test where something that the exercise needs is not installed."""
+    result = grade(exercise(name), file)
+    if result.skipped:
+        pytest.skip(result.message)
+    return result
+
+
 @pytest.mark.parametrize("name", LISTED)
 def test_a_template_fails_with_a_hint(name):
-    result = grade(exercise(name), COURSE / LISTED[name].template)
+    result = graded(name, COURSE / LISTED[name].template)
     assert not result.passed
     assert f"{LISTED[name].target} is not written yet" in result.message
     assert "Hint 1:" in result.message
 
 
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("name", [name for name in LISTED if not name.startswith("lab-")])  # labs have their own tests
 def test_a_solution_passes(name):
-    result = grade(exercise(name), LISTED[name].solution)
+    result = graded(name, LISTED[name].solution)
     assert result.passed, f"{result.message} (seed {result.seed})"
 
 
@@ -87,6 +96,8 @@ def test_course_code_is_torch_and_the_standard_library():
     allowed = {*sys.stdlib_module_names, "torch", "numpy", "PIL", "grader"}
     for file in [*COURSE.glob("phase*/*.py"), *COURSE.glob("solutions/*/*.py"), *COURSE.glob("grader/**/*.py")]:
         siblings = {other.stem for other in file.parent.glob("*.py")}
+        if file.stem.startswith(("lab_", "ray_")):  # labs run the engines themselves
+            siblings |= {"ray", "yaml"}
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:

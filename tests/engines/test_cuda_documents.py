@@ -11,6 +11,13 @@ from phalanx.models import build
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.fixture(autouse=True)
+def _compile_here(monkeypatch):
+    """Compile in this process: Inductor's worker processes outlive a test."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+
+
 def losses_and_gradients(name: str, **settings) -> tuple[list[float], list[torch.Tensor]]:
     torch.manual_seed(0)
     model = build(name, preset="small", seq_len=512)

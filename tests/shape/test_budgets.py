@@ -132,7 +132,9 @@ def test_a_rank_loads_few_modules_and_nothing_of_the_tools(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     loaded = json.loads((tmp_path / "modules.json").read_text())
     assert not [name for name in loaded if name.startswith(("phalanx.tools", "phalanx.engines", "phalanx.cli"))]
-    assert len(loaded) <= RANK_MODULES, f"{len(loaded)}: {loaded}"
+    # The hang watch reads torch's records when a step takes long, as any may on a busy machine.
+    found = set(loaded) - {"phalanx.torch_records"}
+    assert len(found) <= RANK_MODULES, f"{len(found)}: {sorted(found)}"
 
 
 def test_a_formation_loads_few_modules():

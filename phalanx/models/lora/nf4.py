@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import UsageError
+from phalanx.torch_compat import let_fsdp_shard_bytes
 
 _BLOCK = 64
 """Weights that share a scale, the largest of their absolute values."""
@@ -134,6 +135,7 @@ def quantise_base(model: nn.Module, blocks: Iterable[nn.Module]) -> int:
     for layer in inside:
         if type(layer) is nn.Linear and owners[id(layer.weight)] == 1:
             quantise_layer(layer)
+    let_fsdp_shard_bytes()
     found = sum(isinstance(layer, NF4Linear) for layer in inside)
     if not found:
         raise UsageError(

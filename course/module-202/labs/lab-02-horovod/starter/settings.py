@@ -1,0 +1,69 @@
+"""Lab 02, task 3: choose Horovod's communication settings, and see in a timeline what they do.
+
+horovodrun with --timeline-filename writes a timeline, `python settings.py wire.json` counts its all-reduces.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the settings depend on."""
+
+    gradients: Sequence[int]
+    """Bytes of each gradient, in the order in which backward computes them."""
+    backward_ms: float
+    """From the first gradient to the last."""
+    messages: int
+    """About so many all-reduces per step: few enough to pay little latency, enough to overlap with backward."""
+    memory: int
+    """Bytes that the fusion buffer may take."""
+    hosts: int = 1
+    ranks_per_host: int = 2
+    nccl: bool = False
+    """Whether the gradients are on GPUs and NCCL moves them; else gloo does."""
+
+
+def settings(job: Job) -> dict[str, str]:
+    """Return Horovod's variables for a job, as text, the way an environment has them.
+
+    HOROVOD_CYCLE_TIME: milliseconds between two looks of the background thread. HOROVOD_FUSION_THRESHOLD: bytes of the
+    fusion buffer. HOROVOD_CACHE_CAPACITY: of the response cache, never below its default of 1024.
+    HOROVOD_HIERARCHICAL_ALLREDUCE: "1" where NCCL runs on several hosts with several ranks each; else it is left out.
+    """
+    # TODO horovod-settings: choose the variables, and read a timeline below.
+    #   Hint 1: the background thread looks once per cycle and sends what has become ready. How long is a cycle, if a
+    #       backward pass is to be cut into so many messages?
+    #   Hint 2: the buffer must hold the gradients of one cycle and fit into the memory; a cache that is smaller than
+    #       the number of gradients negotiates some of them again in each step.
+    #   Hint 3: cycle = backward_ms / messages; threshold = min(memory, sum(gradients)); cache = max(1024, number). In
+    #       the timeline a new operation begins with a GLOO_ALLREDUCE that begins while none is under way.
+    raise NotImplementedError("settings")
+
+
+def operations(timeline: Path) -> list[list[str]]:
+    """Return the all-reduces of a timeline in their order, each as the names of the tensors that travelled together.
+
+    The file is a list of events for chrome://tracing; a run that was killed leaves it without its last bracket. Each
+    tensor has a number, pid; the event process_name gives its name. GLOO_ALLREDUCE begins (ph "B") for all tensors of
+    an operation before it ends (ph "E", without a name: it ends what began last for that pid) for the first of them. A
+    barrier ends once more than it begins, and the last ends of a run may be missing.
+    """
+    # Second half of task 3: walk over the events and keep, for each pid, what has begun and has not ended.
+    raise NotImplementedError("operations")
+
+
+def main() -> None:
+    """Print what a timeline holds."""
+    found = operations(Path(sys.argv[1]))
+    tensors = sum(len(names) for names in found)
+    print(f"{tensors} tensors in {len(found)} all-reduces; the largest carried {max(len(names) for names in found)}")
+
+
+if __name__ == "__main__":
+    main()
