@@ -102,7 +102,7 @@ class Faults:
     """Faults for practice, from FOLDER/faults.json; each happens once.
 
     [{"kind": "kill", "rank": 1, "step": 7}, ...]; kinds: kill, stop (alive, but does nothing), kill-saving (in the
-    first save after that step, when its file is opened), flip (one bit of the weights changes).
+    first save after that step, when its file is opened), flip (one bit of a weight changes).
     """
 
     def __init__(self, folder: Path, rank: int, model: nn.Module) -> None:
@@ -121,7 +121,7 @@ class Faults:
             mark.touch()
             if fault["kind"] == "flip":
                 weight = next(self.model.parameters()).data.view(torch.int32)
-                weight[0, 0] ^= 1
+                weight[0, 0] ^= 1 << 20  # a high bit: rounding could remove the change of a low one, not its effect
             elif fault["kind"] == "kill-saving":
                 self.saving = True
             else:
