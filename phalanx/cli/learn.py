@@ -47,7 +47,7 @@ def parser(action: str = "list") -> FlagParser:
     )
     add = parser.add_argument
     if action == "start":
-        add("phase", metavar="PHASE", help="phase1 to phase4, lab-01, assessment, or all")
+        add("phase", metavar="PHASE", help="phase1 to phase4, lab-01 to lab-04, assessment, project, or all")
         add("folder", metavar="FOLDER", nargs="?", help="where to copy to [phalanx-course]")
         return parser
     if action == "show":
