@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -256,18 +255,6 @@ def drop_unreduced(model: Any) -> None:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
-
-
-def let_fsdp_shard_bytes() -> None:
-    """Let FSDP shard frozen parameters of integers. Torch before 2.13 gives each shard a gradient first, and fails."""
-    module: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) or module.nn is not nn:
-        return
-
-    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
-
-    module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
 
 
 def is_own_host(host: str) -> bool:

@@ -168,15 +168,6 @@ def test_fsdp_drops_what_it_has_not_reduced(group):
     assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0]]
 
 
-def test_fsdp_shards_frozen_bytes(group):
-    torch_compat.let_fsdp_shard_bytes()
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8), requires_grad=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    assert model.weight.full_tensor().tolist() == [[1, 2], [3, 4]]
-    assert not model.weight.requires_grad
-
-
 def test_hosts():
     assert torch_compat.is_own_host("localhost")
     assert not torch_compat.is_own_host("192.0.2.1")
