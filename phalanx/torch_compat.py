@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -257,6 +258,17 @@ def drop_unreduced(model: Any) -> None:
             parameter._unsharded_param.grad = None
 
 
+def let_fsdp_shard_bytes() -> None:
+    """Let FSDP shard frozen integers: torch before 2.13 gives each shard a gradient first, and fails."""
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        module: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+
+
 def is_own_host(host: str) -> bool:
     """Whether a host name or address means this machine, by torchrun's rule."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
@@ -367,29 +379,6 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
-def profiler_config(*, all_threads: bool) -> Any:
-    """Return settings of the profiler: `all_threads` records those that communicate, too, but no allocations."""
-    kind = torch.profiler._ExperimentalConfig
-    try:
-        return kind(profile_all_threads=all_threads, trace_only=True)  # no Python object per event
-    except TypeError:  # before torch 2.13
-        return kind(profile_all_threads=all_threads)
-
-
 def is_profiling() -> bool:
     """Whether a profiler of torch records this thread."""
     return bool(torch.autograd._profiler_enabled())
-
-
-def record_allocations(entries: int | None) -> None:
-    """Record the last allocations on CUDA devices, at most a number, with their Python stacks; None: stop."""
-    if entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
-
-
-def allocations() -> dict[str, Any]:
-    """Return what `record_allocations` has recorded: the segments of memory, and the history of each device."""
-    found: dict[str, Any] = torch.cuda.memory._snapshot()
-    return found

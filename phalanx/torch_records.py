@@ -1,4 +1,6 @@
-"""What torch keeps of collectives: its flight recorder, groups and timeouts. The table of `torch_compat` has its names.
+"""What torch records: collectives (its flight recorder, groups, timeouts), profiles and allocations.
+
+The table of `torch_compat` has the private names.
 
 The recorder keeps operations of gloo and nccl where `TORCH_FR_BUFFER_SIZE` is set: it is read when a run hangs.
 """
@@ -106,3 +108,26 @@ def around_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, in
             setattr(owner, name, original)
 
     return undo
+
+
+def profiler_config(*, all_threads: bool) -> Any:
+    """Return settings of the profiler: `all_threads` records those that communicate, too, but no allocations."""
+    kind = torch.profiler._ExperimentalConfig
+    try:
+        return kind(profile_all_threads=all_threads, trace_only=True)  # no Python object per event
+    except TypeError:  # before torch 2.13
+        return kind(profile_all_threads=all_threads)
+
+
+def record_allocations(entries: int | None) -> None:
+    """Record the last allocations on CUDA devices, at most a number, with their Python stacks; None: stop."""
+    if entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+
+
+def allocations() -> dict[str, Any]:
+    """Return what `record_allocations` has recorded: the segments of memory, and the history of each device."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found

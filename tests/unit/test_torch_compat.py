@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from phalanx import torch_compat, torch_compiler, torch_fakes, torch_flash, torch_records
 
-NEEDS_CUDA = {"end_failed_capture", "record_allocations", "allocations"}
+NEEDS_CUDA = {"end_failed_capture"}
 
 
 @pytest.fixture
@@ -168,6 +168,14 @@ def test_fsdp_drops_what_it_has_not_reduced(group):
     assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0]]
 
 
+def test_fsdp_shards_frozen_bytes(group):
+    torch_compat.let_fsdp_shard_bytes()
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8), requires_grad=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert model.weight.full_tensor().tolist() == [[1, 2], [3, 4]]
+
+
 def test_hosts():
     assert torch_compat.is_own_host("localhost")
     assert not torch_compat.is_own_host("192.0.2.1")
@@ -272,9 +280,9 @@ def test_the_cuda_runtime_is_there_where_cuda_is():
 def test_the_profiler():
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
-        experimental_config=torch_compat.profiler_config(all_threads=True),
+        experimental_config=torch_records.profiler_config(all_threads=True),
     ):
-        assert torch_compat.profiler_config(all_threads=False)
+        assert torch_records.profiler_config(all_threads=False)
     assert not torch_compat.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch_compat.is_profiling()

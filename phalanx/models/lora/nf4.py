@@ -7,8 +7,6 @@ weight in all. The bytes are a parameter that is still called `weight`: FSDP sha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import UsageError
+from phalanx.torch_compat import let_fsdp_shard_bytes
 
 _BLOCK = 64
 """Weights that share a scale, the largest of their absolute values."""
@@ -145,18 +144,6 @@ def quantise_base(model: nn.Module, blocks: Iterable[nn.Module]) -> int:
             "them. Leave lora_base out for other models.",
         )
     return found
-
-
-def let_fsdp_shard_bytes() -> None:
-    """Let FSDP shard frozen parameters of integers. Torch before 2.13 gives each shard a gradient first, and fails."""
-    module: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) or module.nn is not nn:
-        return
-
-    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
-
-    module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
 
 
 def restore_base(model: nn.Module) -> None:
