@@ -61,11 +61,9 @@ def make_config(attempt: Attempt, epochs: int) -> dict[str, Any]:
     }
 
 
-def run_loop(
-    module: ModuleType, address: str, variables: dict[str, str], config: dict[str, Any], folder: str
-) -> dict[str, Any]:
+def run_loop(module: ModuleType, address: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
     """Run the learner's loop on two workers with a trainer of the grader's."""
-    connect(address, variables, module)
+    connect(address, module)
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -85,7 +83,7 @@ def grade_train(attempt: Attempt) -> None:
     written(attempt, "train_loop")
     nodes = ready(attempt)
     config = make_config(attempt, epochs=3)
-    found = attempt.call(run_loop, nodes.address, nodes.variables, config, str(attempt.folder))
+    found = attempt.call(run_loop, nodes.address, config, str(attempt.folder), variables=nodes.variables)
     if found["failure"]:
         raise Mistake(found["failure"])
     _check_reports(found["reports"], config)
@@ -214,11 +212,9 @@ def _check_line(line: dict[str, Any], report: list[dict[str, Any]]) -> None:
             raise Mistake(f"epoch {line['epoch']}: {name} is {line[name]} instead of {value}{about}")
 
 
-def run_trainer(
-    module: ModuleType, address: str, variables: dict[str, str], config: dict[str, Any], folder: str, stop: int
-) -> dict[str, Any]:
+def run_trainer(module: ModuleType, address: str, config: dict[str, Any], folder: str, stop: int) -> dict[str, Any]:
     """Fit the learner's trainer; worker 1 is killed before a step."""
-    connect(address, variables, module)
+    connect(address, module)
     from ray.train.torch import TorchTrainer
 
     from grader.ray_runs import Collect, Observed, fitted, lines
@@ -240,7 +236,7 @@ def grade_scale(attempt: Attempt) -> None:
     nodes = ready(attempt)
     config = make_config(attempt, epochs=4)
     stop = 2 * _BATCHES + attempt.random.randrange(2, _BATCHES + 1)
-    found = attempt.call(run_trainer, nodes.address, nodes.variables, config, str(attempt.folder), stop)
+    found = attempt.call(run_trainer, nodes.address, config, str(attempt.folder), stop, variables=nodes.variables)
     workers = found["workers"]
     used = {notes[0]["node"] for name, notes in workers.items() if name.endswith("-0")}
     if len(workers) >= _WORKERS and len(used) < _WORKERS:
