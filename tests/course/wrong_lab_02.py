@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wrong import Right, Wrong
+from wrong import COURSE, Right, Wrong
 
 GATHER = "lines: list[str] = hvd.allgather_object(own)\n    return lines"
 HOSTS = (
@@ -42,7 +42,37 @@ HOSTS = (
         "horovod-hosts",
         "number in the world",
         (("number {hvd.local_rank()} of", "number {hvd.rank()} of"),),
-        says="rank 1 of 2: number 1 of 1",
+        says="rank 2 of 4: number 2 of 2",
+    ),
+    Wrong(
+        "horovod-hosts",
+        "the rank as the host",
+        (("host {hvd.cross_rank()} of", "host {hvd.rank()} of"),),
+        says="on rank 0 of 2 hosts with 2 slots each",
+    ),
+    Wrong(
+        "horovod-hosts",
+        "lines of the README",
+        (
+            (
+                GATHER,
+                'return [f"rank {one} of 2: number 0 of 1 on host {one} of 2 ({name})"'
+                ' for one, name in enumerate(("localhost", "127.0.0.1"))]',
+            ),
+        ),
+        says="on rank 0 of 2 hosts with 2 slots each",
+        fast=True,
+    ),
+    Wrong(
+        "horovod-hosts",
+        "reads the solution",
+        (
+            (
+                GATHER,
+                f'return open({str(COURSE / "module-202/labs/lab-02-horovod/solution/launch.py")!r}).readlines()',
+            ),
+        ),
+        says="is not for answers",
     ),
 )
 BROADCAST = "    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"

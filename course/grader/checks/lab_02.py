@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from grader.horovod_ranks import joined, need_horovod, rendezvous
 
 _HOSTS = "host-a:1,host-b:1"
 """Two hosts with one rank each, as Horovod's variables tell the ranks; both are this machine."""
+_NAMES = ("localhost", "127.0.0.1")
 _RANKS_ERROR = re.compile(r"\[(\d+)\]<std(?:err|out)>:(\w+(?:Error|Exception): .*)")
 _RATE, _MOMENTUM, _EPOCHS, _BATCH, _IMAGES = 0.05, 0.9, 3, 4, 35
 
@@ -33,25 +35,45 @@ def words_of(module: ModuleType, hosts: dict[str, int], program: list[str], inte
     return list(module.horovodrun_words(hosts, program, interface))
 
 
+def say_hello(module: ModuleType, rank: int, world: int, slots: list[dict[str, Any]]) -> Any:
+    """Return what the learner's hello returns on a rank that has Horovod's variables and has not joined yet."""
+    os.environ.update({name: str(value) for name, value in slots[rank].items()})
+    return module.hello()
+
+
 def grade_hosts(attempt: Attempt) -> None:
-    """The words are right for several clusters, and start two real ranks on two hosts."""
+    """The words are right for several clusters, four ranks know their places, and the command starts two real ones."""
     need_horovod()
     slots = [attempt.random.randrange(2, 9) for _ in range(3)]
     for hosts in ({"node-a": slots[0], "node-b": slots[1]}, {"gpu1": slots[2], "gpu2": 1, "gpu3": 1}):
         program = ["python", "train.py", "--epochs", str(attempt.seed() % 90 + 1)]
         _check_words(attempt.call(words_of, hosts, program, "eth7"), hosts, program, "eth7")
+    # Names that no answer knows before, and two ranks on each host: only there do local and cross numbers differ.
+    names = [f"node-{number}" for number in attempt.random.sample(range(100), 2)]
+    with rendezvous(",".join(f"{name}:2" for name in names)) as slots:
+        answers = attempt.run(say_hello, 4, (slots,), timeout=30)
+    _check_hello([answer.value for answer in answers], names, 2)
     program = [sys.executable, "-P", "-m", "grader.horovod_ranks", str(attempt.answer), str(attempt.folder)]
-    words = attempt.call(words_of, {"localhost": 1, "127.0.0.1": 1}, program, "lo")
+    words = attempt.call(words_of, dict.fromkeys(_NAMES, 1), program, "lo")
     _start(attempt, words)
-    names = ("localhost", "127.0.0.1")
-    wanted = [f"rank {rank} of 2: number 0 of 1 on host {rank} of 2 ({name})" for rank, name in enumerate(names)]
-    for rank in range(2):
-        file = attempt.folder / f"hello-{rank}.json"
-        lines = json.loads(file.read_text()) if file.exists() else None
+    files = [attempt.folder / f"hello-{rank}.json" for rank in range(2)]
+    _check_hello([json.loads(file.read_text()) if file.exists() else None for file in files], _NAMES, 1)
+
+
+def _check_hello(found: list[Any], names: Sequence[str], slots: int) -> None:
+    """Raise where a rank did not return the lines of all ranks."""
+    hosts = f"{len(names)} hosts with {slots} slot{'s' * (slots > 1)} each"
+    wanted = [
+        f"rank {host * slots + number} of {len(names) * slots}: number {number} of {slots} on host {host} of"
+        f" {len(names)} ({name})"
+        for host, name in enumerate(names)
+        for number in range(slots)
+    ]
+    for rank, lines in enumerate(found):
         if lines == wanted[rank : rank + 1]:
             raise Mistake(f"hello returned the own line only on rank {rank}: gather the lines of all ranks")
         if lines != wanted:
-            raise Mistake(f"hello returned {lines} on rank {rank} of two hosts; it should return {wanted}")
+            raise Mistake(f"hello returned {lines} on rank {rank} of {hosts}; it should return {wanted}")
 
 
 def _check_words(words: list[str], hosts: dict[str, int], program: list[str], interface: str) -> None:
