@@ -79,7 +79,7 @@ def start_nodes() -> Nodes:
     # Without bytecode on disk each of Ray's processes would compile Ray, pandas and torch anew, seconds in each.
     dropped = ("RAY_", "PYTHONDONTWRITEBYTECODE")
     own = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    with tempfile.TemporaryFile() as errors:  # not a pipe: nobody reads it while the nodes run, and a full one blocks
+    with tempfile.TemporaryFile() as errors:  # a pipe that is not read blocks when it is full
         helper = subprocess.Popen(
             [sys.executable, "-P", "-m", "grader.ray_nodes"],
             env={**own, **variables, **_SOON, "PYTHONPATH": path},

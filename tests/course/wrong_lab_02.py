@@ -69,7 +69,7 @@ HOSTS = (
         (
             (
                 GATHER,
-                f'return open({str(COURSE / "module-202/labs/lab-02-horovod/solution/launch.py")!r}).readlines()',
+                f"return open({str(COURSE / 'module-202/labs/lab-02-horovod/solution/launch.py')!r}).readlines()",
             ),
         ),
         says="is not for answers",
@@ -273,8 +273,11 @@ def settings(job):
     ),
     Right(
         "horovod-benchmark",
-        "in place, asynchronous, the maximum by an all-reduce",
+        "in place, asynchronous, a clock that was imported by its name",
         '''
+from time import perf_counter
+
+
 def benchmark(sizes, repeats):
     """Horovod's maximum over ranks instead of a gathered table."""
     rows = []
@@ -283,10 +286,10 @@ def benchmark(sizes, repeats):
         for number in range(-WARM_UP, repeats):
             tensor = torch.empty(size // 4).fill_(hvd.rank() + 1)
             hvd.barrier()
-            began = time.perf_counter()
+            began = perf_counter()
             hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum, name="x"))
             if number >= 0:
-                taken[number] = time.perf_counter() - began
+                taken[number] = perf_counter() - began
                 wrong += (tensor != sum(range(hvd.size() + 1))).sum().item()
         slowest = hvd.allgather(taken.view(1, -1), name="taken").max(dim=0).values
         seconds = slowest.median().item()

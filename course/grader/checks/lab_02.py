@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from grader.catalog import COURSE
-from grader.checks.lab_02_wire import grade_benchmark, grade_settings
-from grader.exercise import LIMIT_SECONDS, Attempt, Exercise, Mistake
+from grader.checks.lab_02_wire import grade_benchmark, grade_settings, listed
+from grader.exercise import Attempt, Exercise, Mistake
 from grader.horovod_ranks import joined, need_horovod, rendezvous
 
 _HOSTS = "host-a:1,host-b:1"
@@ -32,7 +32,7 @@ _RATE, _MOMENTUM, _EPOCHS, _BATCH, _IMAGES = 0.05, 0.9, 3, 4, 35
 
 def words_of(module: ModuleType, hosts: dict[str, int], program: list[str], interface: str) -> list[str]:
     """Return the learner's command line."""
-    return list(module.horovodrun_words(hosts, program, interface))
+    return listed(module.horovodrun_words(hosts, program, interface), "horovodrun_words", "words")
 
 
 def say_hello(module: ModuleType, rank: int, world: int, slots: list[dict[str, Any]]) -> Any:
@@ -104,7 +104,7 @@ def _start(attempt: Attempt, words: list[str]) -> None:
     """Run the command as the learner would, and raise with its last lines where it fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "PYTHONPATH": str(COURSE), "OMP_NUM_THREADS": "1"}
-    log, left = attempt.folder / "horovodrun.log", LIMIT_SECONDS - (time.monotonic() - attempt.began)
+    log, left = attempt.folder / "horovodrun.log", attempt.exercise.limit - (time.monotonic() - attempt.began)
     with log.open("w") as output:
         process = subprocess.Popen(
             words, cwd=attempt.folder, env=variables, stdout=output, stderr=output, start_new_session=True
@@ -184,14 +184,17 @@ def run_train(
     model.register_forward_pre_hook(count)
     own = Path(folder) / f"rank-{rank}"
     own.mkdir()
-    losses = module.train(model, images, labels, _EPOCHS, _BATCH, _RATE, seed, own)
+    losses = listed(module.train(model, images, labels, _EPOCHS, _BATCH, _RATE, seed, own), "train", "losses")
     file = own / "model.pt"
+    saved = torch.load(file) if file.exists() else {}
+    if not isinstance(saved, dict):
+        raise TypeError(f"model.pt holds a {type(saved).__name__}; save the model's state_dict")
     return {
         "weights": [parameter.detach().clone() for parameter in model.parameters()],
         "losses": [float(loss) for loss in losses],
         "seen": seen,
         "files": sorted(path.name for path in own.iterdir()),
-        "saved": list(torch.load(file).values()) if file.exists() else None,
+        "saved": list(saved.values()),
     }
 
 
@@ -227,7 +230,7 @@ def grade_train(attempt: Attempt) -> None:
             )
     if found[1]["files"]:
         raise Mistake(f"rank 1 wrote {found[1]['files']}: on a shared disk two ranks would write the same file at once")
-    if found[0]["saved"] is None:
+    if "model.pt" not in found[0]["files"]:
         raise Mistake(f"rank 0 wrote {found[0]['files'] or 'no file'}; model.pt is asked for")
     if gap(found[0]["saved"], weights) > 1e-9:
         raise Mistake("model.pt does not hold the weights after the last step: save the model's state_dict at the end")

@@ -51,7 +51,7 @@ def operations(timeline: Path) -> list[list[str]]:
 
     The file is a list of events for chrome://tracing; a run that was killed leaves it without its last bracket. Each
     tensor has a number, pid; the event process_name gives its name, in args (that of pid 0 has the time of the start
-    instead: it is no tensor). GLOO_ALLREDUCE begins (ph "B") for all tensors of an operation before it ends (ph "E",
+    instead). GLOO_ALLREDUCE begins (ph "B") for all tensors of an operation before it ends (ph "E",
     without a name: it ends what began last for that pid) for the first of them. A barrier ends once more than it
     begins, and the last ends of a run may be missing.
     """
