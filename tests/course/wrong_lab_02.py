@@ -79,6 +79,12 @@ BROADCAST = "    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 DISTRIBUTED = "optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())"
 ROWS = "[rank::size]"
 CLASSIFIER = (
+    Wrong(
+        "horovod-classifier",
+        "weights that are not numbers",
+        ((BROADCAST, BROADCAST + "    rate = float('nan')\n"),),
+        says="some weights are NaN",
+    ),
     Wrong("horovod-classifier", "no broadcast", ((BROADCAST, ""),), says="must begin with those of rank 0", fast=True),
     Wrong(
         "horovod-classifier", "a plain optimizer", ((DISTRIBUTED, "optimizer = plain"),), says="each rank trains alone"
@@ -195,6 +201,7 @@ BENCHMARK = (
         says="the first two calls",
         fast=True,
     ),
+    Wrong("horovod-benchmark", "not a number", ((MEDIAN, 'float("nan")'),), says="seconds is nan", fast=True),
     Wrong("horovod-benchmark", "mean", ((MEDIAN, MEDIAN.replace("median", "fmean")),), says="a single outlier moves"),
     Wrong(
         "horovod-benchmark", "own rank", ((MEDIAN, "statistics.median(seconds)"),), says="the median of the own rank"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,8 @@ def reference(config: dict[str, Any], *, same_order: bool = False, part: int = 0
 
 def difference(state: dict[str, Tensor], wanted: list[Tensor]) -> float:
     """Return the largest difference between the weights of a checkpoint and others."""
-    return max(float((one - other).abs().max()) for one, other in zip(state.values(), wanted, strict=True))
+    gaps = [float((one - other).abs().max()) for one, other in zip(state.values(), wanted, strict=True)]
+    return max(math.inf if math.isnan(each) else each for each in gaps)
 
 
 def make_config(attempt: Attempt, epochs: int) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def grade_train(attempt: Attempt) -> None:
     for epoch, report in enumerate(found["reports"]):
         rows = [each["rows"] for each in report["metrics"]]
         mean = sum(each["loss"] * each["rows"] for each in report["metrics"]) / sum(rows)
-        if abs(mean - losses[epoch]) > 1e-9:
+        if not abs(mean - losses[epoch]) <= 1e-9:  # so written, NaN is wrong too
             raise Mistake(
                 f"the loss of epoch {epoch} is {mean:.6f} over the rows of all workers, one process has"
                 f" {losses[epoch]:.6f}: a worker reports the mean over its own rows of the epoch"
@@ -207,7 +209,7 @@ def _check_line(line: dict[str, Any], report: list[dict[str, Any]]) -> None:
         "slowest": "the rank with the most seconds",
     }
     for name, value in wanted.items():
-        if abs(line[name] - value) > 1e-9:
+        if not abs(line[name] - value) <= 1e-9:
             about = f": {reasons[name]}" if name in reasons else ""
             raise Mistake(f"epoch {line['epoch']}: {name} is {line[name]} instead of {value}{about}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -205,6 +206,8 @@ def grade_train(attempt: Attempt) -> None:
         answers = attempt.run(run_train, 2, (slots, seed, str(attempt.folder)), timeout=40)
     found = [answer.value for answer in answers]
     weights, losses = one_process(seed)
+    if any(bool(weight.isnan().any()) for value in found for weight in value["weights"]):
+        raise Mistake("some weights are NaN (not a number) at the end: print the rate and the loss of each step")
     apart = gap(found[0]["weights"], found[1]["weights"])
     if apart > 1e-9:
         alone, _ = one_process(seed, "alone")
@@ -238,12 +241,13 @@ def grade_train(attempt: Attempt) -> None:
 
 def gap(found: list[Tensor], wanted: list[Tensor]) -> float:
     """Return the largest difference between two lists of tensors."""
-    return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
+    return gap_of_numbers([float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True)])
 
 
-def gap_of_numbers(found: list[float], wanted: list[float]) -> float:
-    """Return the largest difference between two lists of numbers."""
-    return max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+def gap_of_numbers(found: list[float], wanted: list[float] | None = None) -> float:
+    """Return the largest difference between two lists of numbers, or from 0; not a number is as far as can be."""
+    gaps = [abs(one - other) for one, other in zip(found, wanted or [0.0] * len(found), strict=True)]
+    return max(math.inf if math.isnan(each) else each for each in gaps)
 
 
 EXERCISES = (

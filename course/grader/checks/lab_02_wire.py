@@ -133,7 +133,7 @@ def _check_numbers(found: dict[str, str], job: dict[str, Any]) -> None:
             f" messages has one about every {wanted:g} ms"
         )
     buffer = _number(found, "HOROVOD_FUSION_THRESHOLD")
-    if buffer > job["memory"]:
+    if not buffer <= job["memory"]:  # so written, NaN is wrong too
         raise Mistake(f"HOROVOD_FUSION_THRESHOLD is {buffer:.0f} bytes; the buffer may take {job['memory']}")
     least = min(job["memory"], total / job["messages"])
     if buffer < least:
@@ -142,7 +142,7 @@ def _check_numbers(found: dict[str, str], job: dict[str, Any]) -> None:
             f" buffer of {least:.0f} at least (the variable counts bytes, --fusion-threshold-mb megabytes)"
         )
     entries = _number(found, "HOROVOD_CACHE_CAPACITY")
-    if entries < max(1024, len(job["gradients"])):
+    if not entries >= max(1024, len(job["gradients"])):
         raise Mistake(
             f"HOROVOD_CACHE_CAPACITY is {entries:.0f} for {len(job['gradients'])} gradients: those that do not fit"
             " are negotiated again in each step; take one entry per gradient, and 1024 at least"
@@ -271,10 +271,10 @@ def grade_benchmark(attempt: Attempt) -> None:
 def _check_row(row: tuple[int, float, float, int], repeats: int, rank: int) -> None:
     size, seconds, busbw, wrong = row
     slowest = expected(size, repeats)
-    if abs(seconds / slowest - 1) > 1e-3:
+    if not abs(seconds / slowest - 1) <= 1e-3:  # so written, NaN is wrong too
         why = _why(row, repeats, rank)
         raise Mistake(f"{size} bytes: seconds is {seconds:.6f} on rank {rank}, and {slowest:.6f} is right: {why}")
-    if abs(busbw * seconds / size - 1) > 1e-3:
+    if not abs(busbw * seconds / size - 1) <= 1e-3:
         raise Mistake(
             f"{size} bytes in {seconds:.6f} s: busbw is {busbw:.0f} bytes per second; 2 (n - 1) / n x bytes / seconds"
             f" of 2 ranks is {size / seconds:.0f}"
