@@ -51,8 +51,8 @@ def grade_hosts(attempt: Attempt) -> None:
         _check_words(attempt.call(words_of, hosts, program, "eth7"), hosts, program, "eth7")
     # Names that no answer knows before, and two ranks on each host: only there do local and cross numbers differ.
     names = [f"node-{number}" for number in attempt.random.sample(range(100), 2)]
-    with rendezvous(",".join(f"{name}:2" for name in names)) as slots:
-        answers = attempt.run(say_hello, 4, (slots,), timeout=30)
+    with rendezvous(",".join(f"{name}:2" for name in names)) as places:
+        answers = attempt.run(say_hello, 4, (places,), timeout=30)
     _check_hello([answer.value for answer in answers], names, 2)
     program = [sys.executable, "-P", "-m", "grader.horovod_ranks", str(attempt.answer), str(attempt.folder)]
     words = attempt.call(words_of, dict.fromkeys(_NAMES, 1), program, "lo")
