@@ -77,16 +77,26 @@ class Attempt:
         timeout: float | None = None,
         kill: Mapping[int, float | str] | None = None,
         expect_failure: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> list[Answer]:
         """Start ranks, call `function(module, rank, world, *args)` in each, and return one answer per rank.
 
         A rank that raises, hangs or ends is a Mistake, unless failures are expected. kill={1: 0.5} ends rank 1 after
-        half a second, kill={1: "saving"} when it calls marker("saving").
+        half a second, kill={1: "saving"} when it calls marker("saving"). The variables are in the environment of the
+        ranks when the learner's file is loaded.
         """
         left = self.exercise.limit - (time.monotonic() - self.began)
         limit = max(1.0, min(timeout or left, left))
         order = Order(
-            self.answer, function, ranks, args, limit, dict(kill or {}), expect_failure, self.exercise.forbidden
+            self.answer,
+            function,
+            ranks,
+            args,
+            limit,
+            dict(kill or {}),
+            expect_failure,
+            self.exercise.forbidden,
+            variables or {},
         )
         try:
             answers = run_ranks(order, self.folder, self.watch)
@@ -97,9 +107,15 @@ class Attempt:
             hint = first_hint(self.answer, self.exercise.name) if failure.unwritten else ""
             raise Mistake(f"{failure}. {hint}".strip()) from failure
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> Any:
         """Call `function(module, *args)` in one process without a group, and return its value."""
-        return self.run(function, 0, args, timeout)[0].value
+        return self.run(function, 0, args, timeout, variables=variables)[0].value
 
 
 @dataclass(frozen=True)

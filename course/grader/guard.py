@@ -17,7 +17,7 @@ _OTHER_WAYS = (
     *("torch.ops._c10d_functional", "torch.ops.c10d"),
 )
 """Collectives that do not pass through the process group's methods."""
-_HIDDEN = (COURSE / "solutions", COURSE / "grader" / "checks")
+_HIDDEN = (COURSE / "solutions", *sorted((COURSE / "module-202").glob("**/solution")), COURSE / "grader" / "checks")
 
 
 class Refused(ImportError):

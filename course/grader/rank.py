@@ -82,6 +82,7 @@ def _run(spec: dict[str, Any]) -> None:
 
 
 def _work(spec: dict[str, Any], recorder: Recorder) -> dict[str, Any]:
+    os.environ.update(spec["variables"])
     for path in spec["paths"]:
         if path not in sys.path:
             sys.path.append(path)

@@ -80,6 +80,8 @@ class Order:
     kill: Mapping[int, float | str] = field(default_factory=dict)
     expect_failure: bool = False
     forbidden: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment of the ranks has these from before the learner's file is loaded."""
 
 
 Watch = Callable[[list[dict[str, Any]]], None]
@@ -135,6 +137,7 @@ def _specs(order: Order, place: Path, began: float) -> list[dict[str, Any]]:
         "function": pickle.dumps((order.function, order.args)),
         "timeout": order.timeout,
         "forbidden": order.forbidden,
+        "variables": dict(order.variables),
         "paths": sys.path,
         "began": began,
     }

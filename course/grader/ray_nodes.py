@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import secrets
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ CPUS = 2
 """Of each node: both workers of a small run fit on one, so that the placement decides where they are."""
 STORE_BYTES = 80 * 2**20
 """Of the object store; Ray takes 30% of the memory otherwise."""
+_START_SECONDS = 120.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -49,7 +52,7 @@ _nodes: Nodes | None = None
 
 
 class NoRay(RuntimeError):
-    """Ray is not installed, or does not start."""
+    """Ray does not start."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Nodes:
     ids: tuple[str, ...]
     variables: dict[str, str]
     """What a process needs in its environment to reach them."""
-    helper: subprocess.Popen[str]
+    helper: subprocess.Popen[bytes]
 
 
 def start_nodes() -> Nodes:
@@ -76,22 +79,24 @@ def start_nodes() -> Nodes:
     # Without bytecode on disk each of Ray's processes would compile Ray, pandas and torch anew, seconds in each.
     dropped = ("RAY_", "PYTHONDONTWRITEBYTECODE")
     own = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    helper = subprocess.Popen(
-        [sys.executable, "-P", "-m", "grader.ray_nodes"],
-        env={**own, **variables, **_SOON, "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert helper.stdout is not None
-    line = helper.stdout.readline()
-    if not line:
-        said = helper.communicate()[1].strip().splitlines()
-        raise NoRay(
-            f"two nodes of Ray did not start: {said[-1] if said else 'no message'} (pip install 'phalanx[ray]')"
+    with tempfile.TemporaryFile() as errors:  # a pipe that is not read blocks when it is full
+        helper = subprocess.Popen(
+            [sys.executable, "-P", "-m", "grader.ray_nodes"],
+            env={**own, **variables, **_SOON, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
         )
+        assert helper.stdout is not None
+        in_time = bool(select.select([helper.stdout], [], [], _START_SECONDS)[0])
+        line = helper.stdout.readline() if in_time else b""
+        if not line:
+            _end(helper, folder)
+            errors.seek(0)
+            said = [text for text in errors.read().decode(errors="replace").splitlines() if text.strip()]
+            how = said[-1] if in_time and said else f"no answer after {_START_SECONDS:.0f} s"
+            raise NoRay(f"two nodes of Ray did not start, so this exercise was not graded: {how}")
     found = json.loads(line)
     _nodes = Nodes(found["address"], tuple(found["ids"]), variables, helper)
     atexit.register(end_nodes)
@@ -104,11 +109,17 @@ def end_nodes() -> None:
     if _nodes is None:
         return
     nodes, _nodes = _nodes, None
+    _end(nodes.helper, nodes.variables["RAY_TMPDIR"])
+
+
+def _end(helper: subprocess.Popen[bytes], folder: str) -> None:
+    """Ask the helper to end its nodes; where it does not, end its session, which they belong to."""
     try:
-        nodes.helper.communicate(timeout=20)  # closes its input
+        helper.communicate(timeout=20)  # closes its input
     except subprocess.TimeoutExpired:
-        nodes.helper.kill()
-        nodes.helper.communicate()
+        os.killpg(helper.pid, signal.SIGKILL)
+        helper.communicate()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -135,22 +146,26 @@ def joining(nodes: Nodes, words: Sequence[str], log: Path) -> Iterator[None]:
             started.wait()
 
 
-def connect(address: str, variables: dict[str, str], module: ModuleType) -> None:
-    """Join the nodes from a process with the learner's file; its functions travel to the workers by value."""
-    os.environ.update(variables)
+def connect(address: str, module: ModuleType) -> None:
+    """Join the nodes from a process with the learner's file; its functions travel to the workers by value.
+
+    The process has the variables of the nodes since before the file imported Ray, which reads them at its import.
+    """
     ray: Any = import_module("ray")  # some of its functions carry no types
     ray.cloudpickle.register_pickle_by_value(module)
-    # The learner's file has imported Ray before these variables were set, and Ray reads them at its import.
-    ray._raylet.Config.initialize("")
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     _without_cleaner()
 
 
 def _without_cleaner() -> None:
-    """Leave out Ray Train's actor that looks after lost drivers: a process more, and these nodes end soon anyway."""
-    trainers: Any = import_module("ray.train.v2.api.data_parallel_trainer").DataParallelTrainer
-    usual = trainers._create_default_callbacks
+    """Leave out Ray Train's actor that looks after lost drivers: a process more, and these nodes end soon anyway.
+
+    This only saves seconds, by a private method: with a release of Ray that has no such method nothing is left out.
+    """
+    trainers: Any = import_module("ray.train.torch").TorchTrainer
+    usual = getattr(trainers, "_create_default_callbacks", None)
+    if usual is None:
+        return
 
     def fewer(trainer: Any) -> list[Any]:
         return [one for one in usual(trainer) if type(one).__name__ not in _UNNEEDED]
@@ -160,9 +175,9 @@ def _without_cleaner() -> None:
 
 def _serve() -> None:
     """Start the nodes, print their address, wait for the end of the input, and end them."""
-    make_cluster: Any = import_module("ray.cluster_utils").Cluster
     common = {"num_cpus": CPUS, "object_store_memory": STORE_BYTES}
     try:
+        make_cluster: Any = import_module("ray.cluster_utils").Cluster
         cluster = make_cluster(True, head_node_args={**common, "include_dashboard": False})
         cluster.add_node(**common)
         ids = [node.node_id for node in cluster.list_all_nodes()]

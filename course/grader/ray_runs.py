@@ -96,7 +96,7 @@ def fitted(trainer: Any, folder: str, answer: str) -> dict[str, Any]:
     except train.WorkerGroupError as error:
         found["failure"] = in_words(error, answer)
     except train.TrainingFailedError as error:
-        found["failure"] = str(error).strip().splitlines()[-1]
+        found["failure"] = (str(error).strip() or type(error).__name__).splitlines()[-1]
     else:
         found["state"] = _state(result.checkpoint)
     found["reports"] = lines(Path(folder) / "reports.jsonl")

@@ -6,6 +6,7 @@ behind.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _COURSE = Path(__file__).resolve().parents[1]
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ZygoteLost(RuntimeError):
@@ -79,6 +81,8 @@ class Zygote:
 def serve(descriptor: int) -> None:
     """Answer requests until the parent's end is closed."""
     connection = Connection(descriptor)
+    if sys.platform == "linux":  # what a rank starts in a session of its own becomes a child of this process
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _load()
     from grader.rank import run_rank
 
@@ -141,4 +145,16 @@ def _end(running: set[int], codes: dict[int, int]) -> None:
     for pid in tuple(running):
         os.waitpid(pid, 0)
         running.discard(pid)
+    while left := _children():  # in sessions of their own; when one ends, its own children appear here
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     codes.clear()  # their numbers may belong to other processes from now on
+
+
+def _children() -> list[int]:
+    """Return the children of this process; none where the system does not list them."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []

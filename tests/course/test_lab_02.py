@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from command import clean_environment
+from grader.checks.lab_02 import words_of
 from grader.exercise import grade
+from grader.ranks import Order, run_ranks
 from long_proofs import ALL, long_proof
 from wrong import COURSE, LISTED, Right, Wrong, exercise
 from wrong_lab_02 import RIGHT, WRONG
@@ -55,6 +58,16 @@ def test_each_task_has_telling_mistakes():
     assert {name: sum(each.exercise == name for each in WRONG) >= 3 for name in NAMES} == dict.fromkeys(NAMES, True)
     for each in WRONG:
         assert each.source(LISTED[each.exercise].solution.read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give a lost process to their first one")
+def test_what_an_answer_starts_in_a_session_of_its_own_ends_with_it(tmp_path):
+    answer = tmp_path / "launch.py"
+    start = "subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    answer.write_text(f"import subprocess\n\n\ndef horovodrun_words(*_):\n    return [{start}.pid]\n")
+    (pid,) = run_ranks(Order(answer, words_of, 0, ({}, [], "lo")), tmp_path)[0].value
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_without_horovod_nothing_is_graded_and_that_is_said(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wrong import Right, Wrong
+from wrong import COURSE, Right, Wrong
 
 GATHER = "lines: list[str] = hvd.allgather_object(own)\n    return lines"
 HOSTS = (
@@ -42,13 +42,49 @@ HOSTS = (
         "horovod-hosts",
         "number in the world",
         (("number {hvd.local_rank()} of", "number {hvd.rank()} of"),),
-        says="rank 1 of 2: number 1 of 1",
+        says="rank 2 of 4: number 2 of 2",
+    ),
+    Wrong(
+        "horovod-hosts",
+        "the rank as the host",
+        (("host {hvd.cross_rank()} of", "host {hvd.rank()} of"),),
+        says="on rank 0 of 2 hosts with 2 slots each",
+    ),
+    Wrong(
+        "horovod-hosts",
+        "lines of the README",
+        (
+            (
+                GATHER,
+                'return [f"rank {one} of 2: number 0 of 1 on host {one} of 2 ({name})"'
+                ' for one, name in enumerate(("localhost", "127.0.0.1"))]',
+            ),
+        ),
+        says="on rank 0 of 2 hosts with 2 slots each",
+        fast=True,
+    ),
+    Wrong(
+        "horovod-hosts",
+        "reads the solution",
+        (
+            (
+                GATHER,
+                f"return open({str(COURSE / 'module-202/labs/lab-02-horovod/solution/launch.py')!r}).readlines()",
+            ),
+        ),
+        says="is not for answers",
     ),
 )
 BROADCAST = "    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 DISTRIBUTED = "optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())"
 ROWS = "[rank::size]"
 CLASSIFIER = (
+    Wrong(
+        "horovod-classifier",
+        "weights that are not numbers",
+        ((BROADCAST, BROADCAST + "    rate = float('nan')\n"),),
+        says="some weights are NaN",
+    ),
     Wrong("horovod-classifier", "no broadcast", ((BROADCAST, ""),), says="must begin with those of rank 0", fast=True),
     Wrong(
         "horovod-classifier", "a plain optimizer", ((DISTRIBUTED, "optimizer = plain"),), says="each rank trains alone"
@@ -165,6 +201,7 @@ BENCHMARK = (
         says="the first two calls",
         fast=True,
     ),
+    Wrong("horovod-benchmark", "not a number", ((MEDIAN, 'float("nan")'),), says="seconds is nan", fast=True),
     Wrong("horovod-benchmark", "mean", ((MEDIAN, MEDIAN.replace("median", "fmean")),), says="a single outlier moves"),
     Wrong(
         "horovod-benchmark", "own rank", ((MEDIAN, "statistics.median(seconds)"),), says="the median of the own rank"
@@ -243,8 +280,11 @@ def settings(job):
     ),
     Right(
         "horovod-benchmark",
-        "in place, asynchronous, the maximum by an all-reduce",
+        "in place, asynchronous, a clock that was imported by its name",
         '''
+from time import perf_counter
+
+
 def benchmark(sizes, repeats):
     """Horovod's maximum over ranks instead of a gathered table."""
     rows = []
@@ -253,10 +293,10 @@ def benchmark(sizes, repeats):
         for number in range(-WARM_UP, repeats):
             tensor = torch.empty(size // 4).fill_(hvd.rank() + 1)
             hvd.barrier()
-            began = time.perf_counter()
+            began = perf_counter()
             hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum, name="x"))
             if number >= 0:
-                taken[number] = time.perf_counter() - began
+                taken[number] = perf_counter() - began
                 wrong += (tensor != sum(range(hvd.size() + 1))).sum().item()
         slowest = hvd.allgather(taken.view(1, -1), name="taken").max(dim=0).values
         seconds = slowest.median().item()

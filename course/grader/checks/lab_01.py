@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,8 @@ def reference(config: dict[str, Any], *, same_order: bool = False, part: int = 0
 
 def difference(state: dict[str, Tensor], wanted: list[Tensor]) -> float:
     """Return the largest difference between the weights of a checkpoint and others."""
-    return max(float((one - other).abs().max()) for one, other in zip(state.values(), wanted, strict=True))
+    gaps = [float((one - other).abs().max()) for one, other in zip(state.values(), wanted, strict=True)]
+    return max(math.inf if math.isnan(each) else each for each in gaps)
 
 
 def make_config(attempt: Attempt, epochs: int) -> dict[str, Any]:
@@ -61,11 +63,9 @@ def make_config(attempt: Attempt, epochs: int) -> dict[str, Any]:
     }
 
 
-def run_loop(
-    module: ModuleType, address: str, variables: dict[str, str], config: dict[str, Any], folder: str
-) -> dict[str, Any]:
+def run_loop(module: ModuleType, address: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
     """Run the learner's loop on two workers with a trainer of the grader's."""
-    connect(address, variables, module)
+    connect(address, module)
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -85,7 +85,7 @@ def grade_train(attempt: Attempt) -> None:
     written(attempt, "train_loop")
     nodes = ready(attempt)
     config = make_config(attempt, epochs=3)
-    found = attempt.call(run_loop, nodes.address, nodes.variables, config, str(attempt.folder))
+    found = attempt.call(run_loop, nodes.address, config, str(attempt.folder), variables=nodes.variables)
     if found["failure"]:
         raise Mistake(found["failure"])
     _check_reports(found["reports"], config)
@@ -102,7 +102,7 @@ def grade_train(attempt: Attempt) -> None:
     for epoch, report in enumerate(found["reports"]):
         rows = [each["rows"] for each in report["metrics"]]
         mean = sum(each["loss"] * each["rows"] for each in report["metrics"]) / sum(rows)
-        if abs(mean - losses[epoch]) > 1e-9:
+        if not abs(mean - losses[epoch]) <= 1e-9:  # so written, NaN is wrong too
             raise Mistake(
                 f"the loss of epoch {epoch} is {mean:.6f} over the rows of all workers, one process has"
                 f" {losses[epoch]:.6f}: a worker reports the mean over its own rows of the epoch"
@@ -209,16 +209,14 @@ def _check_line(line: dict[str, Any], report: list[dict[str, Any]]) -> None:
         "slowest": "the rank with the most seconds",
     }
     for name, value in wanted.items():
-        if abs(line[name] - value) > 1e-9:
+        if not abs(line[name] - value) <= 1e-9:
             about = f": {reasons[name]}" if name in reasons else ""
             raise Mistake(f"epoch {line['epoch']}: {name} is {line[name]} instead of {value}{about}")
 
 
-def run_trainer(
-    module: ModuleType, address: str, variables: dict[str, str], config: dict[str, Any], folder: str, stop: int
-) -> dict[str, Any]:
+def run_trainer(module: ModuleType, address: str, config: dict[str, Any], folder: str, stop: int) -> dict[str, Any]:
     """Fit the learner's trainer; worker 1 is killed before a step."""
-    connect(address, variables, module)
+    connect(address, module)
     from ray.train.torch import TorchTrainer
 
     from grader.ray_runs import Collect, Observed, fitted, lines
@@ -240,7 +238,7 @@ def grade_scale(attempt: Attempt) -> None:
     nodes = ready(attempt)
     config = make_config(attempt, epochs=4)
     stop = 2 * _BATCHES + attempt.random.randrange(2, _BATCHES + 1)
-    found = attempt.call(run_trainer, nodes.address, nodes.variables, config, str(attempt.folder), stop)
+    found = attempt.call(run_trainer, nodes.address, config, str(attempt.folder), stop, variables=nodes.variables)
     workers = found["workers"]
     used = {notes[0]["node"] for name, notes in workers.items() if name.endswith("-0")}
     if len(workers) >= _WORKERS and len(used) < _WORKERS:

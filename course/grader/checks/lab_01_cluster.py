@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-from grader.exercise import Attempt, Mistake
+from grader.exercise import Attempt, Missing, Mistake
 from grader.hints import first_hint
 from grader.ray_nodes import Nodes, NoRay, connect, joining, start_nodes
 
@@ -18,7 +19,11 @@ _JOIN_SECONDS = 40.0
 
 
 def written(attempt: Attempt, *names: str) -> None:
-    """Raise where a template is not filled in, before anything is started."""
+    """Raise where Ray is not installed or a template is not filled in, before anything is started."""
+    if importlib.util.find_spec("ray") is None:
+        raise Missing(
+            "Ray is not installed in this Python, so this exercise cannot be graded here: pip install 'phalanx[ray]'"
+        )
     tree = ast.parse(attempt.answer.read_bytes())
     defined = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for name in names:
@@ -33,7 +38,7 @@ def ready(attempt: Attempt) -> Nodes:
     try:
         nodes = start_nodes()
     except NoRay as error:
-        raise Mistake(str(error)) from None
+        raise Missing(str(error)) from None
     attempt.began = time.monotonic()  # Ray's start is not a part of the answer's time
     return nodes
 
@@ -43,11 +48,9 @@ def words_of(module: ModuleType, name: str, args: tuple[Any, ...]) -> list[str]:
     return list(getattr(module, name)(*args))
 
 
-def cpus_of_new_node(
-    module: ModuleType, address: str, variables: dict[str, str], known: tuple[str, ...]
-) -> float | None:
+def cpus_of_new_node(module: ModuleType, address: str, known: tuple[str, ...]) -> float | None:
     """Return the CPUs of a node beside those that are known; None where none comes."""
-    connect(address, variables, module)
+    connect(address, module)
     import ray
 
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -75,7 +78,7 @@ def grade_cluster(attempt: Attempt) -> None:
         raise Mistake(f"join_command returned {command!r}: a node joins by `ray start --address`; {what}")
     log = attempt.folder / "join.log"
     with joining(nodes, join, log):
-        found = attempt.call(cpus_of_new_node, nodes.address, nodes.variables, nodes.ids)
+        found = attempt.call(cpus_of_new_node, nodes.address, nodes.ids, variables=nodes.variables)
     if found is None:
         raise Mistake(f"{command!r} added no node to the cluster at {nodes.address}: {_last_line(log.read_text())}")
     if found != cpus:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -18,40 +20,61 @@ import torch
 from torch import Tensor, nn
 
 from grader.catalog import COURSE
-from grader.checks.lab_02_wire import grade_benchmark, grade_settings
-from grader.exercise import LIMIT_SECONDS, Attempt, Exercise, Mistake
+from grader.checks.lab_02_wire import grade_benchmark, grade_settings, listed
+from grader.exercise import Attempt, Exercise, Mistake
 from grader.horovod_ranks import joined, need_horovod, rendezvous
 
 _HOSTS = "host-a:1,host-b:1"
 """Two hosts with one rank each, as Horovod's variables tell the ranks; both are this machine."""
+_NAMES = ("localhost", "127.0.0.1")
 _RANKS_ERROR = re.compile(r"\[(\d+)\]<std(?:err|out)>:(\w+(?:Error|Exception): .*)")
 _RATE, _MOMENTUM, _EPOCHS, _BATCH, _IMAGES = 0.05, 0.9, 3, 4, 35
 
 
 def words_of(module: ModuleType, hosts: dict[str, int], program: list[str], interface: str) -> list[str]:
     """Return the learner's command line."""
-    return list(module.horovodrun_words(hosts, program, interface))
+    return listed(module.horovodrun_words(hosts, program, interface), "horovodrun_words", "words")
+
+
+def say_hello(module: ModuleType, rank: int, world: int, slots: list[dict[str, Any]]) -> Any:
+    """Return what the learner's hello returns on a rank that has Horovod's variables and has not joined yet."""
+    os.environ.update({name: str(value) for name, value in slots[rank].items()})
+    return module.hello()
 
 
 def grade_hosts(attempt: Attempt) -> None:
-    """The words are right for several clusters, and start two real ranks on two hosts."""
+    """The words are right for several clusters, four ranks know their places, and the command starts two real ones."""
     need_horovod()
     slots = [attempt.random.randrange(2, 9) for _ in range(3)]
     for hosts in ({"node-a": slots[0], "node-b": slots[1]}, {"gpu1": slots[2], "gpu2": 1, "gpu3": 1}):
         program = ["python", "train.py", "--epochs", str(attempt.seed() % 90 + 1)]
         _check_words(attempt.call(words_of, hosts, program, "eth7"), hosts, program, "eth7")
+    # Names that no answer knows before, and two ranks on each host: only there do local and cross numbers differ.
+    names = [f"node-{number}" for number in attempt.random.sample(range(100), 2)]
+    with rendezvous(",".join(f"{name}:2" for name in names)) as places:
+        answers = attempt.run(say_hello, 4, (places,), timeout=30)
+    _check_hello([answer.value for answer in answers], names, 2)
     program = [sys.executable, "-P", "-m", "grader.horovod_ranks", str(attempt.answer), str(attempt.folder)]
-    words = attempt.call(words_of, {"localhost": 1, "127.0.0.1": 1}, program, "lo")
+    words = attempt.call(words_of, dict.fromkeys(_NAMES, 1), program, "lo")
     _start(attempt, words)
-    names = ("localhost", "127.0.0.1")
-    wanted = [f"rank {rank} of 2: number 0 of 1 on host {rank} of 2 ({name})" for rank, name in enumerate(names)]
-    for rank in range(2):
-        file = attempt.folder / f"hello-{rank}.json"
-        lines = json.loads(file.read_text()) if file.exists() else None
+    files = [attempt.folder / f"hello-{rank}.json" for rank in range(2)]
+    _check_hello([json.loads(file.read_text()) if file.exists() else None for file in files], _NAMES, 1)
+
+
+def _check_hello(found: list[Any], names: Sequence[str], slots: int) -> None:
+    """Raise where a rank did not return the lines of all ranks."""
+    hosts = f"{len(names)} hosts with {slots} slot{'s' * (slots > 1)} each"
+    wanted = [
+        f"rank {host * slots + number} of {len(names) * slots}: number {number} of {slots} on host {host} of"
+        f" {len(names)} ({name})"
+        for host, name in enumerate(names)
+        for number in range(slots)
+    ]
+    for rank, lines in enumerate(found):
         if lines == wanted[rank : rank + 1]:
             raise Mistake(f"hello returned the own line only on rank {rank}: gather the lines of all ranks")
         if lines != wanted:
-            raise Mistake(f"hello returned {lines} on rank {rank} of two hosts; it should return {wanted}")
+            raise Mistake(f"hello returned {lines} on rank {rank} of {hosts}; it should return {wanted}")
 
 
 def _check_words(words: list[str], hosts: dict[str, int], program: list[str], interface: str) -> None:
@@ -82,7 +105,7 @@ def _start(attempt: Attempt, words: list[str]) -> None:
     """Run the command as the learner would, and raise with its last lines where it fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "PYTHONPATH": str(COURSE), "OMP_NUM_THREADS": "1"}
-    log, left = attempt.folder / "horovodrun.log", LIMIT_SECONDS - (time.monotonic() - attempt.began)
+    log, left = attempt.folder / "horovodrun.log", attempt.exercise.limit - (time.monotonic() - attempt.began)
     with log.open("w") as output:
         process = subprocess.Popen(
             words, cwd=attempt.folder, env=variables, stdout=output, stderr=output, start_new_session=True
@@ -162,14 +185,17 @@ def run_train(
     model.register_forward_pre_hook(count)
     own = Path(folder) / f"rank-{rank}"
     own.mkdir()
-    losses = module.train(model, images, labels, _EPOCHS, _BATCH, _RATE, seed, own)
+    losses = listed(module.train(model, images, labels, _EPOCHS, _BATCH, _RATE, seed, own), "train", "losses")
     file = own / "model.pt"
+    saved = torch.load(file) if file.exists() else {}
+    if not isinstance(saved, dict):
+        raise TypeError(f"model.pt holds a {type(saved).__name__}; save the model's state_dict")
     return {
         "weights": [parameter.detach().clone() for parameter in model.parameters()],
         "losses": [float(loss) for loss in losses],
         "seen": seen,
         "files": sorted(path.name for path in own.iterdir()),
-        "saved": list(torch.load(file).values()) if file.exists() else None,
+        "saved": list(saved.values()),
     }
 
 
@@ -180,6 +206,8 @@ def grade_train(attempt: Attempt) -> None:
         answers = attempt.run(run_train, 2, (slots, seed, str(attempt.folder)), timeout=40)
     found = [answer.value for answer in answers]
     weights, losses = one_process(seed)
+    if any(bool(weight.isnan().any()) for value in found for weight in value["weights"]):
+        raise Mistake("some weights are NaN (not a number) at the end: print the rate and the loss of each step")
     apart = gap(found[0]["weights"], found[1]["weights"])
     if apart > 1e-9:
         alone, _ = one_process(seed, "alone")
@@ -205,7 +233,7 @@ def grade_train(attempt: Attempt) -> None:
             )
     if found[1]["files"]:
         raise Mistake(f"rank 1 wrote {found[1]['files']}: on a shared disk two ranks would write the same file at once")
-    if found[0]["saved"] is None:
+    if "model.pt" not in found[0]["files"]:
         raise Mistake(f"rank 0 wrote {found[0]['files'] or 'no file'}; model.pt is asked for")
     if gap(found[0]["saved"], weights) > 1e-9:
         raise Mistake("model.pt does not hold the weights after the last step: save the model's state_dict at the end")
@@ -213,12 +241,13 @@ def grade_train(attempt: Attempt) -> None:
 
 def gap(found: list[Tensor], wanted: list[Tensor]) -> float:
     """Return the largest difference between two lists of tensors."""
-    return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
+    return gap_of_numbers([float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True)])
 
 
-def gap_of_numbers(found: list[float], wanted: list[float]) -> float:
-    """Return the largest difference between two lists of numbers."""
-    return max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+def gap_of_numbers(found: list[float], wanted: list[float] | None = None) -> float:
+    """Return the largest difference between two lists of numbers, or from 0; not a number is as far as can be."""
+    gaps = [abs(one - other) for one, other in zip(found, wanted or [0.0] * len(found), strict=True)]
+    return max(math.inf if math.isnan(each) else each for each in gaps)
 
 
 EXERCISES = (

@@ -50,9 +50,10 @@ def operations(timeline: Path) -> list[list[str]]:
     """Return the all-reduces of a timeline in their order, each as the names of the tensors that travelled together.
 
     The file is a list of events for chrome://tracing; a run that was killed leaves it without its last bracket. Each
-    tensor has a number, pid; the event process_name gives its name. GLOO_ALLREDUCE begins (ph "B") for all tensors of
-    an operation before it ends (ph "E", without a name: it ends what began last for that pid) for the first of them. A
-    barrier ends once more than it begins, and the last ends of a run may be missing.
+    tensor has a number, pid; the event process_name gives its name, in args (that of pid 0 has the time of the start
+    instead). GLOO_ALLREDUCE begins (ph "B") for all tensors of an operation before it ends (ph "E",
+    without a name: it ends what began last for that pid) for the first of them. A barrier ends once more than it
+    begins, and the last ends of a run may be missing.
     """
     # Second half of task 3: walk over the events and keep, for each pid, what has begun and has not ended.
     raise NotImplementedError("operations")
