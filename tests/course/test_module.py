@@ -78,7 +78,9 @@ def test_the_front_page_has_every_part():
     assert text.count("- [ ]") == 9
     assert "Module 203" in text
     assert "Module 204" in text
-    assert text.rstrip().endswith("[lecture-notes/01-distributed-fundamentals.md](lecture-notes/01-distributed-fundamentals.md).")
+    assert text.rstrip().endswith(
+        "[lecture-notes/01-distributed-fundamentals.md](lecture-notes/01-distributed-fundamentals.md)."
+    )
 
 
 @pytest.mark.parametrize("lab", ["lab-01-ray-train", "lab-02-horovod", "lab-03-fault-tolerant", "lab-04-profiling"])
