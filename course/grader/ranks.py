@@ -273,7 +273,8 @@ def _where_all(order: Order, place: Path, pids: list[int]) -> str:
             peer = "" if state.get("peer") is None else f" {_preposition(state['kind'])} rank {state['peer']}"
             parts.append(f"rank {rank} waits in {state['kind']}{peer} ({order.answer.name}:{state['line']})")
         else:
-            parts.append(f"rank {rank} is at {_line_now(order, place, rank, pid)}")
+            who = f"rank {rank}" if order.ranks else "your code"
+            parts.append(f"{who} is at {_line_now(order, place, rank, pid)}")
     return "; ".join(parts)
 
 

@@ -81,7 +81,7 @@ class Zygote:
 def serve(descriptor: int) -> None:
     """Answer requests until the parent's end is closed."""
     connection = Connection(descriptor)
-    if sys.platform == "linux":  # what a rank starts in a session of its own becomes a child of this process
+    if sys.platform == "linux":  # processes whose parent ends become children of this one, also those of new sessions
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _load()
     from grader.rank import run_rank
@@ -145,16 +145,25 @@ def _end(running: set[int], codes: dict[int, int]) -> None:
     for pid in tuple(running):
         os.waitpid(pid, 0)
         running.discard(pid)
-    while left := _children():  # in sessions of their own; when one ends, its own children appear here
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    _end_orphans()
     codes.clear()  # their numbers may belong to other processes from now on
 
 
+def _end_orphans() -> None:
+    """End what ranks have started in sessions of their own; the children of an orphan are the next orphans."""
+    while orphans := _children():
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
 def _children() -> list[int]:
-    """Return the children of this process; none where the system does not list them."""
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:
-        return []
+    """Return the children of this process; none where the system has no /proc."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if int(file.read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                found.append(int(file.parent.name))
+    return found

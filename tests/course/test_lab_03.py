@@ -9,6 +9,8 @@ import sys
 
 import pytest
 from grader.exercise import grade
+from grader.fake_rank import alive
+from grader.ranks import Order, run_ranks
 from long_proofs import ALL, long_proof
 from wrong import COURSE, LISTED, Wrong, exercise
 
@@ -52,6 +54,17 @@ WRONG = (
         "every rank decides alone",
         (("        dist.broadcast_object_list(found, src=0)\n", ""),),
         says="load() on rank 1 returned None",
+    ),
+    Wrong(
+        "lab-03-checkpoint",
+        "a list instead of a tuple",
+        (
+            (
+                "        dist.broadcast_object_list(found, src=0)\n",
+                "        dist.broadcast_object_list(found, src=0)\n        return found\n",
+            ),
+        ),
+        says="it should be a tuple of step",
     ),
     Wrong(
         "lab-03-checkpoint",
@@ -178,6 +191,24 @@ def test_a_wrong_system_is_called_by_its_name(wrong, tmp_path):
     result = grade(exercise(wrong.exercise), file)
     assert not result.passed, f"passed with seed {result.seed}"
     assert wrong.says in result.message, f"{result.message} (seed {result.seed})"
+
+
+def started_by(module, folder):
+    """Leave a process in a session of its own behind, as a supervisor may do."""
+    words = ["sh", "-c", "sleep 987; sleep 987"]
+    return subprocess.Popen(words, start_new_session=True, cwd=folder).pid
+
+
+def test_nothing_that_an_answer_started_stays_behind(tmp_path):
+    (tmp_path / "system.py").write_text("")
+    pid = run_ranks(Order(tmp_path / "system.py", started_by, 0, (str(tmp_path),)), tmp_path)[0].value
+    assert not alive(pid)
+
+
+def test_an_answer_may_not_read_the_solution(tmp_path):
+    source = (LAB / "starter" / "system.py").read_text()
+    (tmp_path / "system.py").write_text(f"{source}\nopen({str(LAB / 'solution' / 'system.py')!r}).read()\n")
+    assert "is not for answers" in grade(exercise("lab-03-checkpoint"), tmp_path / "system.py").message
 
 
 @long_proof

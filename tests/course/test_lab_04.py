@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from grader.exercise import grade
+from grader.checks.written import check_report, section
+from grader.exercise import Mistake, grade
 from long_proofs import ALL, long_proof
 from wrong import COURSE, LISTED, Wrong, exercise
 
@@ -119,6 +120,7 @@ REPORTS = (
         "'all_reduce' is missing",
     ),
     ("runs of another trainer", "runs.json", ('"collectives": 1.0', '"collectives": 22.0'), "run measure.py again"),
+    ("runs that are no numbers", "runs.json", ('"collectives": 1.0', '"collectives": "one"'), "should be a number"),
     ("no runs", "runs.json", None, "runs.json is missing"),
 )
 
@@ -158,6 +160,24 @@ def test_the_baseline_may_not_be_changed(tmp_path):
     (folder / "slow_trainer.py").write_text((LAB / "starter" / "slow_trainer.py").read_text() + "\nPOOL = 1\n")
     result = grade(exercise(WORK), folder / "trainer.py")
     assert "slow_trainer.py was changed" in result.message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("all_reduce " * 30, "15 different words"), ("{data}", "the text of another section")],
+    ids=["one word repeated", "one text for two causes"],
+)
+def test_a_report_full_of_copied_words_is_refused(text, says, tmp_path):
+    folder = shutil.copytree(LAB / "solution", tmp_path / "answer")
+    report = (folder / "report.md").read_text()
+    data = "Decode and all_reduce run too often: the profile has " + section(report, "data")
+    for name in ("data", "exchange"):
+        report = report.replace(section(report, name), data if name == "data" else text.format(data=data))
+    (folder / "report.md").write_text(report)
+    runs = json.loads((folder / "runs.json").read_text())
+    counted = {when: {"loss": run["loss"]} for when, run in runs.items()}
+    with pytest.raises(Mistake, match=says):
+        check_report(folder, counted, LAB / "starter" / "slow_trainer.py", 1.5)
 
 
 @long_proof

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -44,6 +45,12 @@ WRONG: tuple[tuple[str, str, Change, str], ...] = (
      "2 (n - 1) / n times the gradients"),
     ("bytes", "one step counted", lambda m: m["bytes"].update(steps=1), "or of all steps"),
     ("bytes", "a width that is not there", lambda m: m["bytes"].update(bytes_per_value=3), "write 1, 2, 4 or 8"),
+    ("recovery", "not a number", lambda m: m["recovery"].update(difference=math.nan), "difference is nan"),
+    ("recovery", "a word", lambda m: m["recovery"].update(seconds="fast"), "seconds is 'fast'; it should be a number"),
+    ("equality", "diverged", lambda m: m["equality"]["many"].__setitem__(9, math.nan), "many[9] is nan"),
+    ("scaling", "no list", lambda m: m["scaling"].update(one=50.0), "it should be a list of numbers"),
+    ("bytes", "no steps", lambda m: m["bytes"].update(steps=0), "in how many steps"),
+    ("bytes", "a list", lambda m: m.update(bytes=[1]), "it should be an object"),
     ("bytes", "left out", lambda m: m.pop("bytes"), "has no 'bytes'"),
 )  # fmt: skip
 
@@ -74,8 +81,8 @@ def test_measurements_that_cannot_be_right_are_refused(part, change, says, answe
     ("part", "old", "new", "says"),
     [
         ("bytes", "| bytes |", "| others |", "has no row `| bytes |"),
-        ("recovery", "## Recovery", "## Other", "section recovery: 0 words"),
-        ("scaling", "## Scaling\n", "## Scaling\n\nFine.\n\n## Rest\n", "section scaling: 1 words"),
+        ("recovery", "## Recovery", "## Other", "section recovery: 0 different words"),
+        ("scaling", "## Scaling\n", "## Scaling\n\nFine.\n\n## Rest\n", "section scaling: 1 different words"),
     ],
 )
 def test_a_report_without_a_part_is_refused(part, old, new, says, answer):

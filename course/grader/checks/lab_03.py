@@ -74,6 +74,11 @@ def loaded(attempt: Attempt, folder: Path, seed: int, ranks: int, allowed: tuple
     for rank, value in enumerate(values):
         if value is None:
             raise Mistake(f"{when}: load() on rank {rank} returned None; step {allowed[0]} is there, whole")
+        if not isinstance(value, tuple) or len(value) != 3 or not isinstance(value[2], dict):
+            raise Mistake(
+                f"{when}: load() on rank {rank} returned a {type(value).__name__}; it should be a tuple of step, shared"
+                " state, and a dict with the states of the parts"
+            )
         step, shared, own = value
         if step != values[0][0]:
             raise Mistake(

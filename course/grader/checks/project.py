@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from grader.checks.written import agrees, number, read_json, read_text, section, table_rows
+from grader.checks.written import (
+    agrees,
+    different_words,
+    finite,
+    finite_list,
+    number,
+    part_of,
+    read_json,
+    read_text,
+    section,
+    table_rows,
+)
 from grader.exercise import Attempt, Exercise, Mistake
 
 _TEMPLATE = "module-202/project/starter/project.py"
@@ -26,21 +38,37 @@ def look(module: ModuleType) -> dict[str, float]:
     return {"parameters": sum(each.numel() for each in model.parameters() if each.requires_grad), "loss": float(loss)}
 
 
-def submission(attempt: Attempt, part: str) -> tuple[dict[str, float], dict[str, Any], str]:
-    """Return what build() gives, the measurements and the report; raise where parts of them are missing."""
+@dataclass(frozen=True)
+class Submission:
+    """What a learner hands in for one part."""
+
+    built: dict[str, float]
+    """What build() gives."""
+    ranks: float
+    part: dict[str, Any]
+    """The measurements of the part."""
+    where: str
+    """Their place, for messages."""
+    report: str
+
+
+def submission(attempt: Attempt, part: str) -> Submission:
+    """Return what was handed in; raise where parts of it are missing."""
     built = attempt.call(look)
     found = read_json(attempt.answer.with_name("measurements.json"), "write it as README.md says")
     missing = [name for name in ("machine", "framework", "ranks", "parameters", part) if name not in found]
     if missing:
         raise Mistake(f"measurements.json has no {missing[0]!r}: README.md lists what it holds")
-    if int(found["ranks"]) < 2:
+    if finite(found, "ranks", "measurements.json") < 2:
         raise Mistake(f"measurements.json: ranks is {found['ranks']}; the project trains on two ranks or more")
-    if found["parameters"] != built["parameters"]:
+    if finite(found, "parameters", "measurements.json") != built["parameters"]:
         raise Mistake(
             f"measurements.json has {found['parameters']:,} parameters, the model of build() {built['parameters']:,}:"
             " it must be the model that was trained"
         )
-    return built, found, read_text(attempt.answer.parent, "report.md")
+    where = f"measurements.json, {part}"
+    report = read_text(attempt.answer.parent, "report.md", "report-template.md of the project")
+    return Submission(built, found["ranks"], part_of(found, part, "measurements.json"), where, report)
 
 
 def quoted(text: str, row: str, wanted: float) -> None:
@@ -55,24 +83,26 @@ def quoted(text: str, row: str, wanted: float) -> None:
 
 def explained(text: str, title: str) -> None:
     """Raise for a section that is missing or too short."""
-    words = len(section(text, title).split())
+    words = different_words(section(text, title))
     if words < _LEAST_WORDS:
-        raise Mistake(f"report.md, section {title}: {words} words; say in {_LEAST_WORDS} or more how it was measured")
+        raise Mistake(
+            f"report.md, section {title}: {words} different words; say in {_LEAST_WORDS} or more how it was measured"
+        )
 
 
 def grade_equality(attempt: Attempt) -> None:
     """Grade `project-equality`."""
-    built, found, text = submission(attempt, "equality")
-    one, many = found["equality"]["one"], found["equality"]["many"]
+    given = submission(attempt, "equality")
+    one, many = (finite_list(given.part, name, given.where) for name in ("one", "many"))
     if len(one) != len(many) or len(one) < _LEAST_STEPS:
         raise Mistake(
             f"measurements.json, equality: {len(one)} losses of one rank, {len(many)} of several; {_LEAST_STEPS} steps"
             " or more of both are asked for"
         )
-    if not math.isclose(one[0], built["loss"], rel_tol=0.2):
+    if not math.isclose(one[0], given.built["loss"], rel_tol=0.2):
         raise Mistake(
             f"the first loss in measurements.json is {one[0]:.4f}, the model of build() begins with"
-            f" {built['loss']:.4f}: is it another model, or was the first step left out?"
+            f" {given.built['loss']:.4f}: is it another model, or was the first step left out?"
         )
     for step, (first, second) in enumerate(zip(one, many, strict=True)):
         if abs(first - second) > 1e-3 * max(1.0, abs(first)):
@@ -82,66 +112,69 @@ def grade_equality(attempt: Attempt) -> None:
             )
     if statistics.mean(one[-3:]) >= one[0]:
         raise Mistake(f"the loss does not fall ({one[0]:.4f} to {one[-1]:.4f}): two runs that learn nothing are equal")
-    quoted(text, "equality", max(abs(first - second) for first, second in zip(one, many, strict=True)))
+    quoted(given.report, "equality", max(abs(first - second) for first, second in zip(one, many, strict=True)))
 
 
 def grade_scaling(attempt: Attempt) -> None:
     """Grade `project-scaling`."""
-    _, found, text = submission(attempt, "scaling")
-    scaling = found["scaling"]
-    if scaling.get("kind") not in ("strong", "weak"):
-        raise Mistake(f"measurements.json, scaling: kind is {scaling.get('kind')!r}; write strong or weak")
-    for name in ("one", "many"):
-        if len(scaling[name]) < _LEAST_REPEATS:
-            raise Mistake(f"scaling, {name}: {len(scaling[name])} measurements; {_LEAST_REPEATS} or more are asked for")
-    efficiency = statistics.median(scaling["many"]) / statistics.median(scaling["one"]) / found["ranks"]
+    given = submission(attempt, "scaling")
+    kind = given.part.get("kind")
+    if kind not in ("strong", "weak"):
+        raise Mistake(f"{given.where}: kind is {kind!r}; write strong or weak")
+    rates = {name: finite_list(given.part, name, given.where) for name in ("one", "many")}
+    for name, values in rates.items():
+        if len(values) < _LEAST_REPEATS:
+            raise Mistake(f"{given.where}, {name}: {len(values)} measurements; {_LEAST_REPEATS} or more are asked for")
+        if min(values) <= 0:
+            raise Mistake(f"{given.where}, {name}: {min(values):g} samples per second; a rate is above 0")
+    efficiency = statistics.median(rates["many"]) / statistics.median(rates["one"]) / given.ranks
     if not 0.01 < efficiency <= 1.5:
         raise Mistake(
-            f"the rates give an efficiency of {efficiency:.2f} ({found['ranks']} ranks): write samples per second of"
+            f"the rates give an efficiency of {efficiency:.2f} ({given.ranks} ranks): write samples per second of"
             " all ranks together"
         )
-    quoted(text, "efficiency", efficiency)
-    explained(text, "scaling")
+    quoted(given.report, "efficiency", efficiency)
+    explained(given.report, "scaling")
 
 
 def grade_recovery(attempt: Attempt) -> None:
     """Grade `project-recovery`."""
-    _, found, text = submission(attempt, "recovery")
-    recovery = found["recovery"]
-    if not recovery.get("fault"):
-        raise Mistake("measurements.json, recovery: `fault` is empty; say what was done to which rank in which step")
-    if abs(recovery["difference"]) > 1e-5:
+    given = submission(attempt, "recovery")
+    fault = given.part.get("fault")
+    if not fault:
+        raise Mistake(f"{given.where}: `fault` is empty; say what was done to which rank in which step")
+    names = ("difference", "seconds", "steps_lost", "steps")
+    difference, seconds, lost, steps = (finite(given.part, name, given.where) for name in names)
+    if abs(difference) > 1e-5:
         raise Mistake(
-            f"after {recovery['fault']} the weights differ by {recovery['difference']:g} from a run that was not"
-            " disturbed: a step was lost or done twice, or something is not in the checkpoint"
+            f"after {fault} the weights differ by {difference:g} from a run that was not disturbed: a step was lost or"
+            " done twice, or something is not in the checkpoint"
         )
-    if recovery["seconds"] <= 0:
-        raise Mistake(f"recovery in {recovery['seconds']} s: measure from the fault to the end of the next new step")
-    if recovery["steps_lost"] > recovery["steps"] / 2:
-        raise Mistake(
-            f"{recovery['steps_lost']} of {recovery['steps']} steps were computed twice after one fault: save more"
-            " often"
-        )
-    quoted(text, "recovery", recovery["seconds"])
-    explained(text, "recovery")
+    if seconds <= 0:
+        raise Mistake(f"recovery in {seconds} s: measure from the fault to the end of the next new step")
+    if lost > steps / 2:
+        raise Mistake(f"{lost} of {steps} steps were computed twice after one fault: save more often")
+    quoted(given.report, "recovery", seconds)
+    explained(given.report, "recovery")
 
 
 def grade_bytes(attempt: Attempt) -> None:
     """Grade `project-bytes`."""
-    built, found, text = submission(attempt, "bytes")
-    sent, ranks = found["bytes"], found["ranks"]
-    width = sent.get("bytes_per_value", 4)
+    given = submission(attempt, "bytes")
+    width = given.part.get("bytes_per_value", 4)
     if width not in (1, 2, 4, 8):
-        raise Mistake(f"measurements.json, bytes: bytes_per_value is {width}; write 1, 2, 4 or 8")
-    per_step = sent["sent_per_rank"] / sent["steps"]
-    wanted = 2 * (ranks - 1) / ranks * built["parameters"] * width
-    if not 0.9 * wanted <= per_step <= 1.1 * wanted:
+        raise Mistake(f"{given.where}: bytes_per_value is {width}; write 1, 2, 4 or 8")
+    sent, steps = (finite(given.part, name, given.where) for name in ("sent_per_rank", "steps"))
+    if steps < 1:
+        raise Mistake(f"{given.where}: steps is {steps}; write in how many steps the bytes were sent")
+    wanted = 2 * (given.ranks - 1) / given.ranks * given.built["parameters"] * width
+    if not 0.9 * wanted <= sent / steps <= 1.1 * wanted:
         raise Mistake(
-            f"a rank sent {per_step:,.0f} bytes per step; a ring of {ranks} ranks sends 2 (n - 1) / n times the"
-            f" gradients, {wanted:,.0f} bytes here. Is the count of all ranks together, or of all steps, or is"
+            f"a rank sent {sent / steps:,.0f} bytes per step; a ring of {given.ranks} ranks sends 2 (n - 1) / n times"
+            f" the gradients, {wanted:,.0f} bytes here. Is the count of all ranks together, or of all steps, or is"
             " something sent that need not be?"
         )
-    quoted(text, "bytes", per_step)
+    quoted(given.report, "bytes", sent / steps)
 
 
 EXERCISES = (

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 
 from grader import fake_rank
 from grader.exercise import Attempt, Mistake
+from grader.ranks import RunFailed
 
 HUNG_AFTER = 1.5
 _FAKE = Path(fake_rank.__file__)
@@ -56,16 +58,21 @@ def _reaped(pid: int) -> bool:
 
 
 def supervise(
-    attempt: Attempt, name: str, plan: dict[str, Any], slots: Any, wait: float = 0.0, **settings: Any
+    attempt: Attempt, story: str, plan: dict[str, Any], slots: Any, wait: float = 0.0, **settings: Any
 ) -> tuple[dict[str, Any], Path]:
-    """Run one scenario, and raise for what no scenario allows."""
-    place = attempt.folder / name
+    """Run one scenario, and raise for what no scenario allows; the story says in messages what happens in it."""
+    place = Path(tempfile.mkdtemp(dir=attempt.folder))
     for folder in ("pids", "beats", "steps"):
         (place / folder).mkdir(parents=True)
     (place / "plan.json").write_text(json.dumps(plan))
     (place / "slots").write_text(json.dumps(slots))
     settings = {"hung_after": HUNG_AFTER, "grace": 5.0, **settings}
-    found = attempt.call(run_supervisor, str(place), settings, wait, timeout=_SECONDS)
+    try:
+        found = attempt.call(run_supervisor, str(place), settings, wait, timeout=_SECONDS)
+    except Mistake as mistake:
+        if isinstance(mistake.__cause__, RunFailed) and mistake.__cause__.unwritten:
+            raise
+        raise Mistake(f"{story}: {mistake}") from None
     if (place / "overlap").exists():
         raise Mistake(
             f"{(place / 'overlap').read_text()}: end all processes, with kill(), and wait() for each before the next"
@@ -92,17 +99,20 @@ def grade_failures(attempt: Attempt) -> None:
         {"generation": 1, "rank": hung, "step": 7, "early": True, "seconds": 0.4},  # its peers are silent for longer
         {"generation": 1, "rank": hung, "step": 7, "signal": signal.SIGSTOP},
     ]
-    found, _ = supervise(attempt, "failures", {"steps": 10, "faults": faults}, 3)
+    story = f"3 ranks; rank {killed} is killed in step 3, and rank {hung} of the next generation stops in step 7"
+    found, _ = supervise(attempt, story, {"steps": 10, "faults": faults}, 3)
     _died_and_hung(found, killed, hung)
     faults = [{"generation": g, "rank": 0, "step": 2 * g + 2, "code": 1} for g in range(4)]
-    found, _ = supervise(attempt, "progress", {"steps": 10, "faults": faults}, 2)
+    found, _ = supervise(
+        attempt, "2 ranks; rank 0 fails four times, two steps later each time", {"steps": 10, "faults": faults}, 2
+    )
     if found["error"]:
         raise Mistake(
             f"four failures, each two steps later than the one before, and run() gave up ({found['error']}): count"
             " failures without progress; a step that no generation had reached before is progress"
         )
     faults = [{"generation": g, "rank": 1, "step": 4, "code": 41} for g in range(9)]
-    found, place = supervise(attempt, "same", {"steps": 10, "faults": faults}, 2)
+    found, place = supervise(attempt, "2 ranks; rank 1 always fails in step 4", {"steps": 10, "faults": faults}, 2)
     starts = len(list((place / "pids").glob("?-0")))
     if not found["error"]:
         raise Mistake(f"rank 1 failed in step 4 in each of {starts} starts, and run() did not raise RuntimeError")
@@ -111,7 +121,7 @@ def grade_failures(attempt: Attempt) -> None:
     if "rank 1" not in found["error"] or "41" not in found["error"]:
         raise Mistake(f"the RuntimeError says {found['error']!r}: it should name rank 1 and its exit code 41")
     faults = [{"generation": g, "rank": 1, "step": 1, "code": 2} for g in range(9)]
-    found, place = supervise(attempt, "settings", {"steps": 10, "faults": faults}, 2)
+    found, place = supervise(attempt, "2 ranks; rank 1 ends with code 2", {"steps": 10, "faults": faults}, 2)
     starts = len(list((place / "pids").glob("?-0")))
     if starts != 1 or not found["error"]:
         raise Mistake(
@@ -148,16 +158,22 @@ def grade_elastic(attempt: Attempt) -> None:
         {"generation": 2, "rank": 0, "step": 16, "slots": 9},
     ]
     places = {"places": 3, "lost": "0-2", "left": 2}
-    found, place = supervise(attempt, "elastic", {"steps": 60, "faults": faults}, places, most=4)
+    found, place = supervise(attempt, "3 places, then 2, then 4", {"steps": 60, "faults": faults}, places, most=4)
     _left_and_joined(found, place)
-    found, _ = supervise(attempt, "few", {"steps": 6}, 3, wait=0.5, least=2)
+    found, _ = supervise(attempt, "1 place for half a second, then 3; least=2", {"steps": 6}, 3, wait=0.5, least=2)
     if any(world < 2 for world, _, _ in found["history"]) or len(found["history"]) != 1:
         raise Mistake(
             f"for half a second there is 1 place, least=2: the history is {text_of(found['history'])}; wait until there"
             " are places for 2, and start then"
         )
     faults = [{"generation": 0, "rank": 0, "step": 4, "slots": 3}]
-    found, _ = supervise(attempt, "deaf", {"steps": 60, "faults": faults, "deaf": True}, 2, grace=0.3)
+    found, _ = supervise(
+        attempt,
+        "2 places, then 3; the ranks do not listen to SIGTERM",
+        {"steps": 60, "faults": faults, "deaf": True},
+        2,
+        grace=0.3,
+    )
     story = [(2, "scaled", None), (3, "done", None)]
     if [tuple(one) for one in found["history"]] != story:
         raise Mistake(
