@@ -61,8 +61,10 @@ def _of_site(link: re.Match[str]) -> str:
     return f"[{text}]({_DOCS.sub('', target)})"
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Make every picture a link to itself, so that a click enlarges it."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Make every picture a link to itself, so that a click enlarges it; let long lines of the course's code wrap."""
+    if page.file.src_uri.startswith(_LEARN):
+        html = html.replace("<pre>", '<pre class="wraps">')
     return _PICTURE.sub(r'<a class="picture" href="\1" title="Enlarge">\g<0></a>', html)
 
 

@@ -98,7 +98,7 @@ def measured(site: Path) -> dict:
         try:
             page.resize(1700)
             page.open(f"http://127.0.0.1:{server.server_address[1]}/measure")
-            return json.loads(page.wait("window.result", 90))
+            return json.loads(page.wait("window.result", 300))
         finally:
             page.leave()
             server.shutdown()
