@@ -88,7 +88,7 @@ def run_system(
 
 def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
     """Return the largest difference between two lists of tensors."""
-    return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
+    return float(torch.stack([(one - other).abs().max() for one, other in zip(found, wanted, strict=True)]).max())
 
 
 def grade_correct(attempt: Attempt) -> None:
@@ -108,7 +108,7 @@ def _compare(answer: Answer, ranks: int, weights: list[Tensor], losses: list[flo
     if len(found["losses"]) != len(losses):
         raise Mistake(f"fit returned {len(found['losses'])} losses for {len(losses)} steps ({ranks} ranks)")
     gap = difference(found["weights"], weights)
-    if gap > 1e-9:
+    if not gap <= 1e-9:  # also for NaN
         plain, _ = oracle(*job, mean_of=ranks)
         if ranks > 1 and difference(found["weights"], plain) < 1e-9:
             raise Mistake(
@@ -116,13 +116,13 @@ def _compare(answer: Answer, ranks: int, weights: list[Tensor], losses: list[flo
                 " ranks are parts of 4, 3 and 3, so weight each rank by its samples"
             )
         pairs = zip(found["losses"], losses, strict=True)
-        first = next((step for step, (one, other) in enumerate(pairs) if abs(one - other) > 1e-9), None)
+        first = next((step for step, (one, other) in enumerate(pairs) if not abs(one - other) <= 1e-9), None)
         where = (
             "the losses are right, the weights are not" if first is None else f"the loss of step {first} differs first"
         )
         raise Mistake(f"rank {answer.rank} of {ranks}: the weights differ from one process by {gap:.1e}; {where}")
-    worst = max(abs(one - other) for one, other in zip(found["losses"], losses, strict=True))
-    if worst > 1e-9:
+    worst = difference([torch.tensor(found["losses"])], [torch.tensor(losses)])
+    if not worst <= 1e-9:
         raise Mistake(
             f"rank {answer.rank} of {ranks}: a loss differs by {worst:.1e}: it is the mean over the global batch"
         )
@@ -165,7 +165,7 @@ def _continued(answers: list[Answer], weights: list[Tensor], losses: list[float]
         if count >= steps:
             raise Mistake(f"{when}: fit computed all {count} steps again instead of continuing from a checkpoint")
         gap = difference(answer.value["weights"], weights)
-        if gap > 1e-9:
+        if not gap <= 1e-9:  # also for NaN
             late = max(abs(one - other) for one, other in zip(answer.value["losses"], losses[-count:], strict=True))
             about = (
                 "the momentum, or the position in the data, is not in the checkpoint"

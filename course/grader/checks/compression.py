@@ -62,7 +62,7 @@ def _expect(found: Any, expected: dict[str, float], reasons: dict[str, str]) -> 
     for name, seconds in expected.items():
         if name not in found:
             raise Mistake(f"summary() has no {name!r}: {reasons.get(name, 'it was a part of the step')}")
-        if abs(found[name] - seconds) > 1e-6:
+        if not abs(found[name] - seconds) <= 1e-6:
             raise Mistake(
                 f"summary() gives {found[name]:g} s for {name!r}, {seconds:g} s is right: {reasons.get(name, '')}"
             )
