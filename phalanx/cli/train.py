@@ -82,7 +82,7 @@ def start_run(
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
-    check_run_dir(resolved.config, overwrite=overwrite)
+    check_run_dir(resolved.config, overwrite=overwrite, settled=recipe is not None)
     return _launch(recipe, resolved, target, layout, as_json=as_json)
 
 

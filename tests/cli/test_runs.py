@@ -96,6 +96,24 @@ def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
     assert history.status == "finished"
 
 
+@pytest.mark.parametrize(
+    ("words", "asked", "more"),
+    [
+        ((), "epochs = 2,", "--epochs 4."),
+        (("--epochs", 1), "epochs = 1,", "--epochs 4."),
+        (("--max-steps", 9, "--epochs", 9), "max_steps = 9,", "--max-steps 64."),
+    ],
+)
+def test_a_resume_with_nothing_left_to_train_is_refused_and_changes_nothing(inside, words, asked, more):
+    run = only_run()
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    answer = phalanx("resume", run.name, *words)
+    assert answer.code == 2
+    assert f"nothing left to train: {asked} and its checkpoint is at step 32, after 2 whole epochs" in answer.err
+    assert f"Train on: phalanx resume {run.name} {more}" in answer.err
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
 def test_train_resume_takes_the_last_run_of_the_recipe(inside):
     ran("train", "recipe.toml", "--resume", "--epochs", 3, *FAST)
     assert only_run().steps == (48, 48)
