@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
-from phalanx.errors import PhalanxError, PreemptedError
+from phalanx.errors import PreemptedError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
@@ -207,9 +207,8 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
 
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:
-    """Write why a run failed that no launcher watches, as a launcher does; a run that was refused leaves no folder."""
-    if isinstance(error, PhalanxError):
-        discard_unused(job.config, run_dir)
+    """Write why a run failed that no launcher watches, as a launcher does; one that took no step leaves no folder."""
+    discard_unused(job.config, run_dir)
     if run_dir.is_dir():
         (run_dir / "logs").mkdir(exist_ok=True)
         record = {"rank": 0, "time": time.time(), "type": type(error).__qualname__, "message": str(error)}

@@ -271,7 +271,7 @@ class TorchTrainer:
             raise KeyboardInterrupt(f"{BY_CTRL_C}, before the ranks had a result; {_nothing_came(run_dir)}") from None
         except PhalanxError as error:
             if run_dir is not None:
-                discard_unused(config, run_dir)
+                discard_unused(config, run_dir, error)
                 if run_dir.is_dir():
                     error.add_note(_nothing_came(run_dir))
             raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames

@@ -122,6 +122,39 @@ def test_train_resume_takes_the_last_run_of_the_recipe(inside):
     assert "there is no run of 'digits'" in phalanx("train", "digits", "--resume").text
 
 
+def test_what_took_no_step_leaves_no_run(inside):
+    run = only_run()
+    refused = phalanx("train", "recipe.toml", "--num-nodes", 2, *FAST)
+    assert refused.code == 2
+    assert "need a rendezvous" in refused.err
+    own = Path("model.py")
+    own.write_text(
+        own.read_text() + "\n\ndef raises(*inputs):\n    raise ValueError('my mistake')\n\n\nNet.forward = raises\n"
+    )
+    failed = phalanx("train", "recipe.toml", *FAST)
+    assert failed.code == 1
+    assert "my mistake" in failed.err
+    log = Path(failed.err.split("Logs: ")[1].strip())
+    assert "my mistake" in log.read_text()
+    shutil.rmtree(log.parent)
+    assert [path.name for path in Path("runs").iterdir()] == [run.path.name]
+    alone = px.PyTorchDDPTrainer(torch.nn.Linear(3, 2), device="cpu", batch_size=1)
+    with pytest.raises(px.PhalanxError, match="Linear"):
+        alone.fit(torch.utils.data.TensorDataset(torch.ones(2, 2), torch.zeros(2, 2)))
+    assert only_run().path == run.path
+
+
+def test_last_is_the_last_run_with_a_checkpoint_where_a_model_is_needed(inside):
+    run = only_run()
+    later = shutil.copytree(run.path, "runs/later", ignore=shutil.ignore_patterns("checkpoints"))
+    record = json.loads(Path(later, "run.json").read_text())
+    Path(later, "run.json").write_text(json.dumps({**record, "started": time.time()}))
+    assert find_run("last").name == "later"
+    answer = ran("evaluate", "last")
+    assert f"last is {run.name}" in answer.err
+    assert ran("evaluate", run.name).out == answer.out
+
+
 def test_a_run_dir_in_use_is_refused_unless_it_is_overwritten_or_resumed(inside):
     where = str(only_run().path)
     own = Path(where, "notes.txt")
