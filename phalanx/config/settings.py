@@ -208,8 +208,9 @@ class Settings(
 
     @property
     def best_metric(self) -> Watched | None:
-        """The metric of `keep_best`, or None where it is off; ValueError says what to write."""
-        return parse_metric("val/loss" if self.keep_best is True else self.keep_best) if self.keep_best else None
+        """The metric of `keep_best`, or None where it is off; where none is named, that of `early_stopping`."""
+        named = (self.early_stopping or "val/loss") if self.keep_best is True else self.keep_best
+        return parse_metric(named) if named else None
 
     @property
     def stopping_metric(self) -> Watched | None:
