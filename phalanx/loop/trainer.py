@@ -19,7 +19,7 @@ from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, train_step
-from phalanx.loop.stopping import BY_CTRL_C, RunControl, StopRequest, preempted_error
+from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
@@ -139,10 +139,6 @@ class TrainLoop:
             while not self.is_finished():
                 yield from self._epoch()
             self._end()
-        except KeyboardInterrupt:  # a second Ctrl-C, or a handler of the user's own
-            if self.formation.world_size == 1 and not ending.reported:
-                self.report.ended("interrupted", BY_CTRL_C, self.step, self.saving.last_path)
-            raise
         finally:
             if self.checks is not None:
                 self.checks.close()

@@ -148,6 +148,10 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
                 if not job.gives_back:
                     raise
                 history, stopped = loop.history, error
+            except KeyboardInterrupt:  # a second Ctrl-C, or a handler of the user's own
+                if formation.world_size == 1 and not loop.control.ending.reported:
+                    loop.report.ended("interrupted", BY_CTRL_C, loop.step, loop.saving.last_path)
+                raise
         if plan is not None and plan.weights_path is not None:
             from phalanx.trainers.weights import whole_weights
 
