@@ -198,7 +198,7 @@ def _watched_files() -> set[Path]:
     temp = Path(tempfile.gettempdir())
     # Caches of tools begin with a dot; so does nothing that Phalanx writes.
     own = {entry for entry in _ROOT.iterdir() if not entry.name.startswith((".", "__pycache__"))}
-    # Logs of ranks that failed before the first step are kept there, for whoever reads the message.
+    # Logs of ranks that failed before the first step are kept there for the reader of the message.
     kept = (*_CACHES, "phalanx-logs-")
     temporary = {entry for entry in temp.iterdir() if not entry.name.startswith(kept)}
     shared = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()

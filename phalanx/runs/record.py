@@ -183,7 +183,7 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
 
 
 def discard_unused(config: DistributedConfig, run_dir: Path, error: PhalanxError | None = None) -> None:
-    """Remove the folder of a run that took no step, unless run_dir is set: what was refused or failed before is no run.
+    """Remove the folder of a run that took no step, unless run_dir is set.
 
     Logs that the error names are moved to a temporary folder.
     """

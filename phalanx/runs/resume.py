@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.manifest import manifest_at
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
@@ -64,19 +64,22 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
 
 def _check_left(run: StoredRun, config: DistributedConfig) -> None:
     """Refuse to resume a run that has taken all the steps that are asked for: its record would change for nothing."""
-    found = (manifest_at(path) for path in (as_path(str(config.resume_from_checkpoint)), *run.checkpoints[:-2:-1]))
-    last = next(filter(None, found), None)
-    if last is None:
+    places = (as_path(str(config.resume_from_checkpoint)), *run.checkpoints[:-2:-1])
+    file = next((path / "manifest.json" for path in places if (path / "manifest.json").is_file()), None)
+    try:
+        last = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        step, epoch = int(last["step"]), int(last["epoch"])
+    except (OSError, ValueError, KeyError):  # the ranks say what is wrong with it
         return
     epochs = config.epochs or (None if config.max_steps is not None else 1)
-    limits = {"max_steps": (last.step, config.max_steps), "epochs": (last.epoch, epochs)}
+    limits = {"max_steps": (step, config.max_steps), "epochs": (epoch, epochs)}
     reached = {name: (have, most) for name, (have, most) in limits.items() if most is not None and have >= most}
     if not reached:
         return
     asked = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
     more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
     raise UsageError(
-        f"{run.name} has nothing left to train: {asked}, and its checkpoint is at step {last.step}, after {last.epoch} "
+        f"{run.name} has nothing left to train: {asked}, and its checkpoint is at step {step}, after {epoch} "
         "whole epochs. Nothing was changed",
         hint=f"Train on: {_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}",
     )

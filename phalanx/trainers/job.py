@@ -144,10 +144,10 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         with own_modes(job.task.model):
             try:
                 history = loop.run() if survivor is None else survivor.run(loop, run_dir)
-            except PreemptedError as error:
+            except PreemptedError as stop:
                 if not job.gives_back:
                     raise
-                history, stopped = loop.history, error
+                history, stopped = loop.history, stop
             except KeyboardInterrupt:  # a second Ctrl-C, or a handler of the user's own
                 if formation.world_size == 1 and not loop.control.ending.reported:
                     loop.report.ended("interrupted", BY_CTRL_C, loop.step, loop.saving.last_path)
