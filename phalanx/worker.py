@@ -10,7 +10,7 @@ from typing import Any
 import phalanx.strategies.ring_ddp  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
 from phalanx.config import DistributedConfig
 from phalanx.recipes import Recipe
-from phalanx.runs.result import write_result
+from phalanx.runs.result import JobResult, write_result
 from phalanx.trainers.job import Job
 from phalanx.trainers.recipe import run_recipe
 from phalanx.world.env import read_rank_env
@@ -31,6 +31,8 @@ def run_job_file(payload: str) -> None:
     env = read_rank_env()
     if env is None or env.local_rank == 0:
         write_result(result, path.parent)
+    if isinstance(result, JobResult) and result.stopped is not None:
+        raise result.stopped
 
 
 def run_recipe_file(payload: str) -> None:

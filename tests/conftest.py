@@ -198,7 +198,9 @@ def _watched_files() -> set[Path]:
     temp = Path(tempfile.gettempdir())
     # Caches of tools begin with a dot; so does nothing that Phalanx writes.
     own = {entry for entry in _ROOT.iterdir() if not entry.name.startswith((".", "__pycache__"))}
-    temporary = {entry for entry in temp.iterdir() if not entry.name.startswith(_CACHES)}
+    # Logs of ranks that failed before the first step are kept there for the reader of the message.
+    kept = (*_CACHES, "phalanx-logs-")
+    temporary = {entry for entry in temp.iterdir() if not entry.name.startswith(kept)}
     shared = set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
     # Semaphores do not tell whose they are, and any Python program on the machine makes them for multiprocessing; ranks
     # of mpirun in another test process make Open MPI's segments, and remove them after their last use.

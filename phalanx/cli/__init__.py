@@ -102,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say_to_user(f"{error.filename}: {error.strerror}")
             return EXIT_USAGE
         if not _is_about_output(error):
+            if _shows_users_error(error, words):
+                return 1
             raise
         discard_output(sys.stdout)
         if isinstance(error, BrokenPipeError):  # head or less has ended; a training run continues
@@ -109,13 +111,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_to_user(f"standard output failed ({error.strerror}).")
         return 1
     except Exception as error:
-        if words[0] not in _RUN_USERS_CODE:
+        if not _shows_users_error(error, words):
             raise
-        from phalanx.launch.error_file import users_traceback
-
-        say_to_user("\n".join([f"{type(error).__name__}: {error}", *users_traceback(error)]))
         return 1
     return code
+
+
+def _shows_users_error(error: Exception, words: Sequence[str]) -> bool:
+    """Show what code of the user raised without our frames, where this command runs any; return whether it does."""
+    if words[0] not in _RUN_USERS_CODE and "--dry-run" not in words:
+        return False
+    from phalanx.launch.error_file import users_traceback
+
+    say_to_user("\n".join([f"{type(error).__name__}: {error}", *users_traceback(error)]))
+    return True
 
 
 def _is_about_output(error: OSError) -> bool:

@@ -82,7 +82,7 @@ def start_run(
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
-    check_run_dir(resolved.config, overwrite=overwrite)
+    check_run_dir(resolved.config, overwrite=overwrite, settled=recipe is not None)
     return _launch(recipe, resolved, target, layout, as_json=as_json)
 
 
@@ -207,12 +207,13 @@ def _launch(
     events = run_dir / EVENTS
     before = events.stat().st_size if events.exists() else 0
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
-        target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
-        assert target is not None, "either a recipe or a script was named"
-        env = _rank_environment(resolved, config, run_dir)
-        spec = launch_spec(config, layout, target, run_dir / "logs", env=env, launched=command_began())
-        outcome = "failed"
+        outcome, was_started = "failed", False
         try:  # the console of a script shows its output only
+            target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
+            assert target is not None, "either a recipe or a script was named"
+            env = _rank_environment(resolved, config, run_dir)
+            spec = launch_spec(config, layout, target, run_dir / "logs", env=env, launched=command_began())
+            was_started = True
             run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
             outcome = "finished"
             if config.profiling and config.profiling.last and not any((run_dir / "profile").glob("rank-*.json.gz")):
@@ -221,13 +222,15 @@ def _launch(
             outcome = "preempted" if isinstance(error, PreemptedError) else outcome
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
                 error.hint = f"To resume: phalanx resume {shlex.quote(StoredRun(run_dir).name)}"
-            if recipe is not None:  # a script may have written files
-                discard_unused(config, run_dir)
+            if recipe is not None or not was_started:  # a script may have written files
+                discard_unused(config, run_dir, error)
             raise
         except KeyboardInterrupt:
             outcome = "interrupted"
             if hint := how_to_resume(StoredRun(run_dir)):
                 say_to_user(hint)
+            if recipe is not None:
+                discard_unused(config, run_dir)
             raise
         finally:
             if not config.node_rank:

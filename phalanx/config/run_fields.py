@@ -41,7 +41,8 @@ class Checkpointing:
     )
     keep_best: bool | str | None = option(
         True,
-        "keep the checkpoint with the best value of a metric, too: val/loss (true), train/loss, val/accuracy, "
+        "keep the checkpoint with the best value of a metric, too: val/loss (true; or the "
+        "metric of early_stopping), train/loss, val/accuracy, "
         "min:val/<name> or max:val/<name>; false: only the last ones",
         keras="ignored",
     )

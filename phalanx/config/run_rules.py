@@ -12,6 +12,8 @@ def watched_metrics(settings: Settings) -> Mistakes:
     """Check the names of metrics, and that they are measured."""
     for name in ("keep_best", "early_stopping"):
         given = getattr(settings, name)
+        if given is True:  # keep_best follows early_stopping, which is checked too
+            continue
         try:
             watched = settings.best_metric if name == "keep_best" else settings.stopping_metric
         except ValueError as error:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from phalanx.config.profile import Profiling
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?\]")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
@@ -208,8 +207,9 @@ class Settings(
 
     @property
     def best_metric(self) -> Watched | None:
-        """The metric of `keep_best`, or None where it is off; ValueError says what to write."""
-        return parse_metric("val/loss" if self.keep_best is True else self.keep_best) if self.keep_best else None
+        """The metric of `keep_best`, or None where it is off; where none is named, that of `early_stopping`."""
+        best = (self.early_stopping or "val/loss") if self.keep_best is True else self.keep_best
+        return parse_metric(best) if best else None
 
     @property
     def stopping_metric(self) -> Watched | None:

@@ -181,7 +181,8 @@ class LauncherLoop:
                 again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
                 what = f" the ranks{again}" if self.has_started else ""
                 self._console.notice(f"{number.name}: stopping{what}")
-                self._stop_ranks(number, self._spec.grace_seconds)
+                longer = self._spec.interrupt_grace if number == signal.SIGINT else 0.0
+                self._stop_ranks(number, max(self._spec.grace_seconds, longer))
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
         """Pass a signal on as it came, so that a script's own handlers and `except KeyboardInterrupt` are reached."""

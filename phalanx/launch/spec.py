@@ -178,6 +178,8 @@ class LaunchSpec:
     """How often the whole group is started again after a rank failed."""
     grace_seconds: float = 4.5
     """How long ranks may take to leave after Ctrl-C or SIGTERM before they are killed."""
+    interrupt_grace: float = 0.0
+    """After Ctrl-C, where that is longer: the user can press it again."""
     join_timeout: float | None = None
     """How long one rank may wait in init_process_group for the others; None: as long as torch lets it."""
     start_timeout: float | None = None

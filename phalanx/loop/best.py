@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +149,16 @@ class BestCheckpoint:
         return f"the best checkpoint, {name}, does not exist any more: the next evaluation is the best so far"
 
 
-def check_metrics(config: DistributedConfig, *, has_val: bool) -> None:
-    """Raise for a metric of the validation data without such data."""
+def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection[str] | None = None) -> None:
+    """Raise for a metric of the validation data without such data, and for one that is not among the `known` ones."""
     for setting, watched in (("keep_best", config.best_metric), ("early_stopping", config.stopping_metric)):
         given = getattr(config, setting)
-        if isinstance(given, str) and watched is not None and watched.name.startswith("val/") and not has_val:
+        if not isinstance(given, str) or watched is None:
+            continue
+        if watched.name.startswith("val/") and not has_val:
             raise UsageError(
                 f"{setting} = {given!r}, but there is no validation data",
                 hint=f"Give fit(train, val), or write {setting}='train/loss'.",
             )
+        if known is not None and watched.name not in known:
+            raise UsageError(f"{setting}: {unknown_name('metric', watched.name, known)}")

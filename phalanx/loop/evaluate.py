@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.data.device import map_batch
 from phalanx.errors import UsageError
+from phalanx.loop.best import check_metrics
 from phalanx.loop.forward import decide_forward, positional_parameters, raise_explained
 from phalanx.loop.metrics import LossFn, Metric, MetricSums
 
@@ -90,6 +91,16 @@ class Evaluation:
             task = loop.task
             self._loader = loop.formation.prepare_loader(task.val, training=False).augmented(task.augment)
         self._last: tuple[int, dict[str, float]] = (-1, {})
+        check_metrics(loop.config, has_val=self._loader is not None, known=self._names())
+
+    def _names(self) -> list[str] | None:
+        """The metrics that can be measured; None where one combines rows of all ranks, and names its values itself."""
+        task, own = self._loop.task, None if self._loader is None else self._loader.sharded.own_metrics
+        given = own if task.metrics is None else task.metrics
+        if any(hasattr(metric, "combine") for metric in (given or {}).values()):
+            return None
+        names = ["loss", "accuracy"] if given is None else ["loss", *given]
+        return ["train/loss", *(f"val/{name}" for name in names)]
 
     def after_epoch(self, epoch: int, *, last: bool) -> dict[str, float]:
         """Evaluate where it is due; return the metrics. `last`: no other epoch follows."""

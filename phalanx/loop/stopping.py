@@ -17,8 +17,9 @@ from phalanx.errors import PreemptedError
 from phalanx.host.processes import stop_reason
 from phalanx.loop.best import MetricWatch
 from phalanx.observe.format import duration
+from phalanx.observe.guard import say_to_user
 from phalanx.world.abort import raise_if_aborted
-from phalanx.world.env import stop_signals
+from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
 _REGROUP, _END = "regroup", "end"
+BY_CTRL_C = "stopped by Ctrl-C"
 
 
 class StopRequest:
@@ -40,6 +42,8 @@ class StopRequest:
         self._world = world
         self._store = world.store if world.world_size > 1 else None
         self._key = f"stop_request/{world.env.attempt}"
+        self._is_alone = read_rank_env() is None
+        """Whether this is a script or a notebook that trains by itself: no launcher gets its Ctrl-C."""
         self._signal: str | None = None
         self._asked: tuple[str, bool] | None = None
         self._sent = False
@@ -62,7 +66,10 @@ class StopRequest:
         if notices is not None:
             notices.watch()
         if threading.current_thread() is threading.main_thread():
-            for number in stop_signals(self._world.env):
+            numbers = stop_signals(self._world.env)
+            if self._is_alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                numbers = (*numbers, signal.SIGINT)
+            for number in numbers:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def silence(self) -> None:
@@ -92,7 +99,12 @@ class StopRequest:
         self._asked = self._asked or (reason, regroup)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
+        name = signal.Signals(number).name
+        if name == "SIGINT" and self._is_alone:
+            if self._signal == name:
+                raise KeyboardInterrupt("stopped at once by a second Ctrl-C: the last step may not be complete")
+            say_to_user("SIGINT: stopping after this step (Ctrl-C again to stop at once)")
+        self._signal = name
 
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
@@ -223,7 +235,7 @@ class RunControl:
     def stopped(self) -> tuple[str, str]:
         """Return the status and the reason of a run that a request has stopped."""
         if self.stop.reason == "SIGINT":
-            return "interrupted", "stopped by Ctrl-C"
+            return "interrupted", BY_CTRL_C
         return "preempted", f"stopped by {self.stop.reason}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,10 +279,10 @@ class TimeLimit:
         return time.monotonic() >= self._ends
 
 
-def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> PreemptedError:
+def preempted_error(reason: str, step: int, checkpoint: str | None) -> PreemptedError:
     """Return the error of a run that was stopped, with the checkpoint to resume from."""
-    kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint_dir was set, so nothing was kept"
+    kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint was saved, for no checkpoint_dir was set"
     hint = "Set checkpoint_dir to keep the progress of a run that is stopped."
     if checkpoint:
         hint = f"To resume, add resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."
-    return PreemptedError(f"stopped by {reason} after step {step}: {kept}", hint=hint)
+    return PreemptedError(f"{reason} after step {step}: {kept}", hint=hint)

@@ -212,8 +212,12 @@ class TrainLoop:
             return
         self.saving.save()
         self.saving.publish()
-        self.report.ended(*self.control.stopped(), self.step, self.saving.last_path)
-        raise preempted_error(self.stop.reason, step, self.saving.last_path)
+        self._take_result()
+        status, reason = self.control.stopped()
+        self.report.ended(status, reason, self.step, self.saving.last_path)
+        self.control.ending.reported = True
+        self.schedule.put_back(only_scheduled=True)
+        raise preempted_error(reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and report after a whole epoch, or after the last step."""
@@ -238,17 +242,21 @@ class TrainLoop:
         self.control.judge(values, self.step)
 
     def _end(self) -> None:
-        self.formation.strategy.consolidate(self.model)
         self.saving.save_last()
-        if self.formation.average is not None:  # the result of the run
-            self.formation.average.swap()
-            self.formation.average = None
+        self._take_result()
         self.hooks.fire("on_training_end", self)
         ending = self.control.ending
         self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
         ending.reported = True
         self.hooks.fire("on_fit_end", self)
         self.schedule.put_back(only_scheduled=True)
+
+    def _take_result(self) -> None:
+        """Give the model the weights that are the result of the run: those of all ranks, averaged where asked."""
+        self.formation.strategy.consolidate(self.model)
+        if self.formation.average is not None:
+            self.formation.average.swap()
+            self.formation.average = None
 
     def _losses(self) -> Losses:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""

@@ -228,9 +228,8 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
             wasted = (attempt.last["seconds"]["productive"] + attempt.tail) * lost / (attempt.step - first)
             total["lost"] += wasted
             total["productive"] -= wasted
-        if number:
-            gap = max(0.0, attempt.last["began"] - attempts[number - 1].end)
-            total["recovery" if attempt.last["attempt"] else "idle"] += gap
+        if number and attempt.last["attempt"]:  # the time until another command resumes a run is no part of it
+            total["recovery"] += max(0.0, attempt.last["began"] - attempts[number - 1].end)
     for part, seconds in ((part, s) for event in events for part, s in event.get("parts", {}).items()):
         named = min(seconds, total["recovery"])
         total[part] += named

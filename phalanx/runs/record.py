@@ -25,6 +25,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import PhalanxError, RankFailedError, UsageError
 from phalanx.host.files import close_scratch, make_private, open_scratch, replace_file
 from phalanx.host.processes import began_at
+from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.version import __version__
 
 FILE = "run.json"
@@ -181,14 +182,32 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
     return path
 
 
-def discard_unused(config: DistributedConfig, run_dir: Path) -> None:
-    """Remove the folder of a run that was refused before it began, unless run_dir is set or something is in it."""
-    events = run_dir / "events.jsonl"
-    began = (run_dir / "checkpoints").exists() or (events.exists() and events.stat().st_size > 0)
-    if config.run_dir is None and not began:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        with suppress(OSError):
-            run_dir.parent.rmdir()
+def discard_unused(config: DistributedConfig, run_dir: Path, error: PhalanxError | None = None) -> None:
+    """Remove the folder of a run that took no step, unless run_dir is set.
+
+    Logs that the error names are moved to a temporary folder.
+    """
+    if config.run_dir is not None or _took_step(run_dir):
+        return
+    logs = run_dir / "logs"
+    if error is not None and str(logs) in error.message and logs.is_dir():
+        kept = open_scratch("logs")
+        shutil.copytree(logs, kept, dirs_exist_ok=True)
+        close_scratch(kept, keep=True)
+        error.message = error.message.replace(str(logs), str(kept))
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with suppress(OSError):
+        run_dir.parent.rmdir()
+
+
+def _took_step(run_dir: Path) -> bool:
+    """Whether a run has a checkpoint, or its events tell of a step."""
+    first = 0
+    for event in read_events(run_dir / EVENTS):
+        first = event.get("first_step", first)
+        if (step := event.get("step")) is not None and step > first:
+            return True
+    return any((run_dir / "checkpoints").glob("step-*"))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
+from phalanx.errors import PreemptedError, UsageError
 from phalanx.host.files import replacing
 from phalanx.observe.history import History
 
@@ -32,6 +32,8 @@ class JobResult:
     trained: dict[str, bool] = field(default_factory=dict)
     """Which parameters want gradients at the end, by name: callbacks may have unfrozen some."""
     scheduler_state: dict[str, Any] | None = None
+    stopped: PreemptedError | None = None
+    """Why training ended before its last step, where a signal stopped it; the rest is that of the last step."""
 
 
 def write_result(result: object, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.host.remote import as_path
 from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
 
 
@@ -34,14 +36,19 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
     return {"run_dir": str(run.path), "resume_from_checkpoint": str(newest)}
 
 
-def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
-    """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files."""
+def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool = False) -> None:
+    """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files.
+
+    `settled`: the config says how long training takes, as for a recipe; a script may have its own settings.
+    """
     if config.run_dir is None or config.node_rank or not is_run(Path(config.run_dir)):
         return  # the first machine checks the folder that all of them share
     run = StoredRun(Path(config.run_dir))
     if run.status == "running":
         raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
     if config.resume_from_checkpoint:
+        if settled:
+            _check_left(run, config)
         return
     if not overwrite:
         steps, total = run.steps
@@ -53,6 +60,29 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
         raise UsageError(f"--overwrite: the run in '{config.run_dir}' {run.in_use}", hint="Give another --run-dir.")
     refuse_whole_project(run)
     run.clear()
+
+
+def _check_left(run: StoredRun, config: DistributedConfig) -> None:
+    """Refuse to resume a run that has taken all the steps that are asked for: its record would change for nothing."""
+    places = (as_path(str(config.resume_from_checkpoint)), *run.checkpoints[:-2:-1])
+    file = next((path / "manifest.json" for path in places if (path / "manifest.json").is_file()), None)
+    try:
+        last = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        step, epoch = int(last["step"]), int(last["epoch"])
+    except (OSError, ValueError, KeyError):  # the ranks say what is wrong with it
+        return
+    epochs = config.epochs or (None if config.max_steps is not None else 1)
+    limits = {"max_steps": (step, config.max_steps), "epochs": (epoch, epochs)}
+    reached = {name: (have, most) for name, (have, most) in limits.items() if most is not None and have >= most}
+    if not reached:
+        return
+    asked = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
+    more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
+    raise UsageError(
+        f"{run.name} has nothing left to train: {asked}, and its checkpoint is at step {step}, after {epoch} "
+        "whole epochs. Nothing was changed",
+        hint=f"Train on: {_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}",
+    )
 
 
 def refuse_whole_project(run: StoredRun) -> None:

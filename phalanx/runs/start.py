@@ -6,6 +6,7 @@ value, so scripts need no main guard, and a notebook works too.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import sys
@@ -29,7 +30,7 @@ from phalanx.observe.console import Console
 from phalanx.observe.events import KINDS, Phase, from_dict
 from phalanx.observe.prometheus import MetricsSink, open_metrics
 from phalanx.runs.record import log_folder
-from phalanx.runs.result import read_result
+from phalanx.runs.result import RESULT_NAME, JobResult, read_result
 from phalanx.runs.spec import launch_spec
 from phalanx.world.mesh import JobLayout
 
@@ -163,6 +164,10 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
     raise errors.RankFailedError(text, exit_code=result.exit_code)
 
 
+_INTERRUPT_GRACE = 60.0
+"""Seconds for the step that goes on when Ctrl-C is pressed, a checkpoint, and the way back of the weights."""
+
+
 class RemoteJob(Protocol):
     """What can be sent to ranks: settings, the run's folder, and what a rank does."""
 
@@ -182,7 +187,15 @@ def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None =
         write_payload(job, folder / "job.pkl")
         target = CallTarget("phalanx.worker:run_job_file", str(folder / "job.pkl"))
         spec = launch_spec(job.config, layout, target, logs, env=_tracking_environment(), data=data)
-        run_on_ranks(spec, job.config, waiting=layout.starting)
+        spec = dataclasses.replace(spec, interrupt_grace=_INTERRUPT_GRACE)
+        try:
+            run_on_ranks(spec, job.config, waiting=layout.starting)
+        except (KeyboardInterrupt, errors.PreemptedError) as stop:
+            result = read_result(folder) if (folder / RESULT_NAME).exists() else None
+            if not isinstance(result, JobResult) or result.history is None:
+                raise
+            result.stopped = result.stopped or errors.PreemptedError(str(stop) or "stopped by Ctrl-C at the end")
+            return result
         may_have_none = spec.starter is None and spec.elastic is not None and spec.num_nodes > 1
         return read_result(folder, may_have_none=may_have_none)
 

@@ -139,7 +139,8 @@ class StoredRun:
         restarts = alive and record is not None and record.settings.get("max_restarts")
         if self.failure and float(self.failure["time"]) > float(last.get("time", 0.0)) and not restarts:
             return "failed"
-        if (not alive or not last) and record is not None and record.outcome:
+        # A notebook that was interrupted lives on.
+        if record is not None and record.outcome and (not alive or not last or record.outcome == "interrupted"):
             return record.outcome
         if alive or self._is_locked:
             return "running"

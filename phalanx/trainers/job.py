@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
-from phalanx.errors import PhalanxError
+from phalanx.errors import PreemptedError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
@@ -25,6 +25,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.out_of_memory import MemoryWatch
+from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.guard import say_to_user
@@ -55,6 +56,8 @@ class Job:
     """Builds the job again, with a new model: one that was sharded over ranks cannot be sharded over others."""
     note: str = ""
     """A message for the user when the run starts."""
+    gives_back: bool = False
+    """Whether a fit that a signal stops has a result, with `stopped`: its caller goes on with the model."""
 
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
@@ -128,7 +131,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
-    profile = None
+    profile = stopped = None
     plan = _fault_plan(job, formation)
     try:
         if survivor is not None:
@@ -139,7 +142,16 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         for callback in filter(None, (*_watches(job.config, events), memory, plan, profile, *of_engines)):
             loop.hooks.add(callback)
         with own_modes(job.task.model):
-            history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+            try:
+                history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+            except PreemptedError as stop:
+                if not job.gives_back:
+                    raise
+                history, stopped = loop.history, stop
+            except KeyboardInterrupt:  # a second Ctrl-C, or a handler of the user's own
+                if formation.world_size == 1 and not loop.control.ending.reported:
+                    loop.report.ended("interrupted", BY_CTRL_C, loop.step, loop.saving.last_path)
+                raise
         if plan is not None and plan.weights_path is not None:
             from phalanx.trainers.weights import whole_weights
 
@@ -158,7 +170,9 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             profile.close()
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
-    return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))
+    if job.gives_back and stopped is None and loop.stop.from_outside == "SIGINT":  # in the last step, or after it
+        stopped = preempted_error(BY_CTRL_C, loop.step, loop.saving.last_path)
+    return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own), stopped=stopped)
 
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
@@ -197,9 +211,8 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
 
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:
-    """Write why a run failed that no launcher watches, as a launcher does; a run that was refused leaves no folder."""
-    if isinstance(error, PhalanxError):
-        discard_unused(job.config, run_dir)
+    """Write why a run failed that no launcher watches, as a launcher does; one that took no step leaves no folder."""
+    discard_unused(job.config, run_dir)
     if run_dir.is_dir():
         (run_dir / "logs").mkdir(exist_ok=True)
         record = {"rank": 0, "time": time.time(), "type": type(error).__qualname__, "message": str(error)}

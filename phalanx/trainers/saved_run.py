@@ -18,10 +18,11 @@ from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
 from phalanx.models.contract import WrapsModel, implements
+from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path, is_import_path
-from phalanx.runs.stored import StoredRun, find_run, is_run
+from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
 from phalanx.trainers.pretrained import tokenizer_of, with_tokenizer
 from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_metrics, recipe_parts
 from phalanx.trainers.torch import PyTorchDDPTrainer
@@ -149,8 +150,16 @@ def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: 
     if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
         owner = path.absolute().parent.parent
         return SavedRun(owner if is_run(owner) else path, path, model)
-    stored = find_run(name)
+    stored = _last_with_checkpoint() if str(name) == "last" else find_run(name)
     return SavedRun(stored.path, _chosen(stored, checkpoint), model)
+
+
+def _last_with_checkpoint() -> StoredRun:
+    """Return the run that "last" means where a model is needed, and say which it is."""
+    if (found := next((run for run in list_runs() if run.checkpoints), None)) is None:
+        return find_run("last")
+    say_to_user(f"last is {found.name}")
+    return found
 
 
 def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
@@ -199,7 +208,7 @@ def open_run(
         own_dir = None  # the path is where the data are
     built, train, val = recipe_parts(recipe, own_dir if data_dir is None else data_dir)
     if run.recipe is None or model is not None:
-        run = load_run(name, checkpoint=checkpoint, model=built)
+        run = SavedRun(run.path, run._checkpoint, built)
     found = train if val is None and named else val
     if named and (found is None or (hasattr(found, "__len__") and not len(found))):
         raise UsageError(f"{data or data_dir} has no samples to measure", hint="Give files with at least one sample.")

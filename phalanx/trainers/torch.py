@@ -24,11 +24,12 @@ from phalanx.host.remote import as_path
 from phalanx.loop.metrics import LossFn, Metric, find_loss
 from phalanx.loop.optimizer_binding import load_scheduler_state
 from phalanx.loop.prepare import Augmentation, adapt, check_trains_adapters
+from phalanx.loop.stopping import BY_CTRL_C
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
+from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
@@ -150,11 +151,10 @@ class TorchTrainer:
             check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
         check_task(task, config)
-        result = self._run("fit", task, config)
-        assert result.history is not None, "a fit always has a history"
-        self.history = result.history
         self._last_data = train
-        return result.history
+        history = self._run("fit", task, config).history
+        assert history is not None, "a fit always has a history"
+        return history
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the mean loss and metrics over every sample of `data`."""
@@ -212,7 +212,14 @@ class TorchTrainer:
         """
         __tracebackhide__ = True
         try:
-            return self._run_or_send(action, task, config)
+            result = self._run_or_send(action, task, config)
+            self.history = result.history or self.history
+            if result.stopped is None:
+                return result
+            if result.stopped.message.startswith(BY_CTRL_C):
+                where = "the model and the optimizer" if self.optimizer is not None else "the model"
+                raise KeyboardInterrupt(f"{result.stopped.message}; what was trained is in {where}")
+            raise result.stopped
         except PreemptedError as error:
             env = read_rank_env()
             if env is not None and env.supervised:
@@ -237,7 +244,7 @@ class TorchTrainer:
         if layout.world_size > 1 and config.facts.shards:
             check_shardable(self.model, config.wrap_class)
         if layout.world_size == 1:
-            return run_job(Job(action, task, config_here, checked=True), in_place=True)
+            return run_job(Job(action, task, config_here, checked=True, gives_back=True), in_place=True)
         if torch_compat.is_profiling():
             warnings.warn(
                 f"a torch.profiler is active in this process, but the {layout.world_size} ranks that train are other "
@@ -252,13 +259,21 @@ class TorchTrainer:
 
         try:
             result: JobResult = send_job(
-                Job(action, task, config_here, run_dir, checked=True, note=note),
+                Job(action, task, config_here, run_dir, checked=True, note=note, gives_back=True),
                 layout,
                 data=engine_of(config_here).datasets(task.train, task.val),
             )
+        except KeyboardInterrupt:
+            if run_dir is None:
+                raise
+            end_record(run_dir, "interrupted")
+            discard_unused(config, run_dir)
+            raise KeyboardInterrupt(f"{BY_CTRL_C}, before the ranks had a result; {_nothing_came(run_dir)}") from None
         except PhalanxError as error:
             if run_dir is not None:
-                discard_unused(config, run_dir)
+                discard_unused(config, run_dir, error)
+                if run_dir.is_dir():
+                    error.add_note(_nothing_came(run_dir))
             raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
         if result.weights is not None:
             return_weights(self.model, result.weights)
@@ -270,6 +285,15 @@ class TorchTrainer:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
+
+
+def _nothing_came(run_dir: Path) -> str:
+    """Say what the caller has after a fit whose ranks returned nothing."""
+    from phalanx.runs.stored import StoredRun  # the parent's side, after a failure
+
+    last = StoredRun(run_dir).checkpoints[-1:]
+    kept = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
+    return f"the model is as it was before fit, and {kept}"
 
 
 class PyTorchDDPTrainer(TorchTrainer):

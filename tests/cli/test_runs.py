@@ -96,12 +96,63 @@ def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
     assert history.status == "finished"
 
 
+@pytest.mark.parametrize(
+    ("words", "asked", "more"),
+    [
+        ((), "epochs = 2,", "--epochs 4."),
+        (("--epochs", 1), "epochs = 1,", "--epochs 4."),
+        (("--max-steps", 9, "--epochs", 9), "max_steps = 9,", "--max-steps 64."),
+    ],
+)
+def test_a_resume_with_nothing_left_to_train_is_refused_and_changes_nothing(inside, words, asked, more):
+    run = only_run()
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    answer = phalanx("resume", run.name, *words)
+    assert answer.code == 2
+    assert f"nothing left to train: {asked} and its checkpoint is at step 32, after 2 whole epochs" in answer.err
+    assert f"Train on: phalanx resume {run.name} {more}" in answer.err
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
 def test_train_resume_takes_the_last_run_of_the_recipe(inside):
     ran("train", "recipe.toml", "--resume", "--epochs", 3, *FAST)
     assert only_run().steps == (48, 48)
     ran("train", "--resume", only_run().name, "--epochs", 4)
     assert only_run().steps == (64, 64)
     assert "there is no run of 'digits'" in phalanx("train", "digits", "--resume").text
+
+
+def test_what_took_no_step_leaves_no_run(inside):
+    run = only_run()
+    refused = phalanx("train", "recipe.toml", "--num-nodes", 2, *FAST)
+    assert refused.code == 2
+    assert "need a rendezvous" in refused.err
+    own = Path("model.py")
+    own.write_text(
+        own.read_text() + "\n\ndef raises(*inputs):\n    raise ValueError('my mistake')\n\n\nNet.forward = raises\n"
+    )
+    failed = phalanx("train", "recipe.toml", *FAST)
+    assert failed.code == 1
+    assert "my mistake" in failed.err
+    log = Path(failed.err.split("Logs: ")[1].strip())
+    assert "my mistake" in log.read_text()
+    shutil.rmtree(log.parent)
+    assert [path.name for path in Path("runs").iterdir()] == [run.path.name]
+    alone = px.PyTorchDDPTrainer(torch.nn.Linear(3, 2), device="cpu", batch_size=1)
+    with pytest.raises(px.PhalanxError, match="Linear"):
+        alone.fit(torch.utils.data.TensorDataset(torch.ones(2, 2), torch.zeros(2, 2)))
+    assert only_run().path == run.path
+
+
+def test_last_is_the_last_run_with_a_checkpoint_where_a_model_is_needed(inside):
+    run = only_run()
+    later = shutil.copytree(run.path, "runs/later", ignore=shutil.ignore_patterns("checkpoints"))
+    record = json.loads(Path(later, "run.json").read_text())
+    Path(later, "run.json").write_text(json.dumps({**record, "started": time.time()}))
+    assert find_run("last").name == "later"
+    answer = ran("evaluate", "last")
+    assert f"last is {run.name}" in answer.err
+    assert ran("evaluate", run.name).out == answer.out
 
 
 def test_a_run_dir_in_use_is_refused_unless_it_is_overwritten_or_resumed(inside):

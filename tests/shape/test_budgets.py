@@ -21,7 +21,7 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 90_400, "core": 57_850}
+LINES = {"package": 90_500, "core": 57_920}
 FILES = 489
 SETTINGS = 98
 NUMBER_OF_VERBS = 24

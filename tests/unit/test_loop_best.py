@@ -170,10 +170,7 @@ def test_a_best_checkpoint_that_was_removed_is_not_named_after_a_resumption(tmp_
     assert (more.best_step, more.best_value) == (3, 2.0)
 
 
-def test_an_unknown_metric_is_refused_at_the_first_evaluation(tmp_path):
-    with pytest.raises(UsageError, match=r"keep_best: unknown metric 'val/acuracy'.*Allowed: val/loss") as found:
-        fit(tmp_path, [1.0, 2.0], keep_best="max:val/acuracy")
-    assert "early" not in str(found.value)
+def test_a_metric_of_validation_data_needs_such_data(tmp_path):
     with pytest.raises(UsageError, match="there is no validation data"):
         fit(tmp_path, [1.0], early_stopping="val/loss", val=None)
 
@@ -284,3 +281,35 @@ def test_an_evaluation_that_is_repeated_counts_once():
     other.load_state_dict(watch.state_dict())
     other.judge({"val/loss": 3.0}, 3)
     assert other.since == 2
+
+
+@pytest.mark.parametrize("setting", ["early_stopping", "keep_best"])
+@pytest.mark.parametrize(
+    ("given", "metrics", "allowed"),
+    [
+        ("max:val/acc", None, "train/loss, val/accuracy, val/loss"),
+        ("max:val/accuracy", {"f1": error}, "train/loss, val/f1, val/loss"),
+    ],
+)
+def test_an_unknown_metric_is_refused_before_the_first_step(tmp_path, monkeypatch, setting, given, metrics, allowed):
+    monkeypatch.chdir(tmp_path)
+    trainer = PyTorchDDPTrainer(
+        Weight(), device="cpu", batch_size=4, loss_fn=error, metrics=metrics, callbacks=[Fails()]
+    )
+    with pytest.raises(UsageError, match=rf"{setting}: unknown metric '{given[4:]}'.* Allowed: {allowed}\."):
+        trainer.fit(DATA, DATA, epochs=1, **{setting: given})
+    assert not Path("runs").exists()
+
+
+class Fails(Callback):
+    def on_step_end(self, trainer, info):
+        raise AssertionError("a step was taken")
+
+
+def test_the_best_checkpoint_follows_early_stopping_unless_it_is_given(tmp_path):
+    settings = {"metrics": {"far": lambda output, target: 1 - error(output, target)}, "checkpoint_frequency": 1}
+    stop = {"early_stopping": "min:val/far", "patience": 9}
+    best = fit(tmp_path, [0.3, 0.9, 0.5], **settings, **stop)
+    assert (best.best_metric, best.best_step) == ("val/far", 2)
+    given = fit(tmp_path / "given", [0.3, 0.9, 0.5], keep_best="val/loss", **settings, **stop)
+    assert (given.best_metric, given.best_step) == ("val/loss", 1)

@@ -131,8 +131,8 @@ class TensorFlowDistributedTrainer:
         run_dir = make_run_dir(config, task.name)
         try:
             result = send_job(KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout)
-        except PhalanxError:
-            discard_unused(config, run_dir)
+        except PhalanxError as error:
+            discard_unused(config, run_dir, error)
             raise
         self._weights = result.weights
         return result

@@ -1,0 +1,120 @@
+"""Ctrl-C in `fit` of a script or notebook: what was trained is in the caller's model, and the exception says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from phalanx import Callback, PyTorchDDPTrainer
+from phalanx.errors import PhalanxError
+from phalanx.runs.stored import list_runs
+
+torch.manual_seed(0)
+INPUTS = torch.randn(64, 4)
+DATA = TensorDataset(INPUTS, (INPUTS.sum(1) > 0).long())
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
+    monkeypatch.chdir(tmp_path)
+
+
+class Presses(Callback):
+    """Writes that a step was taken, so that the process with the trainer presses Ctrl-C; alone it is that process."""
+
+    def __init__(self, times: int = 1) -> None:
+        self.times = times
+
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == 3 and trainer.formation.world_size == 1:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+        if info.step == 3:
+            Path("step-3").touch()
+
+
+def trainer_of(ranks: int, **settings) -> PyTorchDDPTrainer:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    settings = {"callbacks": [Presses()], **settings}
+    return PyTorchDDPTrainer(
+        model, optimizer, num_workers=ranks, batch_size=4, device="cpu", console="plain", **settings
+    )
+
+
+def press_after_step_3() -> None:
+    while not Path("step-3").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(trainer: PyTorchDDPTrainer, ranks: int) -> str:
+    """Return the text of the exception that a fit without an end raises after Ctrl-C."""
+    presser = threading.Thread(target=press_after_step_3, daemon=True)
+    if ranks > 1:
+        presser.start()
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.fit(DATA, epochs=100_000)
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_trained_comes_back_and_training_goes_on(ranks, capfd):
+    trainer = trainer_of(ranks, checkpoint_dir="kept")
+    text = interrupted(trainer, ranks)
+    saved = sorted(Path("kept").glob("step-*"))[-1]
+    step = int(saved.name.split("-")[1])
+    assert text.startswith(f"stopped by Ctrl-C after step {step}: checkpoint {saved}")
+    assert text.endswith("what was trained is in the model and the optimizer")
+    written = nn.Linear(4, 2)
+    PyTorchDDPTrainer(written, device="cpu").load(saved)
+    assert torch.equal(trainer.model.weight, written.weight), "the weights of the checkpoint at that step"
+    states = trainer.optimizer.state
+    assert [int(states[each]["step"]) for each in trainer.model.parameters()] == [step, step]
+    assert trainer.history is not None
+    assert trainer.history.status == "interrupted"
+    assert [run.status for run in list_runs()] == ["interrupted"]
+    assert capfd.readouterr().err.count("Training interrupted: stopped by Ctrl-C") == 1
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert signals == [signal.default_int_handler, signal.SIG_DFL]
+    trainer.callbacks.clear()
+    assert set(trainer.evaluate(DATA)) == {"accuracy", "loss"}
+    assert trainer.fit(DATA, epochs=1).status == "finished"
+
+
+def test_the_text_says_that_no_checkpoint_was_saved():
+    text = interrupted(trainer_of(1, callbacks=[Presses()]), 1)
+    expected = "stopped by Ctrl-C after step 3: no checkpoint was saved, for no checkpoint_dir was set"
+    assert text == f"{expected}; what was trained is in the model and the optimizer"
+
+
+def test_a_second_ctrl_c_ends_one_rank_at_once():
+    trainer = trainer_of(1, callbacks=[Presses(times=2)])
+    assert interrupted(trainer, 1).startswith("stopped at once by a second Ctrl-C")
+    assert [run.status for run in list_runs()] == ["interrupted"]
+
+
+class Raises(Callback):
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == 20:
+            raise ValueError("of the user")
+
+
+def test_an_error_on_ranks_says_what_the_caller_has():
+    trainer = trainer_of(2, callbacks=[Raises()], checkpoint_frequency="5 steps")
+    before = trainer.model.weight.detach().clone()
+    with pytest.raises(PhalanxError, match="of the user") as failed:
+        trainer.fit(DATA, epochs=5)
+    (note,) = failed.value.__notes__
+    assert note.startswith("the model is as it was before fit, and the last checkpoint is ")
+    assert torch.equal(trainer.model.weight, before)
+    trainer.load(note.split("'")[1])
+    assert not torch.equal(trainer.model.weight, before)
