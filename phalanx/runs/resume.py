@@ -47,7 +47,8 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
     if run.status == "running":
         raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
     if config.resume_from_checkpoint:
-        if settled:
+        # `true` is for scripts that are run again after any end: there a finished run is no mistake.
+        if settled and str(config.resume_from_checkpoint).lower() != "true":
             _check_left(run, config)
         return
     if not overwrite:

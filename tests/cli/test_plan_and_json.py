@@ -42,14 +42,14 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
 def test_a_dry_run_reports_an_error_of_the_model_or_the_data_without_our_frames(tmp_path):
     net = "class Net(torch.nn.Linear):\n    def __init__(self, size=2):\n        super().__init__(size, 2)\n"
     write_script(
-        tmp_path / "mine.py", f"import torch\n\n{net}\ndef load(rows=4):\n    raise OSError(f'no {{rows}} rows')\n"
+        tmp_path / "raising.py", f"import torch\n\n{net}\ndef load(rows=4):\n    raise OSError(f'no {{rows}} rows')\n"
     )
-    words = ("train", "--device", "cpu", "--num-workers", 1, "--model", "mine:Net", "--dry-run")
+    words = ("train", "--device", "cpu", "--num-workers", 1, "--model", "raising:Net", "--dry-run")
     wrong = phalanx(*words, "--data", "digits", "--set", "model.size=abc")
-    lost = phalanx(*words, "--data", "mine:load")
+    lost = phalanx(*words, "--data", "raising:load")
     assert (wrong.code, lost.code) == (1, 1)
     assert "phalanx: TypeError: " in wrong.err
-    assert 'mine.py", line 5, in __init__' in wrong.err
+    assert 'raising.py", line 5, in __init__' in wrong.err
     assert "phalanx: OSError: no 4 rows" in lost.err
     assert "phalanx/cli" not in wrong.err + lost.err
 

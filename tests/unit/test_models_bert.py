@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from long_proofs import long_proof
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
@@ -91,6 +92,7 @@ def test_the_sizes_are_those_of_the_published_models():
     assert sizes["large"] == 335_174_458
 
 
+@long_proof
 def test_masked_tokens_are_learned(tmp_path):
     torch.manual_seed(0)
     tokens = (torch.arange(32)[None, :] + torch.randint(64, (256, 1))) % 64
