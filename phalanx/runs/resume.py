@@ -47,7 +47,7 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
     if run.status == "running":
         raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
     if config.resume_from_checkpoint:
-        # `true` is for scripts that are run again after any end: there a finished run is no mistake.
+        # `true` is for scripts that are started again after any end, also after that of a finished run.
         if settled and str(config.resume_from_checkpoint).lower() != "true":
             _check_left(run, config)
         return
