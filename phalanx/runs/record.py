@@ -182,15 +182,16 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
     return path
 
 
-def discard_unused(config: DistributedConfig, run_dir: Path, error: PhalanxError | None = None) -> None:
-    """Remove the folder of a run that took no step, unless run_dir is set.
+def discard_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> None:
+    """Remove the folder of a run that took no step, unless run_dir is set or the error names a file in it.
 
     Logs that the error names are moved to a temporary folder.
     """
-    if config.run_dir is not None or _took_step(run_dir):
-        return
     logs = run_dir / "logs"
-    if error is not None and str(logs) in error.message and logs.is_dir():
+    named = f"{error} {getattr(error, 'hint', '')}".replace(str(logs), "")
+    if config.run_dir is not None or str(run_dir) in named or _took_step(run_dir):
+        return
+    if isinstance(error, PhalanxError) and str(logs) in error.message and logs.is_dir():
         kept = open_scratch("logs")
         shutil.copytree(logs, kept, dirs_exist_ok=True)
         close_scratch(kept, keep=True)

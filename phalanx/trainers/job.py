@@ -212,7 +212,7 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:
     """Write why a run failed that no launcher watches, as a launcher does; one that took no step leaves no folder."""
-    discard_unused(job.config, run_dir)
+    discard_unused(job.config, run_dir, error)
     if run_dir.is_dir():
         (run_dir / "logs").mkdir(exist_ok=True)
         record = {"rank": 0, "time": time.time(), "type": type(error).__qualname__, "message": str(error)}
