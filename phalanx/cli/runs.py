@@ -19,7 +19,7 @@ from phalanx.launch.elastic import request_ranks
 from phalanx.observe.format import duration, of_total, size, table
 from phalanx.runs.facts import differences, facts
 from phalanx.runs.resume import refuse_whole_project
-from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
+from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
     "list": "list the runs, the newest first",
@@ -74,6 +74,9 @@ def parser(action: str) -> FlagParser:
         parser.add_argument("ranks", metavar="N", type=int, help="how many ranks the run shall have")
     if action == "rm":
         parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    if action == "list":
+        help = "list the trials of searches too, each as a run; with a name: those of one search alone"
+        parser.add_argument("--trials", nargs="?", const="", metavar="STUDY", help=help)
     if action in ("list", "show", "diff"):
         add_json_flag(parser, "it")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
@@ -101,12 +104,31 @@ def summary(run: StoredRun) -> dict[str, Any]:
     }
 
 
+def _listed(folder: Path, asked: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the runs to list, and a line for each search whose trials are left out; `asked`: the value of --trials."""
+    studies = list_studies(folder)
+    if asked:
+        named = [study for study in studies if study.name.startswith(Path(asked).name)]
+        if not named:
+            raise UsageError(unknown_name("search", asked, [study.name for study in studies]))
+        return [summary(run) for study in named for run in list_runs(study / "trials")], []
+    runs = list_runs(folder)
+    if asked is not None:
+        runs += [run for study in studies for run in list_runs(study / "trials")]
+        runs.sort(key=lambda run: run.started, reverse=True)
+        return [summary(run) for run in runs], []
+    counts = {study.name: len(list_runs(study / "trials")) for study in studies}
+    return [summary(run) for run in runs], [
+        f"search {name}: {count} trials; see: phalanx runs --trials {name}" for name, count in counts.items()
+    ]
+
+
 def _list(namespace: argparse.Namespace) -> None:
-    runs = [summary(run) for run in list_runs(Path(namespace.runs_dir))]
+    runs, notes = _listed(Path(namespace.runs_dir), namespace.trials)
     if namespace.json:
         print_json(runs)
         return
-    if not runs:
+    if not runs and not notes:
         print(f"no runs in {Path(namespace.runs_dir).resolve()} yet; start one with: phalanx train digits")
         return
     rows = [("name", "started", "status", "steps", "best", "size", "tags")]
@@ -115,7 +137,7 @@ def _list(namespace: argparse.Namespace) -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["started"]))
         steps = of_total(each["steps"], each["total_steps"])
         rows.append((each["name"], when, each["status"], steps, best, size(each["bytes"]), " ".join(each["tags"])))
-    print(table(rows))
+    print("\n".join([*([table(rows)] if runs else []), *notes]))
 
 
 def _show(namespace: argparse.Namespace) -> None:

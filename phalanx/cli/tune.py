@@ -31,9 +31,9 @@ def run(arguments: Sequence[str]) -> int:
     subject = _subject(namespace, own)
     mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
     asked = SearchRequest(
-        metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
+        metric=namespace.metric, mode=namespace.mode, trials=namespace.trials,
         scheduler=namespace.scheduler, search=namespace.search, engine=namespace.engine, address=address,
-        trials=namespace.trials,
+        parallel=namespace.parallel,
         trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
         interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
         part=None if namespace.part is None else read_part(namespace.part),

@@ -26,6 +26,8 @@ from phalanx.recipes import Recipe, of_earlier_run
 from phalanx.runs.record import FILE, MODEL_FILES, RunRecord, is_own_file, read_record
 
 RUNS = Path("runs")
+STUDY_FILE = "study.db"
+"""The record of a search, in its folder."""
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
@@ -45,8 +47,9 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        """The name that other commands take: that of the folder in ./runs, else its path."""
-        return self.path.name if self.path.parent.resolve() == RUNS.resolve() else str(self.path)
+        """The name that other commands take: the path inside ./runs (of a trial: STUDY/trials/0003), else the path."""
+        place, runs = self.path.parent.resolve() / self.path.name, RUNS.resolve()
+        return str(place.relative_to(runs)) if place.is_relative_to(runs) else str(self.path)
 
     @cached_property
     def _read(self) -> RunRecord | str | None:
@@ -304,8 +307,13 @@ def is_run(path: Path) -> bool:
     return (path / FILE).is_file() or (events.is_file() and events.stat().st_size > 0)
 
 
+def list_studies(folder: Path = RUNS) -> list[Path]:
+    """Return the folders of searches (`phalanx tune`) in a folder; the runs of each are in its folder `trials`."""
+    return sorted(path.parent for path in folder.glob(f"*/{STUDY_FILE}"))
+
+
 def list_runs(folder: Path = RUNS) -> list[StoredRun]:
-    """Return the runs in a folder, the newest first."""
+    """Return the runs in a folder, the newest first; the trials of a search are in a folder of their own."""
     if not folder.is_dir():
         return []
     found = []
