@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.config.meanings import unknown_value
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
@@ -45,9 +45,8 @@ def parser() -> FlagParser:
         help="also measure collectives on this machine (15 s), or the links between the hosts",
     )
     parser.add_argument("--problems", action="store_true", help="leave out what is in order")
-    parser.add_argument(
-        "--record", metavar="FILE", help="write what the checks read, for another person ('-': print it)"
-    )
+    text = "write what the checks read, for another person ('-': print it)"
+    add_output_flag(parser, "--record", endings=(".json",), help=text)
     parser.add_argument("--replay", metavar="FILE", help="check a machine that was recorded")
     kinds = "|".join(CLUSTERS)
     parser.add_argument(

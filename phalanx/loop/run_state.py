@@ -35,6 +35,7 @@ def loop_state(loop: Any) -> dict[str, Any]:
         "schedule": loop.schedule.state_dict(),
         "watched": {"best": loop.saving.best.state_dict(), "stopping": control.pop("stopping")},
         "callbacks": loop.hooks.state_dict(),
+        "classes": loop.task.classes,
         **control,
     }
 

@@ -37,6 +37,20 @@ class TrainTask:
     scheduler: Any = None
     scheduler_interval: str = "epoch"
     augment: Augmentation | None = None
+    classes: list[str] = field(default_factory=list)
+    """The names of the labels, where the training data have some: checkpoints keep them."""
+
+    def __post_init__(self) -> None:
+        self.classes = self.classes or class_names(self.train)
+
+
+def class_names(data: Any) -> list[str]:
+    """Return the attribute `classes` of a data set, or of the one inside a loader or subset; empty without names."""
+    found = getattr(data, "classes", None)
+    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
+        return list(found)
+    inner = getattr(data, "dataset", None)
+    return [] if inner is None else class_names(inner)
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:

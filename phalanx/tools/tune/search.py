@@ -152,7 +152,9 @@ def _open_executor(
         on_ray: AbstractContextManager[Executor] = find_engine("ray").executor(subject, request, notice)
         return on_ray
     config = subject.resolved.config
-    slots = plan_slots(config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, parallel=request.parallel)
+    slots = plan_slots(
+        config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, parallel=request.parallel
+    )
     prestart(engine_environment(config, "cuda" if slots.slots[0].gpus else "cpu"))
     return nullcontext(LocalExecutor(subject, slots))
 
