@@ -19,11 +19,11 @@ from phalanx.tools.doctor.gpus import check_gpus, check_log, log_environment, re
 from phalanx.tools.doctor.host import check_host
 from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
 from phalanx.tools.doctor.network import by_srun, check_links, check_network, over_ssh
-from phalanx.tools.doctor.reader import EXIT_CODES, LEVELS, CheckResult, HostReader, worst
+from phalanx.tools.doctor.reader import LEVELS, CheckResult, HostReader, worst
 
 _HELP = (
     "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and print a fix for each "
-    "finding. The exit code is 0 (nothing, or notes), 1 (warnings) or 3 (errors)."
+    "finding. The exit code is 1 where an error was found, which would stop or spoil training, and 0 otherwise."
 )
 _SLOW_SHARE = 0.1
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         print_json({host: [dataclasses.asdict(result) for result in group] for host, group in found.items()})
     else:
         print("\n".join(_lines(found, problems=namespace.problems)))
-    return EXIT_CODES[worst(results)]
+    return int(worst(results) == "error")
 
 
 def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:

@@ -16,8 +16,10 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch.elastic import request_ranks
-from phalanx.observe.format import duration, of_total, size, table
-from phalanx.runs.facts import differences, facts
+from phalanx.observe.events import RunEnded, RunStarted, from_dict
+from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
+from phalanx.runs.facts import differences, facts, surroundings
+from phalanx.runs.record import CHANGES, PACKAGES
 from phalanx.runs.resume import refuse_whole_project
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
@@ -161,16 +163,14 @@ def _show(namespace: argparse.Namespace) -> None:
         ("size", size(found["bytes"])),
         ("tags", ", ".join(run.tags)),
     ]
-    if "total_time" in run.ended:
-        rows.append(("time", duration(run.ended["total_time"])))
-    if "strategy" in (begun := run.begun):
-        layout = begun.get("layout") or begun["strategy"]
-        rows.append(("layout", f"{layout}, {begun['world_size']} x {begun['device']}, {begun['precision']}"))
-        rows.append(("parameters", f"{begun['parameters']:,}"))
+    rows += [row for row in _ended_rows(run) if row[0] not in dict(rows)]
     if record is not None:
+        changed = run.path / CHANGES
         rows.append(("in", record.directory))
-        rows.append(("git commit", record.commit or ""))
+        rows.append(("git commit", f"{record.commit or ''}{f', with {changed}' if changed.is_file() else ''}"))
         rows.append(("versions", f"phalanx {record.phalanx}, Python {record.python}"))
+        rows += record.environment.items()
+        rows.append(("packages", str(run.path / PACKAGES) if (run.path / PACKAGES).is_file() else ""))
     print(table([row for row in rows if row[1]]))
     verbs = ["resume"] if found["status"] not in ("finished", "running") else []
     if run.checkpoints:
@@ -178,15 +178,45 @@ def _show(namespace: argparse.Namespace) -> None:
         print("next:", *lines, sep="\n")
 
 
+def _ended_rows(run: StoredRun) -> list[tuple[str, str]]:
+    """Return all rows of the summary of a run that has ended; of one that goes on, its layout and size."""
+    begun = run.begun
+    if "strategy" not in begun:
+        return [("time", duration(run.ended["total_time"]))] if "total_time" in run.ended else []
+    started = from_dict(begun)
+    assert isinstance(started, RunStarted), "the event is one of this kind"
+    layout = (
+        f"{begun.get('layout') or begun['strategy']}, {begun['world_size']} x {begun['device']}, {begun['precision']}"
+    )
+    rows = [("layout", layout), ("parameters", f"{begun['parameters']:,}")]
+    if run.ended:
+        ended = from_dict(run.ended)
+        assert isinstance(ended, RunEnded), "the event is one of this kind"
+        rows += [row for row in summary_rows(ended, started) if row[0] not in dict(rows)]
+    return rows
+
+
+_UNITS = {"total_time": duration, "throughput": lambda value: f"{rate(value)} samples/s"}
+"""How results are written in a comparison."""
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int | float) and name in _UNITS:
+        return str(_UNITS[name](value))
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
 def _diff(namespace: argparse.Namespace) -> None:
     both = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
-    differs = differences([facts(run) for run in both])
+    differs = differences([facts(run) | surroundings(run) for run in both])
     if namespace.json:
         print_json(differs)
         return
     rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
     for name, pair in differs.items():
-        rows.append((name, *("-" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair)))
+        rows.append((name, *(_shown(name, value) for value in pair)))
     print(table(rows))
 
 

@@ -168,6 +168,8 @@ class TrainLoop:
             if due:
                 skipped = self.formation.gradients.skipped_steps
                 report.step_done(info, self._losses(), outcome.grad_norm, skipped)
+            elif report.looks_at_losses(step):
+                self.losses_checked()
             if hooks.wants_steps:
                 hooks.after_step(self, info)
             hooks.unreported = None

@@ -16,14 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, nearest
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.recipes import Recipe, of_earlier_run
-from phalanx.runs.record import FILE, MODEL_FILES, RunRecord, is_own_file, read_record
+from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, is_own_file, read_record
 
 RUNS = Path("runs")
 STUDY_FILE = "study.db"
@@ -31,7 +31,18 @@ STUDY_FILE = "study.db"
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
-    *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
+    *(
+        FILE,
+        EVENTS,
+        CHANGES,
+        PACKAGES,
+        "config.toml",
+        "tracking.json",
+        "tensorboard",
+        "wandb",
+        "events.out.tfevents.*",
+        "fit-[0-9]*",
+    ),
     *("checkpoints/step-*", "checkpoints/.chunks-*", "checkpoints/.writing-*", "checkpoints/.removing-*"),
     *("checkpoints/.copying-*", "checkpoints/.run-*.lock"),
     *("logs/rank-*", "logs/heartbeats*", "profile/rank-*", "profile/trace.json.gz"),
@@ -348,10 +359,10 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
         raise UsageError(f"{path} is not the folder of a run: it has neither {FILE} nor {EVENTS}")
     if not runs:
         raise UsageError(f"there is no run '{name}': {folder.resolve()} holds no runs")
-    names = [run.path.name for run in runs]
-    raise UsageError(
-        unknown_name("run", str(name), names[:10]).replace("Allowed", "The latest"), hint="See: phalanx runs"
-    )
+    names = [run.path.name for run in runs[:10]]
+    close = nearest(str(name), names)
+    guess = f" Did you mean '{close}'?" if close else ""
+    raise UsageError(f"unknown run '{name}'.{guess} The latest: {', '.join(names)}.", hint="See: phalanx runs")
 
 
 def with_located_sources(recipe: Recipe) -> Recipe:

@@ -14,7 +14,7 @@ from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.data.sets import takes
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
 from phalanx.models.contract import WrapsModel, implements
@@ -60,7 +60,7 @@ class SavedRun(StoredRun):
         if self._checkpoint is not None:
             return self._checkpoint
         if not self.checkpoints:
-            raise CheckpointError(
+            raise UsageError(
                 f"{self.name} has no checkpoint in {self.checkpoint_dir}",
                 hint="Train with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
             )
