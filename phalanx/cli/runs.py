@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.launch.elastic import request_ranks
 from phalanx.observe.events import RunEnded, RunStarted, from_dict
 from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
+from phalanx.observe.guard import say_to_user
 from phalanx.runs.facts import differences, facts, surroundings
 from phalanx.runs.record import CHANGES, PACKAGES
 from phalanx.runs.resume import refuse_whole_project
@@ -28,6 +32,8 @@ ACTIONS = {
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
     "tag": "give a run a name of your own, which every command takes",
+    "logs": "show what the ranks of a run print",
+    "stop": "end a run in progress after its current step, with a checkpoint, as SIGTERM does",
     "scale": "change the number of ranks of a run in progress, at the next step's boundary",
     "rm": "remove runs with their files",
 }
@@ -50,23 +56,50 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
         raise UsageError(unknown_name("action of phalanx runs", action, ACTIONS), hint=hint)
     namespace = parser(action).parse_all(words)
-    act = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "scale": _scale, "rm": _remove}[action]
-    act(namespace)
+    if action in OF_JOBS and job_instead(namespace.run, Path(namespace.runs_dir)):
+        return run_jobs([OF_JOBS[action], *words])
+    act = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "logs": _logs, "stop": _stop, "scale": _scale}
+    {**act, "rm": _remove}[action](namespace)
     return 0
+
+
+OF_JOBS = {"show": "show", "logs": "logs", "stop": "cancel"}
+"""What `phalanx jobs` calls an action that both have."""
+
+
+def job_instead(name: str, folder: Path = RUNS) -> bool:
+    """Whether a name is that of a submitted job, and not that of a run here."""
+    from phalanx.tools.submit.job import find_record  # few commands need it
+
+    for find in (lambda: find_run(name, folder), lambda: find_record(name)):
+        with suppress(UsageError):
+            return not isinstance(find(), StoredRun)
+    return False
+
+
+def run_jobs(words: Sequence[str]) -> int:
+    """Run an action of `phalanx jobs`."""
+    from phalanx.cli.jobs import run as run_verb  # it imports this file, too
+
+    return run_verb(words)
 
 
 def parser(action: str) -> FlagParser:
     """Return the parser of one action."""
     actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
-    usage = {"show": " RUN", "diff": " RUN RUN", "tag": " RUN TAG", "scale": " RUN N", "rm": " RUN ..."}.get(action, "")
+    forms = {"list": "", "diff": " RUN RUN", "tag": " RUN TAG", "scale": " RUN N", "rm": " RUN ..."}
+    usage = forms.get(action, " RUN")
     parser = FlagParser(
         prog=f"phalanx runs {action}",
         usage=f"phalanx runs {action}{usage} [options]",
         description=ACTIONS[action] + "." + (_SCALING if action == "scale" else ""),
         epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
     )
-    if action in ("show", "tag", "scale"):
+    if action in ("show", "tag", "logs", "stop", "scale"):
         parser.add_argument("run", metavar="RUN")
+    if action == "logs":
+        parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+        parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
     if action == "tag":
@@ -196,15 +229,19 @@ def _ended_rows(run: StoredRun) -> list[tuple[str, str]]:
     return rows
 
 
-_UNITS = {"total_time": duration, "throughput": lambda value: f"{rate(value)} samples/s"}
+_UNITS: dict[str, Callable[[float], str]] = {
+    "total_time": duration,
+    "throughput": lambda value: f"{rate(value)} samples/s",
+}
 """How results are written in a comparison."""
+_POLL_SECONDS = 0.2
 
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, int | float) and name in _UNITS:
-        return str(_UNITS[name](value))
+        return _UNITS[name](value)
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
@@ -236,6 +273,37 @@ def _tag(namespace: argparse.Namespace) -> None:
             raise UsageError(f"'{tag}' cannot be a tag: {why}")
         tags = [*tags, tag]
     dataclasses.replace(run.record, tags=tags).write(run.path)
+
+
+def _logs(namespace: argparse.Namespace) -> None:
+    from phalanx.tools.submit.job_files import follow_files, rank_log  # behind the other actions, which are quick
+
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    one = None if namespace.rank is None else [rank_log(run.path, namespace.rank)]
+    follow = (lambda: StoredRun(run.path).status != "running") if namespace.follow else None
+    printed = False
+    for line in follow_files(lambda: one or sorted(run.path.glob("logs/**/rank-*.log")), follow):
+        print(line, flush=namespace.follow)
+        printed = True
+    if not printed:
+        say_to_user(f"the ranks of {run.name} printed nothing; its curves and events: phalanx ui")
+
+
+def _stop(namespace: argparse.Namespace) -> None:
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    if run.status != "running":
+        raise UsageError(f"{run.path} is not in progress: its status is {run.status}.")
+    if run.record is None or not run.record.is_alive:
+        place = f" on {run.record.host}" if run.record is not None else ""
+        raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
+    os.kill(run.record.pid, signal.SIGTERM)
+    print(f"{run.name} stops after its current step", flush=True)
+    while run.record.is_alive:
+        time.sleep(_POLL_SECONDS)
+    ended = StoredRun(run.path)
+    print(
+        f"{run.name} is {ended.status}" + (f"; to continue it: phalanx resume {run.name}" if ended.checkpoints else "")
+    )
 
 
 def _scale(namespace: argparse.Namespace) -> None:
