@@ -135,9 +135,9 @@ def _is_classifier(outputs: Any, data: Any, classes: list[str]) -> bool:
     if isinstance(outputs, list) or outputs.ndim != 2 or outputs.shape[1] < 2 or not outputs.is_floating_point():
         return False
     if classes:
-        return len(classes) == outputs.shape[1]
+        return bool(len(classes) == outputs.shape[1])
     sample = data[0] if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
-    label = sample.get("labels") if isinstance(sample, dict) else sample[-1] if isinstance(sample, tuple) else None
+    label: Any = sample.get("labels") if isinstance(sample, dict) else sample[-1] if isinstance(sample, tuple) else None
     return isinstance(label, int) or (getattr(label, "ndim", 1) == 0 and not label.is_floating_point())
 
 

@@ -298,9 +298,8 @@ def _stop(namespace: argparse.Namespace) -> None:
         raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
     os.kill(run.record.pid, signal.SIGTERM)
     print(f"{run.name} stops after its current step", flush=True)
-    while run.record.is_alive:
+    while (ended := StoredRun(run.path)).status == "running":
         time.sleep(_POLL_SECONDS)
-    ended = StoredRun(run.path)
     print(
         f"{run.name} is {ended.status}" + (f"; to continue it: phalanx resume {run.name}" if ended.checkpoints else "")
     )
