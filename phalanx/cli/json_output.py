@@ -39,13 +39,13 @@ def check_outputs(parser: argparse.ArgumentParser, namespace: argparse.Namespace
 
 def check_output(path: Path, flag: str, endings: tuple[str, ...] = (), *, force: bool) -> None:
     """Refuse a file in a missing folder, one with an ending that is not written, and one that exists."""
+    if path.is_dir() and endings:
+        raise UsageError(f"{flag} {path} is a folder", hint=f"Write: {flag} {path / ('out' + endings[0])}")
     if endings and path.suffix not in endings:
         ending = unknown_name("ending", path.suffix or "(none)", endings)
         raise UsageError(f"{flag} {path}: {ending}", hint=f"Write: {flag} {path.with_suffix(endings[0])}")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no folder {path.parent}", hint=f"Make it: mkdir -p {path.parent}")
-    if path.is_dir() and endings:
-        raise UsageError(f"{flag} {path} is a folder", hint=f"Write: {flag} {path / ('out' + endings[0])}")
     if path.exists() and not force:
         raise UsageError(f"{flag} {path}: it exists already", hint="Name another one, or add --force to replace it.")
 

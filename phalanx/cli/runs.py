@@ -216,16 +216,13 @@ def _ended_rows(run: StoredRun) -> list[tuple[str, str]]:
     begun = run.begun
     if "strategy" not in begun:
         return [("time", duration(run.ended["total_time"]))] if "total_time" in run.ended else []
-    started = from_dict(begun)
-    assert isinstance(started, RunStarted), "the event is one of this kind"
-    layout = (
-        f"{begun.get('layout') or begun['strategy']}, {begun['world_size']} x {begun['device']}, {begun['precision']}"
-    )
-    rows = [("layout", layout), ("parameters", f"{begun['parameters']:,}")]
-    if run.ended:
-        ended = from_dict(run.ended)
-        assert isinstance(ended, RunEnded), "the event is one of this kind"
-        rows += [row for row in summary_rows(ended, started) if row[0] not in dict(rows)]
+    layout = begun.get("layout") or begun["strategy"]
+    place = f"{begun['world_size']} x {begun['device']}, {begun['precision']}"
+    rows = [("layout", f"{layout}, {place}"), ("parameters", f"{begun['parameters']:,}")]
+    with suppress(TypeError, ValueError):  # it goes on, or another version wrote its events
+        started, ended = from_dict(begun), from_dict(run.ended)
+        if isinstance(started, RunStarted) and isinstance(ended, RunEnded):
+            rows += [row for row in summary_rows(ended, started) if row[0] not in dict(rows)]
     return rows
 
 

@@ -11,7 +11,8 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,15 +21,14 @@ from phalanx.errors import DataError, UsageError
 from phalanx.host.files import scratch_folder
 from phalanx.loop.hooks import Callback, StepInfo
 
-if TYPE_CHECKING:
-    from phalanx.trainers.torch import TorchTrainer
-
 _SMOOTHING = 0.9
 _DIVERGED = 4.0
 """The sweep ends where the smoothed loss is this many times the lowest one."""
 _FIRST_STEPS = 5
 """Steps without a verdict, and not suggested: their mean is not smooth yet."""
 _LAST_STEPS = 3
+_REACH = 0.5
+"""A slope is measured over this power of ten to each side."""
 _OFF: dict[str, Any] = {
     "lr_schedule": "constant", "warmup": 0, "lr_scaling": "none", "checkpoint_dir": None, "checkpoint_frequency": None,
     "keep_best": False, "early_stopping": None, "resume_from_checkpoint": False, "tensorboard": False, "mlflow": False,
@@ -48,12 +48,13 @@ class RateSweep:
     ended: str
     """Why it ended."""
 
-    @property
+    @cached_property
     def slopes(self) -> list[float]:
-        """The change of the smoothed loss per tenfold rate, at each step."""
+        """The change of the smoothed loss per tenfold rate around each step: batches differ more than two steps do."""
         places = [math.log10(rate) for rate in self.rates]
         last = len(places) - 1
-        pairs = [(max(0, place - 1), min(last, place + 1)) for place in range(len(places))]
+        reach = max(1, round(_REACH * last / (places[-1] - places[0])))
+        pairs = [(max(0, place - reach), min(last, place + reach)) for place in range(len(places))]
         return [(self.smoothed[b] - self.smoothed[a]) / (places[b] - places[a]) for a, b in pairs]
 
     @property
@@ -65,8 +66,8 @@ class RateSweep:
         return None if best is None or self.slopes[best] >= 0 else self.rates[best]
 
 
-def find_rate(trainer: TorchTrainer, train: Any, low: float, high: float, steps: int) -> RateSweep:
-    """Train a copy of the model for some steps with a growing rate, and return its losses."""
+def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> RateSweep:
+    """Train a copy of a trainer's model for some steps with a growing rate, and return its losses."""
     if not 0 < low < high or steps < 2 * (_FIRST_STEPS + _LAST_STEPS):
         least = 2 * (_FIRST_STEPS + _LAST_STEPS)
         raise UsageError(

@@ -93,7 +93,8 @@ def rest_of_race():
 
 
 def lost():
-    tuner = DistributedTuner(dies, {"x": tune.choice([1, 2])}, search="grid", parallel=1, engine="ray", study_dir="lost")
+    space = {"x": tune.choice([1, 2])}
+    tuner = DistributedTuner(dies, space, search="grid", parallel=1, engine="ray", study_dir="lost")
     tuner.tune()
     return told(tuner)
 
