@@ -65,7 +65,8 @@ def run(arguments: Sequence[str]) -> int:
     if path is not None and path.suffix in _OF_TENSORS:
         count = _write_outputs(outputs, path)
     else:
-        rows = _rows(outputs, data, found.classes, raw=namespace.raw)
+        decode = None if namespace.raw else getattr(data, "predictions", None)  # data whose outputs mean texts
+        rows = _rows(outputs, data, found.classes, raw=namespace.raw) if decode is None else decode(outputs)
         count = len(rows)
         if namespace.json:
             print_json({"run": found.name, "checkpoint": str(found.checkpoint), "rows": rows})

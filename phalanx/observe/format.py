@@ -159,7 +159,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None, *, detailed: bool = True
     if end.mfu is not None:
         whole = "" if end.whole_mfu is None else f" ({end.whole_mfu:.1%} over the whole run)"
         rows.append(("MFU", f"{end.mfu:.1%}{whole}"))
-    if end.goodput and (detailed or sum(end.goodput.values()) >= _MIN_GOODPUT_SECONDS):
+    if end.goodput and (detailed or end.goodput.get("lost") or sum(end.goodput.values()) >= _MIN_GOODPUT_SECONDS):
         rows.append(("goodput", goodput_words(end.goodput)))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first step", f"{duration(end.first_steps_seconds)}, not in the throughput"))
