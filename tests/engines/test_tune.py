@@ -264,15 +264,6 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_search_in_the_record_of_ray_tune_is_refused(tmp_path, resume):
-    (tmp_path / "study/ray").mkdir(parents=True)
-    (tmp_path / "study/ray/tuner.pkl").touch()
-    tuner = DistributedTuner(curve, {"x": uniform(0, 1)}, study_dir="study", resume=resume)
-    with pytest.raises(UsageError, match="an earlier version recorded by Ray Tune; it cannot be resumed"):
-        tuner.tune()
-
-
 def test_values_that_are_neither_number_nor_text_come_back_from_the_record(tmp_path):
     from phalanx.tools.tune.space import SearchSpace
     from phalanx.tools.tune.trial import Objective

@@ -42,8 +42,6 @@ from phalanx.tools.tune.trial import Objective, Trial
 
 ENGINES = ("auto", "local", "ray")
 _DEFAULT_SAMPLES = 10
-_OLD_RAY_RECORD = "ray/tuner.pkl"
-"""The record of searches on Ray before they had the same record as others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,11 +288,6 @@ def _study_folder(request: SearchRequest, name: str) -> Path:
     else:
         folder = Path(request.study_dir)
     exists = (folder / STUDY_FILE).exists()
-    if not exists and (folder / _OLD_RAY_RECORD).exists():
-        raise UsageError(
-            f"{folder} holds a search that an earlier version recorded by Ray Tune; it cannot be resumed",
-            hint="Its trials are in trials/*/events.jsonl. Begin another search in a new folder (--study-dir).",
-        )
     if request.resume and not exists:
         raise UsageError(f"{folder} holds no search that could go on", hint="Leave --resume out to begin one there.")
     if exists and not request.resume:
