@@ -244,7 +244,9 @@ def _shown(name: str, value: Any) -> str:
 
 def _diff(namespace: argparse.Namespace) -> None:
     both = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
-    differs = differences([facts(run) | surroundings(run) for run in both])
+    differs = differences([facts(run) for run in both])
+    if all(run.path.joinpath(PACKAGES).is_file() for run in both):
+        differs |= differences([surroundings(run) for run in both])
     if namespace.json:
         print_json(differs)
         return

@@ -40,7 +40,7 @@ def surroundings(run: StoredRun) -> dict[str, Any]:
         f"package {name}": version for name, _, version in (line.partition("==") for line in lines)
     }
     if changes.is_file():
-        found["changes"] = hashlib.sha256(changes.read_bytes()).hexdigest()[:8] + f" ({changes})"
+        found["changes"] = hashlib.sha256(changes.read_bytes()).hexdigest()[:8]
     return found
 
 
