@@ -56,7 +56,9 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
         raise UsageError(unknown_name("action of phalanx runs", action, ACTIONS), hint=hint)
     namespace = parser(action).parse_all(words)
-    if action in OF_JOBS and job_instead(namespace.run, Path(namespace.runs_dir)):
+    if action in OF_JOBS and _names_job(namespace.run, Path(namespace.runs_dir)):
+        from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
+
         return run_jobs([OF_JOBS[action], *words])
     act = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "logs": _logs, "stop": _stop, "scale": _scale}
     {**act, "rm": _remove}[action](namespace)
@@ -67,7 +69,7 @@ OF_JOBS = {"show": "show", "logs": "logs", "stop": "cancel"}
 """What `phalanx jobs` calls an action that both have."""
 
 
-def job_instead(name: str, folder: Path = RUNS) -> bool:
+def _names_job(name: str, folder: Path) -> bool:
     """Whether a name is that of a submitted job, and not that of a run here."""
     from phalanx.tools.submit.job import find_record  # few commands need it
 
@@ -75,13 +77,6 @@ def job_instead(name: str, folder: Path = RUNS) -> bool:
         with suppress(UsageError):
             return not isinstance(find(), StoredRun)
     return False
-
-
-def run_jobs(words: Sequence[str]) -> int:
-    """Run an action of `phalanx jobs`."""
-    from phalanx.cli.jobs import run as run_verb  # it imports this file, too
-
-    return run_verb(words)
 
 
 def parser(action: str) -> FlagParser:
