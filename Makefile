@@ -16,7 +16,7 @@ test test-all: export OMP_WAIT_POLICY = PASSIVE
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-all lint format docs bench horovod clean
+.PHONY: help setup train test test-all lint format docs dist bench horovod clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,11 @@ format: $(VENV)/.lint ## format the code
 docs: $(VENV)/.test ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+dist: $(VENV)/.phalanx ## build wheel and source archive into dist/, and try the wheel in an empty environment
+	rm -rf dist build
+	$(BIN)/uv build --quiet --python $(BIN)/python --out-dir dist .
+	$(BIN)/python tools/try_wheel.py dist/*.whl $(TORCH_ARGS)
+
 horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
 	$(UV) setuptools wheel
 	command -v cmake >/dev/null || $(UV) cmake
@@ -103,5 +108,5 @@ bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machin
 	$(BIN)/python benchmarks/step_overhead.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) site build *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
