@@ -1,7 +1,7 @@
 """Install a built wheel in an empty environment and use it as a new user does: `make dist` calls it.
 
-`python tools/try_wheel.py WHEEL [pip arguments for torch]`. The environment has what pip installs for the wheel and nothing else, the
-current folder is empty, and the clone is not on the path.
+`python tools/try_wheel.py WHEEL [pip arguments for torch]`. The environment has what pip installs for the wheel and
+nothing else, the current folder is empty, and the clone is not on the path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMANDS = {
     "learn list": "phase",
     "init my-net": "recipe.toml",
 }
-"""What is typed, and a word of its answer: between them they need every kind of file that a wheel must contain."""
+"""What is typed, and what its answer contains: together they need every kind of file that a wheel must contain."""
 
 
 def use(python: Path | str, folder: Path, environment: dict[str, str]) -> None:

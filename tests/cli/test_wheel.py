@@ -1,4 +1,4 @@
-"""What a built wheel contains: it is installed apart from the clone, and used as a new user does. `make dist` does so in an empty environment."""
+"""A built wheel, apart from the clone, used as a new user does; `make dist` does so in an empty environment."""
 
 from __future__ import annotations
 
