@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,10 @@ from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
 from phalanx.loop.prepare import Augmentation, Prepared, PreparedLoader
-from phalanx.loop.training_step import check_training_step
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
+    from phalanx.loop.training_step import TrainingStep
 
 
 @dataclass
@@ -40,6 +43,17 @@ class TrainTask:
     augment: Augmentation | None = None
     training_step: Any = None
     """The user's own step, `function(TrainingStep, batch) -> loss`; `optimizer` is then a dict by parts."""
+
+
+def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:
+    """Prepare a task's model and optimizer, or the parts of the model for a step that the user wrote."""
+    if task.training_step is None:
+        model = formation.prepare(task.model)
+        return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
+    from phalanx.loop.training_step import TrainingStep
+
+    own_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
+    return task.model, own_step.groups, own_step
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -88,7 +102,9 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if task.training_step is not None:
-        check_training_step(task, config)
+        from phalanx.loop.training_step import check_training_step  # few tasks have one
+
+        check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
     elif isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
     _check_optimizer(task, config)

@@ -20,8 +20,7 @@ from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
-from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
-from phalanx.loop.training_step import TrainingStep
+from phalanx.loop.task import TrainTask, make_schedule, prepare_task
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -43,14 +42,7 @@ class TrainLoop:
         self.task = task
         self.run_dir = run_dir
         _leave_default_stream(formation)
-        self.own_step: TrainingStep | None = None
-        """The step that the user wrote, if any; the parts of the model are then what is prepared."""
-        if task.training_step is None:
-            self.model = formation.prepare(task.model)
-            self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
-        else:
-            self.own_step = TrainingStep(formation, task)
-            self.model, self.optimizer = task.model, self.own_step.groups
+        self.model, self.optimizer, self.own_step = prepare_task(formation, task)
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
         self._evaluation = Evaluation(self)
         self.total_steps = self.count_steps()

@@ -28,7 +28,6 @@ from phalanx.loop.step import StepOutcome
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.task import TrainTask
 
 _EXAMPLE = "optimizer={'critic': Adam(model.critic.parameters()), 'generator': Adam(model.generator.parameters())}"
 
@@ -58,15 +57,18 @@ class _AllGroups:
 class TrainingStep:
     """What `training_step(step, batch)` gets: the parts of the model, their optimizers, and `backward`."""
 
-    def __init__(self, formation: Formation, task: TrainTask) -> None:
-        self._formation, self._run = formation, task.training_step
-        parts = {name: formation.prepare(getattr(task.model, name)) for name in part_names(task)}
+    def __init__(
+        self, formation: Formation, run: Callable[..., Any], model: nn.Module, optimizers: Mapping[str, Any]
+    ) -> None:
+        self._formation, self._run = formation, run
+        others = [name for name, child in model.named_children() if name not in optimizers and child.state_dict()]
+        parts = {name: formation.prepare(getattr(model, name)) for name in (*optimizers, *others)}
         formation.part_names = list(parts)
-        self.model: Any = _Parts(task.model, parts)
+        self.model: Any = _Parts(model, parts)
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         """By the names that were given; the first one counts the steps, and steps once for each batch."""
-        for name, given in task.optimizer.items():
-            part = getattr(task.model, name)
+        for name, given in optimizers.items():
+            part = getattr(model, name)
             made = given if isinstance(given, torch.optim.Optimizer) else given(list(part.parameters()))
             self.optimizers[name] = formation.prepare(made)
         self.groups: Any = _AllGroups(list(self.optimizers.values()))
@@ -128,24 +130,18 @@ class TrainingStep:
         return StepOutcome(loss.detach(), None)
 
 
-def part_names(task: TrainTask) -> list[str]:
-    """Return the names of the parts: those with an optimizer, then the other children that hold tensors."""
-    others = (name for name, child in task.model.named_children() if name not in task.optimizer and child.state_dict())
-    return [*task.optimizer, *others]
-
-
-def check_training_step(task: TrainTask, config: DistributedConfig) -> None:
-    """Raise for a task whose step cannot be taken, before any process starts."""
-    if not callable(task.training_step):
-        raise UsageError(f"training_step = {task.training_step!r}: expected a function (step, batch) -> loss")
-    if not isinstance(task.optimizer, Mapping) or not task.optimizer:
+def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: Any, config: DistributedConfig) -> None:
+    """Raise for a step that cannot be taken, before any process starts."""
+    if not callable(run):
+        raise UsageError(f"training_step = {run!r}: expected a function (step, batch) -> loss")
+    if not isinstance(optimizers, Mapping) or not optimizers:
         raise UsageError(
             "training_step goes with the optimizers of the model's parts, by name", hint=f"Write {_EXAMPLE}"
         )
-    children = dict(task.model.named_children())
-    for name, given in task.optimizer.items():
+    children = dict(model.named_children())
+    for name, given in optimizers.items():
         if name not in children:
-            kind = f"part of {type(task.model).__name__} for an optimizer"
+            kind = f"part of {type(model).__name__} for an optimizer"
             raise UsageError(unknown_name(kind, str(name), list(children)), hint=f"Write {_EXAMPLE}")
         if isinstance(given, torch.optim.Optimizer):
             _check_part(name, children[name], given)
@@ -154,19 +150,19 @@ def check_training_step(task: TrainTask, config: DistributedConfig) -> None:
                 f"optimizer['{name}'] is a {type(given).__name__}",
                 hint="Give a torch optimizer, or a function of parameters.",
             )
-    outside = [n for n, p in task.model.named_parameters() if p.requires_grad and n.split(".")[0] not in task.optimizer]
-    direct = [*task.model._parameters, *task.model._buffers]
+    outside = [n for n, p in model.named_parameters() if p.requires_grad and n.split(".")[0] not in optimizers]
+    direct = [*model._parameters, *model._buffers]
     if outside or direct:
         name = (outside or direct)[0]
         raise UsageError(
-            f"'{name}' of {type(task.model).__name__} belongs to no part that has an optimizer",
+            f"'{name}' of {type(model).__name__} belongs to no part that has an optimizer",
             hint=f"Make it a part of a child with an optimizer, or freeze its child: {_EXAMPLE}",
         )
     instead = {
         "scheduler": "lr_schedule='cosine', for all rates",
         "gradient_clipping": "step.clip_grad_norm(1.0, 'critic')",
     }
-    for setting, given in {"scheduler": task.scheduler, "gradient_clipping": config.gradient_clipping}.items():
+    for setting, given in {"scheduler": scheduler, "gradient_clipping": config.gradient_clipping}.items():
         if given is not None:
             raise UsageError(f"{setting} does not go with training_step", hint=f"Write instead: {instead[setting]}.")
     if config.pipeline_parallel > 1 or config.facts.shards_by_engine or config.facts.has_servers:
