@@ -19,7 +19,7 @@ def watched_metrics(settings: Settings) -> Mistakes:
         except ValueError as error:
             yield settings.mistake(name, f": {error}")
             continue
-        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.eval_every == 0:
+        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.evaluate_every is None:
             yield settings.mistake(
                 name, f" with eval_every = 0, which never measures it: leave eval_every out, or {name}."
             )
@@ -127,6 +127,7 @@ def profile(settings: Settings) -> Mistakes:
 
 _TEXTS = {
     "checkpoint_frequency": "checkpoint_every",
+    "eval_every": "evaluate_every",
     "max_time": "max_seconds",
     "metrics_port": "metrics_address",
     "activation_checkpointing": "recompute",

@@ -37,6 +37,7 @@ _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?\]")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
 _BUDGET = re.compile(r"^\s*budget[\s=]+(0|1|[01]?\.\d+)\s*$")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+_SHARE = re.compile(r"^\s*(\d*\.\d+|\d+(?=\s*%))\s*(%)?\s*$")
 _AUTO = re.compile(r"^\s*auto(?:[\s:]+(\S.*))?$")
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -189,10 +190,22 @@ class Settings(
         if _AUTO.match(str(self.checkpoint_frequency)):
             _ = self.mtbf_seconds  # raises for a text that is not a duration
             return 1, "auto"
-        match = _FREQUENCY.match(str(self.checkpoint_frequency))
-        if match is None or int(match[1]) == 0:
-            raise ValueError(f"expected {FIELDS['checkpoint_frequency'].metadata['expects']}.")
-        return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
+        return _parse_frequency("checkpoint_frequency", self.checkpoint_frequency)
+
+    @property
+    def evaluate_every(self) -> tuple[int, str] | None:
+        """Return (n, "epochs" | "steps"), or (n, "times") for n times in an epoch; None: never.
+
+        ValueError says what to write.
+        """
+        given = self.eval_every
+        if given in (0, "0"):
+            return None
+        if isinstance(given, str) and (share := _SHARE.match(given)):
+            given = float(share[1]) / (100 if share[2] else 1)
+        if isinstance(given, float) and 0 < given <= 1:
+            return round(1 / given), "times"
+        return _parse_frequency("eval_every", given)
 
     @property
     def max_seconds(self) -> float | None:
@@ -302,6 +315,14 @@ def parse_console(text: str) -> Shown:
 def settings_with(scope: str) -> list[str]:
     """Return the settings with a scope (see `option`)."""
     return [name for name, field in FIELDS.items() if scope in field.metadata["scope"]]
+
+
+def _parse_frequency(name: str, given: int | float | str) -> tuple[int, str]:
+    """Read a number of epochs or '500 steps'; ValueError says what to write."""
+    match = _FREQUENCY.match(str(given))
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"expected {FIELDS[name].metadata['expects']}.")
+    return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
 
 def parse_metric(text: str) -> Watched:

@@ -216,6 +216,8 @@ class Reporter:
 
     def evaluated(self, step: int, epoch: int, values: dict[str, float], *, ends_epoch: bool) -> None:
         """Report what was measured on the validation data, at the end of an epoch or within one."""
+        if not ends_epoch:
+            self.history.evaluations.append({"step": step, "epoch": epoch + 1, "val": values})
         self.events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
     def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:

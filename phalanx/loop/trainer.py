@@ -45,7 +45,7 @@ class TrainLoop:
         self.model = formation.prepare(task.model)
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
-        self._evaluation = Evaluation(self)
+        self.evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
         self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
         self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
@@ -127,6 +127,8 @@ class TrainLoop:
             self.formation.average = None
             self.schedule.put_back(only_scheduled=True)
             return
+        if not self.continues and (self.step == 0 or self.config.resume_from_checkpoint):  # else it was tried before
+            self.evaluation.try_out()
         self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
@@ -146,7 +148,7 @@ class TrainLoop:
 
     def _epoch(self) -> Iterator[StepInfo]:
         epoch, heartbeat, average = self.epoch, current_heartbeat(), self.formation.average
-        report, hooks, checks, call = self.report, self.hooks, self.checks, self._call
+        report, hooks, checks, call, evaluation = self.report, self.hooks, self.checks, self._call, self.evaluation
         begin_training(self.model, self.formation.unwrap(self.model))
         call.begin_epoch()
         batches = call.decided(iter(self.train_loader))
@@ -178,6 +180,8 @@ class TrainLoop:
                 self._save_or_stop(step, epochs=epoch + 1)
                 yield info
                 return
+            if evaluation.within_epochs:
+                evaluation.after_step()
             self._save_or_stop(step)
             if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
@@ -202,8 +206,11 @@ class TrainLoop:
             epoch = self.epoch
             self.train_loader.roll_over()
             self._end_epoch(epoch)
-        elif self.step and self.saving.due_after_step(self.step):
-            self.saving.save()
+        elif self.step:
+            if self.evaluation.within_epochs and not self.train_loader.is_consumed:
+                self.evaluation.after_step()
+            if self.saving.due_after_step(self.step):
+                self.saving.save()
 
     def _save_or_stop(self, step: int, epochs: int | None = None) -> None:
         """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one."""
@@ -223,7 +230,7 @@ class TrainLoop:
         """Evaluate and report after a whole epoch, or after the last step."""
         self.losses_checked()
         last = self.is_finished()
-        metrics = self._evaluation.after_epoch(epoch, last=last)
+        metrics = self.evaluation.after_epoch(epoch, last=last)
         self.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.report.say(self.train_loader.sharded.problems(), "warning")
@@ -233,7 +240,7 @@ class TrainLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
-        return self._evaluation.run()
+        return self.evaluation.run()
 
     def judge(self, split: str, metrics: dict[str, float]) -> None:
         """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
