@@ -25,6 +25,25 @@ def watched_metrics(settings: Settings) -> Mistakes:
             )
 
 
+@rule("load_best_at_end", "keep_best", "eval_every")
+def load_best_at_end(settings: Settings) -> Mistakes:
+    """Report that no checkpoint will be the best."""
+    if not settings.load_best_at_end:
+        return
+    watched = settings.best_metric
+    if watched is None:
+        yield settings.mistake("load_best_at_end", " with keep_best = false: leave keep_best out.")
+    elif watched.name.startswith("val/") and settings.evaluate_every is None:
+        yield settings.mistake("load_best_at_end", " with eval_every = 0: nothing is measured. Leave one out.")
+
+
+@rule("fast_dev_run", "resume_from_checkpoint")
+def fast_dev_run(settings: Settings) -> Mistakes:
+    """Report a checkpoint that has taken more steps than are tried out."""
+    if settings.fast_dev_run and settings.resume_from_checkpoint:
+        yield settings.mistake("fast_dev_run", " with resume_from_checkpoint: it begins at step 1. Leave one out.")
+
+
 @rule("limit_val_batches")
 def limit_val_batches(settings: Settings) -> Mistakes:
     """Check that it is a share or a number of batches."""
@@ -193,6 +212,8 @@ def sync_batch_norm(settings: Settings) -> Mistakes:
 RUN_RULES = (
     *map(_text_rule, _TEXTS),
     watched_metrics,
+    load_best_at_end,
+    fast_dev_run,
     limit_val_batches,
     debug,
     rank_checks,

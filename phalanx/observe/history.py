@@ -66,6 +66,8 @@ class History:
     best_metric: str = ""
     """The metric of the setting `keep_best`, such as val/loss; empty where it was not measured."""
     best_value: float | None = None
+    loaded_best: bool = False
+    """Whether the model has the weights of the best checkpoint, as the setting load_best_at_end asks."""
     best_step: int | None = None
     sent_bytes: int | None = None
     """What rank 0 sent of its gradients since this run or its resumption began; None where that is not counted."""
