@@ -306,7 +306,7 @@ def _nothing_came(run_dir: Path) -> str:
     return f"the model is as it was before fit, and {kept}"
 
 
-class PyTorchDDPTrainer(TorchTrainer):
+class Trainer(TorchTrainer):
     """Trains a model on all ranks as if they were one, by torch's DistributedDataParallel or any other strategy.
 
     Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`), or give a whole
@@ -315,3 +315,7 @@ class PyTorchDDPTrainer(TorchTrainer):
     """
 
     backend = "pytorch-ddp"
+
+
+PyTorchDDPTrainer = Trainer
+"""The same by another name."""
