@@ -231,16 +231,11 @@ class Training:
         keras="ignored",
     )
     sanity_val_batches: int = option(
-        2,
-        "before the first step, evaluate on this many batches per rank, to find mistakes in data, loss and metrics "
-        "(0: do not)",
-        minimum=0,
-        keras="ignored",
+        2, "before the first step, try evaluation on this many batches per rank (0: do not)", minimum=0, keras="ignored"
     )
     fast_dev_run: bool | int = option(
         False,
-        "try everything out: this many steps (true: 1) and batches of evaluation; no checkpoints, no trackers, and no "
-        "run is left",
+        "try this many batches of training (true: 1) and evaluation, and keep nothing",
         minimum=0,
         keras="ignored",
     )

@@ -121,7 +121,7 @@ class MetricSums:
     def result(self, unclear: list[str] | None = None) -> dict[str, float]:
         """Return the means over every sample of every rank; all ranks must call this.
 
-        `unclear`: gets the names of metrics whose `combine` fails, where that is no mistake.
+        `unclear`: gets the names of metrics whose `combine` fails, instead of the error.
         """
         names = sorted(self._sums)
         if not names and not self._rows:

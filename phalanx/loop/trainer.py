@@ -254,9 +254,6 @@ class TrainLoop:
         self._take_result()
         self.hooks.fire("on_training_end", self)
         ending = self.control.ending
-        if tried := int(self.config.fast_dev_run):
-            number = f"{tried} batch{'es' * (tried > 1)}"
-            ending.reason = f"fast_dev_run, at most {number} of training and of evaluation per rank; nothing is kept"
         self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
         ending.reported = True
         self.hooks.fire("on_fit_end", self)
