@@ -106,7 +106,7 @@ def parse_frequency(given: float | str, expects: str, *, shares: bool = False) -
 
 
 def read_hosts(path: str) -> list[str]:
-    """Return the lines of a file, `node1 slots=8`, each as node1:8; # begins a comment. ValueError: it cannot be read."""
+    """Return the lines of a file, `node1 slots=8`, each as node1:8; # begins a comment. Or ValueError."""
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

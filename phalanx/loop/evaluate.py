@@ -109,10 +109,11 @@ class Evaluation:
     def try_out(self) -> None:
         """Measure a few batches before the first step: what is wrong with evaluation must not show after an epoch.
 
-        Nothing of it stays. All ranks call this.
+        Nothing of it stays. All ranks call this, and after a loss of ranks it was done before.
         """
         loop, batches = self._loop, self._loop.config.sanity_val_batches
-        if self._every is None or not batches:
+        is_new = not loop.continues and (loop.step == 0 or loop.config.resume_from_checkpoint)
+        if self._every is None or not batches or not is_new:
             return
         assert self._loader is not None, "only with validation data"
         task, own = loop.task, self._loader.sharded.own_metrics
@@ -138,6 +139,12 @@ class Evaluation:
             if self._last[0] != self._loop.step:  # else a callback has measured these weights
                 self.run()
             self._done = self._due()
+
+    def complete(self) -> None:
+        """Do what follows the last step, and ranks were lost in; at the end of an epoch or run `after_epoch` does it."""
+        loop = self._loop
+        if self.within_epochs and loop.step and not loop.train_loader.is_consumed and not loop.is_finished():
+            self.after_step()
 
     def after_epoch(self, epoch: int, *, last: bool) -> dict[str, float]:
         """Evaluate where it is due; return the metrics. `last`: no other epoch follows."""

@@ -127,8 +127,7 @@ class TrainLoop:
             self.formation.average = None
             self.schedule.put_back(only_scheduled=True)
             return
-        if not self.continues and (self.step == 0 or self.config.resume_from_checkpoint):  # else it was tried before
-            self.evaluation.try_out()
+        self.evaluation.try_out()
         self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
@@ -200,17 +199,15 @@ class TrainLoop:
         if self.hooks.unreported is not None:
             self.hooks.after_step(self, self.hooks.unreported)
             self.hooks.unreported = None
+        self.evaluation.complete()
         reported = [record.step for record in self.history.epochs[-1:]] == [self.step]
         closed = reported and "on_epoch_end" not in self.hooks.called
         if self.is_finished() and self.step and not closed:
             epoch = self.epoch
             self.train_loader.roll_over()
             self._end_epoch(epoch)
-        elif self.step:
-            if self.evaluation.within_epochs and not self.train_loader.is_consumed:
-                self.evaluation.after_step()
-            if self.saving.due_after_step(self.step):
-                self.saving.save()
+        elif self.step and self.saving.due_after_step(self.step):
+            self.saving.save()
 
     def _save_or_stop(self, step: int, epochs: int | None = None) -> None:
         """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one."""
