@@ -61,6 +61,8 @@ class Prepared:
     def clear(self) -> None:
         """Forget everything that was prepared."""
         self.models: list[nn.Module] = []
+        self.part_names: list[str] = []
+        """Where the models are the parts of one model: their names in it, by which a checkpoint has that one."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
@@ -69,12 +71,12 @@ class Prepared:
         self.by_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
 
-    def start_average(self) -> None:
-        """Average the weights of the model that was prepared, where `ema_decay` is set."""
+    def start_average(self, model: nn.Module) -> None:
+        """Average the weights of a model that was prepared, whole or by its parts, where `ema_decay` is set."""
         if self.config.ema_decay is not None:
             from phalanx.loop.ema import WeightAverage
 
-            self.average = WeightAverage(self.strategy.unwrap(self.models[0]), self.config.ema_decay)
+            self.average = WeightAverage(self.strategy.unwrap(model), self.config.ema_decay)
 
     def _followed(self) -> None:
         if self.average is not None:

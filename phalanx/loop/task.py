@@ -20,6 +20,7 @@ from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
 from phalanx.loop.prepare import Augmentation, Prepared, PreparedLoader
+from phalanx.loop.training_step import check_training_step
 
 
 @dataclass
@@ -37,6 +38,8 @@ class TrainTask:
     scheduler: Any = None
     scheduler_interval: str = "epoch"
     augment: Augmentation | None = None
+    training_step: Any = None
+    """The user's own step, `function(TrainingStep, batch) -> loss`; `optimizer` is then a dict by parts."""
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -84,7 +87,9 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
             check_data(data, "fit")
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
-    if isinstance(task.optimizer, torch.optim.Optimizer):
+    if task.training_step is not None:
+        check_training_step(task, config)
+    elif isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
     _check_optimizer(task, config)
     _check_loss(task.loss_fn)
@@ -124,6 +129,11 @@ _TAKE_SPARSE = {"sgd", "adagrad"}
 def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
     """Raise for an optimizer that wants another kind of loop, or other gradients than the model has."""
     given = task.optimizer
+    if isinstance(given, Mapping) and task.training_step is None:
+        raise UsageError(
+            f"optimizer = a dict of {len(given)} optimizers, and no training_step(step, batch) that steps them",
+            hint="Write training_step=..., or give one optimizer with several groups of parameters.",
+        )
     kind = given if inspect.isclass(given) else type(given)
     if hasattr(kind, "step"):
         _refuse_closures(kind)

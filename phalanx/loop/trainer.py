@@ -21,6 +21,7 @@ from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
+from phalanx.loop.training_step import TrainingStep
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -42,8 +43,14 @@ class TrainLoop:
         self.task = task
         self.run_dir = run_dir
         _leave_default_stream(formation)
-        self.model = formation.prepare(task.model)
-        self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
+        self.own_step: TrainingStep | None = None
+        """The step that the user wrote, if any; the parts of the model are then what is prepared."""
+        if task.training_step is None:
+            self.model = formation.prepare(task.model)
+            self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
+        else:
+            self.own_step = TrainingStep(formation, task)
+            self.model, self.optimizer = task.model, self.own_step.groups
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
         self.evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
@@ -56,7 +63,7 @@ class TrainLoop:
         synced = None if formation.strategy.in_lockstep else partial(_ranks_synced, formation)
         self.control = RunControl(formation, synced)
         self.saving = Saves(self, run_dir, synced)
-        formation.start_average()
+        formation.start_average(self.model)
         formation.clock.data_wait = lambda: self.train_loader.waited_s
         self.report = Reporter(formation, task.name, self.train_loader.sharded.layout, run_dir, events)
         self.checks = _make_checks(formation, self.model, events)
@@ -300,7 +307,7 @@ class ModelCall:
     def begin_epoch(self) -> None:
         """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be."""
         loop = self._loop
-        if not self._begun and (loop.formation.device.type == "cuda" or loop.config.capture):
+        if not self._begun and loop.own_step is None and (loop.formation.device.type == "cuda" or loop.config.capture):
             from phalanx.loop.capture import captured_step  # ranks without a GPU do not load it
 
             self._captured = captured_step(loop)
@@ -314,6 +321,8 @@ class ModelCall:
     def take_step(self, batches: Iterator[Any], *, measure_norm: bool) -> StepOutcome | None:
         """Take the next step, replayed or eagerly; None when the epoch has none left."""
         loop, forward, captured = self._loop, self.forward, self._captured
+        if loop.own_step is not None:
+            return loop.own_step.take(batches, loop.report.loss_log, loop.reseed)
         assert forward is not None, "decided on the first batch"
         if captured is not None and not captured.is_off:
             return captured.take(
@@ -340,7 +349,7 @@ class ModelCall:
         for first in batches:
             self.forward = decide_forward(task.model, task.loss_fn, first)
             self.by_labels = loop.formation.weighs_labels(self.forward, loop.model, first, loop.train_loader)
-            if not loop.continues:
+            if not loop.continues and loop.own_step is None:
                 loop.report.say(self.forward.note)
             loop.report.first_batch(task.model, first)
             return _chained(first, batches)

@@ -107,13 +107,17 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
             result.weights = whole_weights(job.task.model, keep=keep)
             result.trained = {name: p.requires_grad for name, p in job.task.model.named_parameters()}
             # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
-            if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, torch.optim.Optimizer):
-                result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
-                result.groups = named_groups(job.task.model, formation.optimizers[0])
+            if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, (torch.optim.Optimizer, Mapping)):
+                names = list(job.task.optimizer) if isinstance(job.task.optimizer, Mapping) else [""]
+                for name, optimizer in zip(names, formation.optimizers, strict=True):
+                    groups = named_groups(getattr(job.task.model, name) if name else job.task.model, optimizer)
+                    state = whole_state(optimizer.state_dict(), keep=keep)
+                    result.optimizers.append({"state": state, "groups": groups})
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
-            result.optimizer_state = whole_state(job.task.optimizer.state_dict(), keep=keep)
+            state = whole_state(job.task.optimizer.state_dict(), keep=keep)
+            result.optimizers.append({"state": state, "groups": []})
     return result
 
 

@@ -63,6 +63,7 @@ class TorchTrainer:
         optimizer: Any = None,
         scheduler: Any = None,
         scheduler_interval: str = "epoch",
+        training_step: Any = None,
         metrics: Mapping[str, Metric] | None = None,
         callbacks: list[Any] | None = None,
         augment: Augmentation | None = None,
@@ -87,6 +88,7 @@ class TorchTrainer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
+        self.training_step = training_step
         self.metrics = metrics
         self.augment = augment
         self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
@@ -208,7 +210,8 @@ class TorchTrainer:
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
         parts = (self.loss_fn, self.optimizer, self.metrics, self.callbacks)
-        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval, self.augment)
+        rest = (self.scheduler, self.scheduler_interval, self.augment, self.training_step)
+        return TrainTask(self.model, train, val, *parts, name, *rest)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run the job; a run that was asked to stop ends the process with a separate exit code.
@@ -289,9 +292,11 @@ class TorchTrainer:
             return_weights(self.model, result.weights)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(result.trained.get(name, parameter.requires_grad))
-        if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
-            match_groups(self.model, self.optimizer, result.groups)
-            self.optimizer.load_state_dict(result.optimizer_state)
+        given = self.optimizer if isinstance(self.optimizer, Mapping) else {"": self.optimizer}
+        for (name, optimizer), returned in zip(given.items(), result.optimizers, strict=False):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                match_groups(getattr(self.model, name) if name else self.model, optimizer, returned["groups"])
+                optimizer.load_state_dict(returned["state"])
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
