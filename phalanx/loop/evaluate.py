@@ -141,7 +141,7 @@ class Evaluation:
             self._done = self._due()
 
     def complete(self) -> None:
-        """Do what follows the last step, and ranks were lost in; at the end of an epoch or run `after_epoch` does it."""
+        """Do what follows the last step, and ranks were lost in. After an epoch `after_epoch` does it."""
         loop = self._loop
         if self.within_epochs and loop.step and not loop.train_loader.is_consumed and not loop.is_finished():
             self.after_step()

@@ -191,7 +191,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
 
 def came_back(task: TrainTask, history: History | None = None) -> str:
     """Say what the caller of a fit that ended early has."""
-    where = "the model and the optimizer" if isinstance(task.optimizer, torch.optim.Optimizer) else "the model"
+    has_optimizer, several = isinstance(task.optimizer, torch.optim.Optimizer), isinstance(task.optimizer, Mapping)
+    where = "the model" + (" and the optimizers" if several else " and the optimizer" * has_optimizer)
     if history is not None and history.loaded_best:
         return f"the state of step {history.best_step}, the best, is in {where}"
     return f"what was trained is in {where}"
