@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from phalanx import Callback, PyTorchDDPTrainer
+from phalanx import Callback, Trainer
 from phalanx.data import load
 
 RANKS, VICTIM, LOST_AFTER, SLOWER, PAUSE = 4, 2, 60, 4, 3.0
@@ -49,7 +49,7 @@ def train(folder: str, *, lose: bool) -> torch.Tensor:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 10))
     loader = DataLoader(load("digits"), batch_size=16, shuffle=True)
     options = {"learning_rate": 3e-3, "max_restarts": 3, "console": "quiet", "run_dir": f"{folder}/run"}
-    trainer = PyTorchDDPTrainer(model=model, num_workers=RANKS, batch_size=16, epochs=8, callbacks=[Clock(folder, lose=lose)], **options)
+    trainer = Trainer(model=model, num_workers=RANKS, batch_size=16, epochs=8, callbacks=[Clock(folder, lose=lose)], **options)
     trainer.fit(loader)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 

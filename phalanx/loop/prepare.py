@@ -68,7 +68,7 @@ class Prepared:
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
-        self._weighs_labels: bool | None = None
+        self.by_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
 
     def start_average(self, model: nn.Module) -> None:
@@ -139,11 +139,11 @@ class Prepared:
         """
         if self.config.loss_weighting == "tokens":
             return True
-        if self._weighs_labels is None:
+        if self.by_labels is None:
             # Without a wait for each other in every step, ranks cannot add up the labels of all.
             found = self.config.resolved_server_mode == "sync" and forward.averages_labels(self.unwrap(model), batch)
-            self._weighs_labels = bool(self.reduce(float(found), "max") > 0)
-        return self._weighs_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
+            self.by_labels = bool(self.reduce(float(found), "max") > 0)
+        return self.by_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
 
 
 _END = object()

@@ -44,7 +44,7 @@ class TrainLoop:
         _leave_default_stream(formation)
         self.model, self.optimizer, self.own_step = prepare_task(formation, task)
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
-        self._evaluation = Evaluation(self)
+        self.evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
         self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
         self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
@@ -126,6 +126,7 @@ class TrainLoop:
             self.formation.average = None
             self.schedule.put_back(only_scheduled=True)
             return
+        self.evaluation.try_out()
         self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
@@ -145,7 +146,7 @@ class TrainLoop:
 
     def _epoch(self) -> Iterator[StepInfo]:
         epoch, heartbeat, average = self.epoch, current_heartbeat(), self.formation.average
-        report, hooks, checks, call = self.report, self.hooks, self.checks, self._call
+        report, hooks, checks, call, evaluation = self.report, self.hooks, self.checks, self._call, self.evaluation
         begin_training(self.model, self.formation.unwrap(self.model))
         call.begin_epoch()
         batches = call.decided(iter(self.train_loader))
@@ -177,6 +178,8 @@ class TrainLoop:
                 self._save_or_stop(step, epochs=epoch + 1)
                 yield info
                 return
+            if evaluation.within_epochs:
+                evaluation.after_step()
             self._save_or_stop(step)
             if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
@@ -195,6 +198,7 @@ class TrainLoop:
         if self.hooks.unreported is not None:
             self.hooks.after_step(self, self.hooks.unreported)
             self.hooks.unreported = None
+        self.evaluation.complete()
         reported = [record.step for record in self.history.epochs[-1:]] == [self.step]
         closed = reported and "on_epoch_end" not in self.hooks.called
         if self.is_finished() and self.step and not closed:
@@ -222,7 +226,7 @@ class TrainLoop:
         """Evaluate and report after a whole epoch, or after the last step."""
         self.losses_checked()
         last = self.is_finished()
-        metrics = self._evaluation.after_epoch(epoch, last=last)
+        metrics = self.evaluation.after_epoch(epoch, last=last)
         self.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.report.say(self.train_loader.sharded.problems(), "warning")
@@ -232,7 +236,7 @@ class TrainLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
-        return self._evaluation.run()
+        return self.evaluation.run()
 
     def judge(self, split: str, metrics: dict[str, float]) -> None:
         """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
@@ -242,6 +246,7 @@ class TrainLoop:
 
     def _end(self) -> None:
         self.saving.save_last()
+        self.saving.load_best()
         self._take_result()
         self.hooks.fire("on_training_end", self)
         ending = self.control.ending

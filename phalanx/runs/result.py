@@ -34,6 +34,8 @@ class JobResult:
     scheduler_state: dict[str, Any] | None = None
     stopped: PreemptedError | None = None
     """Why training ended before its last step, where a signal stopped it; the rest is that of the last step."""
+    ended: str = ""
+    """Why and where training ended before its last step by itself, such as by `max_time`; empty: it did not."""
 
 
 def write_result(result: object, folder: Path) -> None:

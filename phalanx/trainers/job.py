@@ -29,6 +29,7 @@ from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.guard import say_to_user
+from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
@@ -135,7 +136,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
-    profile = stopped = None
+    profile = stopped = loop = None
     plan = _fault_plan(job, formation)
     try:
         if survivor is not None:
@@ -164,6 +165,10 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
                 torch.save(weights, plan.weights_path)
     except Exception as original:
         error = memory.explained(original)
+        if job.gives_back and formation.world_size == 1 and loop is not None and loop.step:
+            last = loop.saving.last_path
+            kept = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
+            error.add_note(f"after step {loop.step}, {came_back(job.task)}, and {kept}")
         if formation.is_main and not _is_given(job):
             _note_failure(job, run_dir, error)
         if error is not original:
@@ -173,10 +178,24 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         if profile is not None:
             profile.close()
         events.close()
+        if job.config.fast_dev_run and formation.is_main and not _is_given(job):
+            discard_unused(job.config, run_dir)
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     if job.gives_back and stopped is None and loop.stop.from_outside == "SIGINT":  # in the last step, or after it
         stopped = preempted_error(BY_CTRL_C, loop.step, loop.saving.last_path)
-    return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own), stopped=stopped)
+    ending = loop.control.ending
+    ended = preempted_error(ending.reason, loop.step, loop.saving.last_path).message if ending.early else ""
+    state = None if own is None else scheduler_state(own)
+    return JobResult(history=history, scheduler_state=state, stopped=stopped, ended=ended)
+
+
+def came_back(task: TrainTask, history: History | None = None) -> str:
+    """Say what the caller of a fit that ended early has."""
+    has_optimizer, several = isinstance(task.optimizer, torch.optim.Optimizer), isinstance(task.optimizer, Mapping)
+    where = "the model" + (" and the optimizers" if several else " and the optimizer" * has_optimizer)
+    if history is not None and history.loaded_best:
+        return f"the state of step {history.best_step}, the best, is in {where}"
+    return f"what was trained is in {where}"
 
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
