@@ -332,7 +332,7 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     default = "" if field.default is None or members == ("bool",) else f" [{field.default}]"
     text = f"{field.metadata['help']}{default}".replace("%", "%%")
     flags = [flag, f"--no-{flag[2:]}"] if "bool" in members else [flag]
-    nargs = None if "bool" not in members else "?" if "str" in members else 0
+    nargs = None if "bool" not in members else "?" if {"str", "int"} & {*members} else 0
     options: dict[str, Any] = {"nargs": nargs, "const": BARE, "metavar": _metavar(field), "help": text}
     section.add_argument(*flags, dest=name, default=argparse.SUPPRESS, action=ValueAction, **options)
 

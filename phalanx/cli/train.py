@@ -51,6 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
+    resolved = Resolved(resolved.config.settled, resolved.origins)
     config = resolved.config
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
@@ -237,6 +238,8 @@ def _launch(
         finally:
             if not config.node_rank:
                 end_record(run_dir, outcome)
+    if config.fast_dev_run:
+        discard_unused(config, run_dir)
     return 0
 
 

@@ -109,9 +109,10 @@ class Reporter:
     def _run_started(self, model: nn.Module, parameters: int, trained: int) -> RunStarted:
         config, world, strategy = self._config, self._world, self._formation.strategy
         note = speed_note(world.ranks_per_gpu)
+        folder = None if config.fast_dev_run else self._run_dir  # it is removed at the end
         return RunStarted(
             name=self._name,
-            run_dir=str(self._run_dir),
+            run_dir=str(folder or ""),
             world_size=world.world_size,
             device=world.device.type,
             strategy=strategy.name,
@@ -126,7 +127,7 @@ class Reporter:
             mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
             first_step=self._first_step,
             tensorboard_dir=tensorboard_dir(config, self._run_dir),
-            log_dir=str(self._run_dir / "logs"),
+            log_dir=str(folder / "logs") if folder else "",
             trained_parameters=trained,
             layout=layout_words(strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
             ranks_per_gpu=world.ranks_per_gpu,
@@ -225,6 +226,8 @@ class Reporter:
 
     def evaluated(self, step: int, epoch: int, values: dict[str, float], *, ends_epoch: bool) -> None:
         """Report what was measured on the validation data, at the end of an epoch or within one."""
+        if not ends_epoch:
+            self.history.evaluations.append({"step": step, "epoch": epoch + 1, "val": values})
         self.events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
     def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:

@@ -183,7 +183,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None, *, detailed: bool = True
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
     best = end.best_checkpoint
     if best is not None and end.best_value is not None:
-        best += f" ({end.best_metric} {end.best_value:.4f})"
+        best += f" ({end.best_metric} {end.best_value:.4f})" + ": the model has its weights" * end.loaded_best
     places = [
         ("best checkpoint", best),
         ("last checkpoint", end.checkpoint if detailed or end.checkpoint != end.best_checkpoint else None),
@@ -205,7 +205,8 @@ def goodput_words(seconds: Mapping[str, float]) -> str:
 def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
     """Return the summary as one line."""
     best = [f"best {name} {value:.4f}" for name, value in end.best.items()]
-    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *([run.run_dir] if run else [])]
+    place = [run.run_dir] if run and run.run_dir else []
+    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *place]
     return f"{summary_title(end)}: {', '.join(parts)}"
 
 

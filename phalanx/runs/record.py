@@ -211,13 +211,13 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
 
 
 def discard_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> None:
-    """Remove the folder of a run that took no step, unless run_dir is set or the error names a file in it.
+    """Remove the folder of a run that took no step or is a fast_dev_run, unless run_dir is set or an error names it.
 
     Logs that the error names are moved to a temporary folder.
     """
     logs = run_dir / "logs"
     named = f"{error} {getattr(error, 'hint', '')}".replace(str(logs), "")
-    if config.run_dir is not None or str(run_dir) in named or _took_step(run_dir):
+    if config.run_dir is not None or str(run_dir) in named or (_took_step(run_dir) and not config.fast_dev_run):
         return
     if isinstance(error, PhalanxError) and str(logs) in error.message and logs.is_dir():
         kept = open_scratch("logs")

@@ -34,6 +34,7 @@ _OFF: dict[str, Any] = {
     "keep_best": False, "early_stopping": None, "resume_from_checkpoint": False, "tensorboard": False, "mlflow": False,
     "wandb": False, "sinks": None, "metrics_port": None, "max_time": None, "profile": False, "on_nonfinite": "skip",
     "log_every_n_steps": 1, "console": "quiet plain", "epochs": None,
+    "eval_every": 1, "load_best_at_end": False, "fast_dev_run": False,
 }  # fmt: skip
 """Settings of a sweep: it leaves no files, and the rate is its own."""
 
@@ -73,6 +74,8 @@ def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> 
         raise UsageError(
             f"a sweep from {low:g} to {high:g} in {steps} steps: expected 0 < low < high, steps >= {least}"
         )
+    if trainer.training_step is not None:
+        raise UsageError("a training_step has several optimizers, whose rates are not found together")
     model, optimizer = copy.deepcopy((trainer.model, trainer.optimizer))  # together: one holds the other's parameters
     with scratch_folder("rate") as folder:
         config = trainer.config.replace(**_OFF, run_dir=str(folder / "run"), max_steps=steps)

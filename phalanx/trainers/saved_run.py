@@ -25,7 +25,7 @@ from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
 from phalanx.trainers.pretrained import tokenizer_of, with_tokenizer
 from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_metrics, recipe_parts
-from phalanx.trainers.torch import PyTorchDDPTrainer
+from phalanx.trainers.torch import Trainer
 from phalanx.trainers.weights import load_weights
 
 _LARGEST_EXPONENT = 700
@@ -102,7 +102,7 @@ class SavedRun(StoredRun):
         recipe.check()
         return recipe_parts(recipe, self.config.data_dir)
 
-    def trainer(self, **settings: Any) -> PyTorchDDPTrainer:
+    def trainer(self, **settings: Any) -> Trainer:
         """Return a trainer of the model, with the run's settings and these."""
         base = _without_engine(self.config) if self.config.changed("backend") else self.config
         parts: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class SavedRun(StoredRun):
                 "augment": recipe_augment(self.recipe, self.model),
             }
         config = base.replace(**settings) if settings else base
-        return PyTorchDDPTrainer(self.model, config, **parts)
+        return Trainer(self.model, config, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
         """Return the loss and metrics on data; without any, on the run's validation data.
