@@ -270,11 +270,12 @@ class Reporter:
         self._update_totals()
         self._gauges.end()
         self._speed.close(self.samples, self.history)
-        if status in ("finished", "stopped"):
+        good = status in ("finished", "stopped")
+        if good:
             event = self._formation.strategy.closing_event() if self._world.is_main else None
             if event is not None:
                 self.events.emit(event)
-        commands = self._commands(checkpoint) if status in ("finished", "stopped") else []
+        commands = _what_follows(self._config, self._run_dir, checkpoint) if good else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
         own = {
@@ -284,18 +285,6 @@ class Reporter:
             "next_commands": [*self.next_commands, *commands, *self.events.next_commands],
         }
         self.events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
-
-    def _commands(self, checkpoint: str | None) -> list[str]:
-        """Return what can be done with the run: its model is known to other commands where a recipe was trained."""
-        folder = self._run_dir
-        name = shlex.quote(folder.name if folder.parent.absolute() == Path("runs").absolute() else str(folder))
-        commands = []
-        with suppress(OSError, ValueError):  # a trainer in Python may have no folder
-            record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            usable = checkpoint is not None and record.get("recipe")
-            commands = [f"phalanx {verb} {name}" for verb in ("evaluate", "export") if usable] + ["phalanx ui"]
-        board_folder, board = tensorboard_dir(self._config, folder), _command("tensorboard")
-        return [*commands, f"{board} --logdir {board_folder}"] if board_folder and board else commands
 
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began
@@ -311,6 +300,18 @@ def _job(model: object, config: DistributedConfig, world: World) -> dict[str, An
     if device.type == "cuda":
         gpu, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     return {"model": dimensions, "settings": config.given(), "gpu": gpu, "gpu_memory_gib": memory / 2**30}
+
+
+def _what_follows(config: DistributedConfig, run_dir: Path, checkpoint: str | None) -> list[str]:
+    """Return what can be done with a good run: its model is known to other commands where a recipe was trained."""
+    name = shlex.quote(run_dir.name if run_dir.parent.absolute() == Path("runs").absolute() else str(run_dir))
+    commands = []
+    with suppress(OSError, ValueError):  # a trainer in Python may have no folder
+        record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        usable = checkpoint is not None and record.get("recipe")
+        commands = [f"phalanx {verb} {name}" for verb in ("evaluate", "export") if usable] + ["phalanx ui"]
+    folder, board = tensorboard_dir(config, run_dir), _command("tensorboard")
+    return [*commands, f"{board} --logdir {folder}"] if folder and board else commands
 
 
 def _command(name: str) -> str | None:
