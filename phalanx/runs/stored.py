@@ -19,6 +19,7 @@ from typing import Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
+from phalanx.observe.events import MetricsReported, StepDone, from_dict
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
@@ -114,6 +115,15 @@ class StoredRun:
     def last_step(self) -> dict[str, Any]:
         """The last event `step`; empty before the first."""
         return self._last("step")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The last value of each curve that the latest events are points of, by the names that dashboards show."""
+        last = {(event["event"], event.get("split")): event for event in self._ends}
+        points = [from_dict(event) for (kind, _), event in last.items() if kind in ("step", "metrics")]
+        return {
+            n: v for each in points if isinstance(each, StepDone | MetricsReported) for n, v in each.scalars().items()
+        }
 
     @property
     def last_report(self) -> dict[str, Any]:
