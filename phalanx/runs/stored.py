@@ -120,10 +120,12 @@ class StoredRun:
     def values(self) -> dict[str, float]:
         """The last value of each curve that the latest events are points of, by the names that dashboards show."""
         last = {(event["event"], event.get("split")): event for event in self._ends}
-        points = [from_dict(event) for (kind, _), event in last.items() if kind in ("step", "metrics")]
-        return {
-            n: v for each in points if isinstance(each, StepDone | MetricsReported) for n, v in each.scalars().items()
-        }
+        found: dict[str, float] = {}
+        for (kind, _), event in last.items():
+            with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
+                point = from_dict(event) if kind in ("step", "metrics") else None
+                found |= point.scalars() if isinstance(point, StepDone | MetricsReported) else {}
+        return found
 
     @property
     def last_report(self) -> dict[str, Any]:
