@@ -7,12 +7,20 @@ import json
 import sqlite3
 
 import pytest
-from test_ui import append, get, page, served, started, step  # noqa: F401  (page is a fixture)
+from browser import browser
+from test_ui import append, get, served, started, step
 
 from phalanx.observe.events import CheckpointSaved, MetricsReported, RunEnded
 
 MARKUP = "<img src=x onerror=alert(1)>"
 LOSSES = {"a-good": 0.2, "b-fair": 0.4, "c-poor": 0.8, "d-diverged": 1e9}
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as found:
+        found.resize(1280)
+        yield found
 
 
 def record(folder, **more) -> None:
@@ -211,7 +219,12 @@ def post(address: str, path: str, body: object, **headers: str) -> int:
 def test_changes_are_taken_from_the_page_alone_and_files_of_runs_only(address, runs):
     note = {"note": "hello"}
     assert post(address, "/api/change/a-good", note) == 200
-    for wrong in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": ""}, {"Content-Type": "text/plain"}):
+    for wrong in (
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Content-Type": "text/plain"},
+    ):
         assert post(address, "/api/change/a-good", {"remove": True}, **wrong) == 403, wrong
     assert get(f"{address}api/change/a-good")[0] == 405
     for path in ("missing", "..", "%2e%2e", "tune-x", "tune-x/trials", "tune-x/trials/..", "a-good/trials/0000"):

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -180,10 +181,11 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
         return StreamingResponse(_changes(catalog, request), media_type="text/event-stream")
 
     def file(request: Request) -> Response:
+        place = request.path_params["place"]
+        if "/trials/" in place and place in catalog.paths():  # the page of a search links the folders of its trials
+            return RedirectResponse(f"/#page=run&run={quote(place, safe='')}")
         try:
-            return FileResponse(
-                catalog.file(request.path_params["place"]), headers={"Content-Security-Policy": _FILE_POLICY}
-            )
+            return FileResponse(catalog.file(place), headers={"Content-Security-Policy": _FILE_POLICY})
         except (KeyError, OSError):
             return PlainTextResponse("There is no such file.\n", status_code=404)
 
@@ -213,7 +215,8 @@ def _curves(catalog: Catalog, request: Request) -> list[dict[str, Any]]:
     by = asked.get("by", "step")
     if by not in ("step", "time") or math.isnan(low) or math.isnan(high):
         raise ValueError("by is step or time; from and to are numbers")
-    if "preview" in asked and (found := catalog.preview(request.path_params["name"], width)):
+    first = min(width, int(asked.get("preview", "0")))
+    if first > 1 and (found := catalog.preview(request.path_params["name"], first)):
         return found
     return catalog.events(request.path_params["name"]).curves(width, low, high, by)
 

@@ -7,8 +7,8 @@ const VIEWS = {
   checkpoints: ["Checkpoints", viewCheckpoints], samples: ["Samples", viewSamples],
 };
 const PAGES = { runs: "Runs", compare: "Compare", studies: "Searches" };
-const REST = 300;
-let asked = 0, timer = null, drawn = 0;
+const REST = 1000;  // milliseconds between two drawings while much arrives
+let asked = 0, timer = null, drawn = 0, cost = 0;
 
 const tabs = () => state.page === "run" ? Object.keys(VIEWS) : state.page === "compare"
   ? Object.keys(VIEWS).filter(name => !["overview", "logs"].includes(name)) : [];
@@ -32,13 +32,17 @@ function changed() {
 }
 
 function arrived() {
-  soon(needs().some(([kind, id]) => cache[kind].get(id)?.loading) ? drawn + REST - performance.now() : 0);
+  soon(needs().some(([kind, id]) => cache[kind].get(id)?.loading) ? drawn + REST + 4 * cost - performance.now() : 0);
 }
 
 function soon(milliseconds) {
   clearTimeout(timer);
-  timer = setTimeout(() => requestAnimationFrame(() => { draw(); drawn = performance.now(); }),
-    Math.max(0, milliseconds));
+  timer = setTimeout(() => requestAnimationFrame(() => {
+    const began = performance.now();
+    draw();
+    drawn = performance.now();
+    cost = drawn - began;
+  }), Math.max(0, milliseconds));
 }
 
 function draw() {
@@ -138,6 +142,8 @@ function keepFocus(view, change) {
 
 /** Take what the server says of runs: all names, the newest first, and the runs that have changed. */
 function take({ changed: some, all }) {
+  const same = run => JSON.stringify(run) === JSON.stringify(state.runs.get(run.id));
+  if (!asked && all.length === state.runs.size && some.every(same)) return;  // the first message repeats the list
   const known = new Map([...state.runs.values(), ...some].map(run => [run.id, run]));
   state.runs = new Map(all.filter(id => known.has(id)).map(id => [id, known.get(id)]));
   for (const id of state.selected) if (!state.runs.has(id)) { state.selected.delete(id); cache.curves.delete(id);

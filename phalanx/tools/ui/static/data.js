@@ -78,7 +78,7 @@ function need(kind, id, then) {
   const zoomed = kind === "curves" && state.range && state.x !== "clock" && !stored;
   const entry = cache[kind].get(id) || {};
   const query = kind !== "curves" ? undefined : zoomed ? zoomQuery(run) : entry.value ? { width: 600 }
-    : { width: 600, preview: 1 };
+    : { width: 600, preview: 300 };
   const version = kind === "study" ? trialsOf(id).map(each => each.version).join() : run.version;
   const key = version + JSON.stringify(query && { ...query, preview: 0 });
   if (entry.key === key || entry.loading) return;
