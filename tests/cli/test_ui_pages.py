@@ -137,7 +137,7 @@ def test_one_run_shows_why_it_ended_its_command_environment_files_and_logs(page,
     text = opened(page, f"{address}#page=run&run=a-good")
     for words in ("early stopping", f"phalanx train '{MARKUP}'", "abc123", "events.jsonl", "20 of 100"):
         assert words in text, words
-    assert "50 samples/s" in text
+    assert "50\nsamples/s" in text
     page.run("openTab('events')")
     page.wait("document.getElementById('body').innerText.includes('run ended')")
     assert "gone/step-5" not in page.run("document.getElementById('body').innerText"), "no flood of checkpoints"

@@ -198,7 +198,7 @@ function legend(name, chart) {
   const cut = chart.limit ? [h("p", { className: "soft" }, chart.limit.count === 1 ? "1 run leaves the axis. "
     : `${chart.limit.count} runs leave the axis. `, h("button", { type: "button", className: "link",
       onclick: () => set(name, { all: true }) }, "Show all values"))] : [];
-  return [h("ul", { className: runs.length > 6 ? "many" : "" }, rows), ...cut, ...bad];
+  return [h("ul", { className: runs.length > 6 ? "many" : runs.length === 1 ? "one" : "" }, rows), ...cut, ...bad];
 }
 
 /** Change the settings of one chart. */

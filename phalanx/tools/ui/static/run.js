@@ -56,8 +56,8 @@ function tiles(run) {
     run.best ? tile(run.best.name.startsWith("best") ? run.best.name : `Best ${run.best.name}`,
       valueOf(run.best.name, run.best.value)) : null,
     run.values?.["train/loss"] !== undefined ? tile("Last loss", number(run.values["train/loss"])) : null,
-    rate !== undefined ? tile("Speed", `${number(rate)} samples/s`, tokens ? `${number(tokens)} tokens/s` : "") : null,
-    tile("Duration", duration(run.seconds), run.started ? `from ${clock(run.started)}` : ""),
+    rate !== undefined ? tile("Speed", number(rate), `samples/s${tokens ? `, ${number(tokens)} tokens/s` : ""}`) : null,
+    tile("Duration", duration(run.seconds), run.started ? `from ${clock(run.started).slice(0, 16)}` : ""),
     total >= LONG_ENOUGH ? tile("Productive", share(detail.goodput.productive / total), "of the wall time") : null,
     run.layout ? tile("Ranks", number(run.ranks), run.layout) : null);
 }
