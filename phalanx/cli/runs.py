@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from phalanx.observe.format import duration, of_total, rate, size, summary_rows,
 from phalanx.observe.guard import say_to_user
 from phalanx.runs.facts import differences, facts, surroundings
 from phalanx.runs.record import CHANGES, PACKAGES
-from phalanx.runs.resume import refuse_whole_project
+from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
@@ -34,6 +33,7 @@ ACTIONS = {
     "tag": "give a run a name of your own, which every command takes",
     "logs": "show what the ranks of a run print",
     "stop": "end a run in progress after its current step, with a checkpoint, as SIGTERM does",
+    "note": "write a note about a run, or with an empty text remove it",
     "scale": "change the number of ranks of a run in progress, at the next step's boundary",
     "rm": "remove runs with their files",
 }
@@ -60,8 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
 
         return run_jobs([OF_JOBS[action], *words])
-    act = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "logs": _logs, "stop": _stop, "scale": _scale}
-    {**act, "rm": _remove}[action](namespace)
+    acts = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "note": _note, "logs": _logs, "stop": _stop}
+    {**acts, "scale": _scale, "rm": _remove}[action](namespace)
     return 0
 
 
@@ -82,15 +82,22 @@ def _names_job(name: str, folder: Path) -> bool:
 def parser(action: str) -> FlagParser:
     """Return the parser of one action."""
     actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
-    forms = {"list": "", "diff": " RUN RUN", "tag": " RUN TAG", "scale": " RUN N", "rm": " RUN ..."}
-    usage = forms.get(action, " RUN")
+    forms = {
+        "list": "",
+        "diff": " RUN RUN",
+        "tag": " RUN TAG",
+        "note": " RUN TEXT",
+        "scale": " RUN N",
+        "rm": " RUN ...",
+    }
+    usage = {**forms, "rm": " RUN ..."}.get(action, " RUN")
     parser = FlagParser(
         prog=f"phalanx runs {action}",
         usage=f"phalanx runs {action}{usage} [options]",
         description=ACTIONS[action] + "." + (_SCALING if action == "scale" else ""),
         epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
     )
-    if action in ("show", "tag", "logs", "stop", "scale"):
+    if action in ("show", "tag", "note", "logs", "stop", "scale"):
         parser.add_argument("run", metavar="RUN")
     if action == "logs":
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
@@ -100,6 +107,8 @@ def parser(action: str) -> FlagParser:
     if action == "tag":
         parser.add_argument("tag", metavar="TAG")
         parser.add_argument("--remove", action="store_true", help="take the tag away")
+    if action == "note":
+        parser.add_argument("note", metavar="TEXT")
     if action == "scale":
         parser.add_argument("ranks", metavar="N", type=int, help="how many ranks the run shall have")
     if action == "rm":
@@ -190,6 +199,7 @@ def _show(namespace: argparse.Namespace) -> None:
         ("checkpoints", ", ".join(path.name for path in run.checkpoints)),
         ("size", size(found["bytes"])),
         ("tags", ", ".join(run.tags)),
+        ("note", record.note if record else ""),
     ]
     rows += [row for row in _ended_rows(run) if row[0] not in dict(rows)]
     if record is not None:
@@ -252,21 +262,11 @@ def _diff(namespace: argparse.Namespace) -> None:
 
 
 def _tag(namespace: argparse.Namespace) -> None:
-    run = find_run(namespace.run, Path(namespace.runs_dir))
-    if run.record is None:
-        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have tags")
-    tag, tags = namespace.tag, run.tags
-    if namespace.remove:
-        if tag not in tags:
-            raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
-        tags = [each for each in tags if each != tag]
-    elif tag not in tags:
-        other = next((each.name for each in list_runs(run.path.parent) if tag in each.tags), None)
-        if tag == "last" or "/" in tag or not tag.strip() or other is not None:
-            why = f"{other} has it" if other else "it means something else" if tag.strip() else "it is empty"
-            raise UsageError(f"'{tag}' cannot be a tag: {why}")
-        tags = [*tags, tag]
-    dataclasses.replace(run.record, tags=tags).write(run.path)
+    tag_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.tag, remove=namespace.remove)
+
+
+def _note(namespace: argparse.Namespace) -> None:
+    note_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.note)
 
 
 def _logs(namespace: argparse.Namespace) -> None:
@@ -310,14 +310,7 @@ def _scale(namespace: argparse.Namespace) -> None:
 def _remove(namespace: argparse.Namespace) -> None:
     runs = list({run.path: run for run in (find_run(n, Path(namespace.runs_dir)) for n in namespace.runs)}.values())
     for run in runs:
-        refuse_whole_project(run)
-        if why := run.in_use:
-            hint = (
-                "Stop it first, with Ctrl-C."
-                if run.status == "running"
-                else f"If it has ended: rm -r {shlex.quote(str(run.path))}"
-            )
-            raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
+        refuse_running(run)
     total = size(sum(run.size for run in runs))
     names = ", ".join(run.name for run in runs)
     if not namespace.yes:
@@ -327,17 +320,6 @@ def _remove(namespace: argparse.Namespace) -> None:
             print("nothing was removed")
             return
     for run in runs:
-        _remove_run(run, Path(namespace.runs_dir))
+        if not remove_run(run, Path(namespace.runs_dir)):
+            print(f"other files stay in {run.path}")
     print(f"removed {names} ({total})")
-
-
-def _remove_run(run: StoredRun, folder: Path) -> None:
-    """Remove a run's folder; of one elsewhere (`--run-dir`), which may hold other files too, the run's files alone."""
-    if run.path.parent.resolve() == folder.resolve() and not run.path.is_symlink():
-        shutil.rmtree(run.path)
-        return
-    run.clear()
-    try:
-        run.path.rmdir()
-    except OSError:
-        print(f"other files stay in {run.path}")

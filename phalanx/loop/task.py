@@ -50,15 +50,6 @@ class TrainTask:
         self.classes = self.classes or class_names(self.train)
 
 
-def class_names(data: Any) -> list[str]:
-    """Return the attribute `classes` of a data set, or of the one inside a loader or subset; empty without names."""
-    found = getattr(data, "classes", None)
-    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
-        return list(found)
-    inner = getattr(data, "dataset", None)
-    return [] if inner is None else class_names(inner)
-
-
 def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:
     """Prepare a task's model and optimizer, or the parts of the model for a step that the user wrote."""
     if task.training_step is None:
@@ -68,6 +59,15 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
 
     own_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
     return task.model, own_step.groups, own_step
+
+
+def class_names(data: Any) -> list[str]:
+    """Return the attribute `classes` of a data set, or of the one inside a loader or subset; empty without names."""
+    found = getattr(data, "classes", None)
+    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
+        return list(found)
+    inner = getattr(data, "dataset", None)
+    return [] if inner is None else class_names(inner)
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:

@@ -61,6 +61,8 @@ class RunRecord:
     environment: dict[str, str] = field(default_factory=dict)
     """Versions of torch and CUDA, the driver and the GPUs."""
     tags: list[str] = field(default_factory=list)
+    note: str = ""
+    """What the user wrote about the run."""
     continued: float = 0.0
     """When the run was last resumed in its folder."""
     outcome: str = ""
@@ -86,9 +88,9 @@ class RunRecord:
         )
 
     def begin(self, run_dir: Path, *, resumes: bool) -> None:
-        """Write it for a run that begins; a resumed one keeps command and time of its start, and its tags."""
+        """Write it for a run that begins; a resumed one keeps command and time of its start, and its tags and note."""
         old = read_record(run_dir)
-        kept: dict[str, Any] = {"tags": old.tags} if isinstance(old, RunRecord) else {}
+        kept: dict[str, Any] = {"tags": old.tags, "note": old.note} if isinstance(old, RunRecord) else {}
         if isinstance(old, RunRecord) and resumes:
             kept |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **kept).write(run_dir)
@@ -144,6 +146,7 @@ def read_record(run_dir: Path) -> RunRecord | str | None:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{path} cannot be read: {error}"
     kinds = {"command": list, "directory": str, "settings": dict, "recipe": dict | None, "tags": list, "pid": int}
+    kinds["note"] = str
     wrong = [name for name, kind in kinds.items() if not isinstance(getattr(record, name), kind)]
     return f"{path} is damaged: wrong value of {', '.join(wrong)}" if wrong else record
 

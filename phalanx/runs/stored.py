@@ -19,6 +19,7 @@ from typing import Any
 from phalanx.errors import UsageError, nearest
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
+from phalanx.observe.events import MetricsReported, StepDone, from_dict
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
@@ -128,6 +129,17 @@ class StoredRun:
     def last_step(self) -> dict[str, Any]:
         """The last event `step`; empty before the first."""
         return self._last("step")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The last value of each curve that the latest events are points of, by the names that dashboards show."""
+        last = {(event["event"], event.get("split")): event for event in self._ends}
+        found: dict[str, float] = {}
+        for (kind, _), event in last.items():
+            with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
+                point = from_dict(event) if kind in ("step", "metrics") else None
+                found |= point.scalars() if isinstance(point, StepDone | MetricsReported) else {}
+        return found
 
     @property
     def last_report(self) -> dict[str, Any]:
