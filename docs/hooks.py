@@ -1,7 +1,7 @@
 """What MkDocs calls while it builds the site.
 
 Tables are read from the package, so that they cannot go stale: a page holds a marker, such as `<!-- table: settings -->`.
-Every picture becomes a link to itself at full size. The repository link is the origin of the clone. The texts and
+Every picture becomes a link to itself at full size. The repository link is the origin of the clone, or the project's. The texts and
 pictures of `course/` are pages below `learn/`.
 """
 
@@ -24,6 +24,8 @@ from phalanx.config.run_fields import AdvancedOptions
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
+_REPOSITORY = "https://github.com/phalanx-train/phalanx"
+"""The repository of the project, for a copy without an origin."""
 _PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
 _REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d+/|[:/])(.+?)(?:\.git)?/?$")
 _MARKER = re.compile(r"<!-- table: (\w+) -->(\n\*.*)?")
@@ -69,11 +71,11 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Link the repository that the site is built from, where mkdocs.yml names none and the clone has an origin."""
+    """Link the repository that the site is built from, where mkdocs.yml names none; else the project's."""
     if not config.repo_url:
         git = ["git", "-C", str(Path(__file__).parent), "remote", "get-url", "origin"]
         remote = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        config.repo_url = web_address(remote)
+        config.repo_url = web_address(remote) or _REPOSITORY
         config.repo_name = "Source"
     return config
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
-import shutil
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,22 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch.elastic import request_ranks
-from phalanx.observe.format import duration, of_total, size, table
-from phalanx.runs.facts import differences, facts
-from phalanx.runs.resume import refuse_whole_project
-from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
+from phalanx.observe.events import RunEnded, RunStarted, from_dict
+from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
+from phalanx.observe.guard import say_to_user
+from phalanx.runs.facts import differences, facts, surroundings
+from phalanx.runs.record import CHANGES, PACKAGES
+from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
+from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
     "list": "list the runs, the newest first",
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
     "tag": "give a run a name of your own, which every command takes",
+    "logs": "show what the ranks of a run print",
+    "stop": "end a run in progress after its current step, with a checkpoint, as SIGTERM does",
+    "note": "write a note about a run, or with an empty text remove it",
     "scale": "change the number of ranks of a run in progress, at the next step's boundary",
     "rm": "remove runs with their files",
 }
@@ -48,32 +56,71 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
         raise UsageError(unknown_name("action of phalanx runs", action, ACTIONS), hint=hint)
     namespace = parser(action).parse_all(words)
-    act = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "scale": _scale, "rm": _remove}[action]
-    act(namespace)
+    if action in OF_JOBS and job_instead(namespace.run, Path(namespace.runs_dir)):
+        return run_jobs([OF_JOBS[action], *words])
+    acts = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "note": _note, "logs": _logs, "stop": _stop}
+    {**acts, "scale": _scale, "rm": _remove}[action](namespace)
     return 0
+
+
+OF_JOBS = {"show": "show", "logs": "logs", "stop": "cancel"}
+"""What `phalanx jobs` calls an action that both have."""
+
+
+def job_instead(name: str, folder: Path = RUNS) -> bool:
+    """Whether a name is that of a submitted job, and not that of a run here."""
+    from phalanx.tools.submit.job import find_record  # few commands need it
+
+    for find in (lambda: find_run(name, folder), lambda: find_record(name)):
+        with suppress(UsageError):
+            return not isinstance(find(), StoredRun)
+    return False
+
+
+def run_jobs(words: Sequence[str]) -> int:
+    """Run an action of `phalanx jobs`."""
+    from phalanx.cli.jobs import run as run_verb  # it imports this file, too
+
+    return run_verb(words)
 
 
 def parser(action: str) -> FlagParser:
     """Return the parser of one action."""
     actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
-    usage = {"show": " RUN", "diff": " RUN RUN", "tag": " RUN TAG", "scale": " RUN N", "rm": " RUN ..."}.get(action, "")
+    forms = {
+        "list": "",
+        "diff": " RUN RUN",
+        "tag": " RUN TAG",
+        "note": " RUN TEXT",
+        "scale": " RUN N",
+        "rm": " RUN ...",
+    }
+    usage = {**forms, "rm": " RUN ..."}.get(action, " RUN")
     parser = FlagParser(
         prog=f"phalanx runs {action}",
         usage=f"phalanx runs {action}{usage} [options]",
         description=ACTIONS[action] + "." + (_SCALING if action == "scale" else ""),
         epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
     )
-    if action in ("show", "tag", "scale"):
+    if action in ("show", "tag", "note", "logs", "stop", "scale"):
         parser.add_argument("run", metavar="RUN")
+    if action == "logs":
+        parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+        parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
     if action == "tag":
         parser.add_argument("tag", metavar="TAG")
         parser.add_argument("--remove", action="store_true", help="take the tag away")
+    if action == "note":
+        parser.add_argument("note", metavar="TEXT")
     if action == "scale":
         parser.add_argument("ranks", metavar="N", type=int, help="how many ranks the run shall have")
     if action == "rm":
         parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    if action == "list":
+        help = "list the trials of searches too, each as a run; with a name: those of one search alone"
+        parser.add_argument("--trials", nargs="?", const="", metavar="STUDY", help=help)
     if action in ("list", "show", "diff"):
         add_json_flag(parser, "it")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
@@ -101,12 +148,31 @@ def summary(run: StoredRun) -> dict[str, Any]:
     }
 
 
+def _listed(folder: Path, asked: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the runs to list, and a line for each search whose trials are left out; `asked`: the value of --trials."""
+    studies = list_studies(folder)
+    if asked:
+        named = [study for study in studies if study.name.startswith(Path(asked).name)]
+        if not named:
+            raise UsageError(unknown_name("search", asked, [study.name for study in studies]))
+        return [summary(run) for study in named for run in list_runs(study / "trials")], []
+    runs = list_runs(folder)
+    if asked is not None:
+        runs += [run for study in studies for run in list_runs(study / "trials")]
+        runs.sort(key=lambda run: run.started, reverse=True)
+        return [summary(run) for run in runs], []
+    counts = {study.name: len(list_runs(study / "trials")) for study in studies}
+    return [summary(run) for run in runs], [
+        f"search {name}: {count} trials; see: phalanx runs --trials {name}" for name, count in counts.items()
+    ]
+
+
 def _list(namespace: argparse.Namespace) -> None:
-    runs = [summary(run) for run in list_runs(Path(namespace.runs_dir))]
+    runs, notes = _listed(Path(namespace.runs_dir), namespace.trials)
     if namespace.json:
         print_json(runs)
         return
-    if not runs:
+    if not runs and not notes:
         print(f"no runs in {Path(namespace.runs_dir).resolve()} yet; start one with: phalanx train digits")
         return
     rows = [("name", "started", "status", "steps", "best", "size", "tags")]
@@ -115,7 +181,7 @@ def _list(namespace: argparse.Namespace) -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["started"]))
         steps = of_total(each["steps"], each["total_steps"])
         rows.append((each["name"], when, each["status"], steps, best, size(each["bytes"]), " ".join(each["tags"])))
-    print(table(rows))
+    print("\n".join([*([table(rows)] if runs else []), *notes]))
 
 
 def _show(namespace: argparse.Namespace) -> None:
@@ -138,17 +204,16 @@ def _show(namespace: argparse.Namespace) -> None:
         ("checkpoints", ", ".join(path.name for path in run.checkpoints)),
         ("size", size(found["bytes"])),
         ("tags", ", ".join(run.tags)),
+        ("note", record.note if record else ""),
     ]
-    if "total_time" in run.ended:
-        rows.append(("time", duration(run.ended["total_time"])))
-    if "strategy" in (begun := run.begun):
-        layout = begun.get("layout") or begun["strategy"]
-        rows.append(("layout", f"{layout}, {begun['world_size']} x {begun['device']}, {begun['precision']}"))
-        rows.append(("parameters", f"{begun['parameters']:,}"))
+    rows += [row for row in _ended_rows(run) if row[0] not in dict(rows)]
     if record is not None:
+        changed = run.path / CHANGES
         rows.append(("in", record.directory))
-        rows.append(("git commit", record.commit or ""))
+        rows.append(("git commit", f"{record.commit or ''}{f', with {changed}' if changed.is_file() else ''}"))
         rows.append(("versions", f"phalanx {record.phalanx}, Python {record.python}"))
+        rows += record.environment.items()
+        rows.append(("packages", str(run.path / PACKAGES) if (run.path / PACKAGES).is_file() else ""))
     print(table([row for row in rows if row[1]]))
     verbs = ["resume"] if found["status"] not in ("finished", "running") else []
     if run.checkpoints:
@@ -156,34 +221,87 @@ def _show(namespace: argparse.Namespace) -> None:
         print("next:", *lines, sep="\n")
 
 
+def _ended_rows(run: StoredRun) -> list[tuple[str, str]]:
+    """Return all rows of the summary of a run that has ended; of one that goes on, its layout and size."""
+    begun = run.begun
+    if "strategy" not in begun:
+        return [("time", duration(run.ended["total_time"]))] if "total_time" in run.ended else []
+    layout = begun.get("layout") or begun["strategy"]
+    place = f"{begun['world_size']} x {begun['device']}, {begun['precision']}"
+    rows = [("layout", f"{layout}, {place}"), ("parameters", f"{begun['parameters']:,}")]
+    with suppress(TypeError, ValueError):  # it goes on, or another version wrote its events
+        started, ended = from_dict(begun), from_dict(run.ended)
+        if isinstance(started, RunStarted) and isinstance(ended, RunEnded):
+            rows += [row for row in summary_rows(ended, started) if row[0] not in dict(rows)]
+    return rows
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "total_time": duration,
+    "throughput": lambda value: f"{rate(value)} samples/s",
+}
+"""How results are written in a comparison."""
+_POLL_SECONDS = 0.2
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int | float) and name in _UNITS:
+        return _UNITS[name](value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
 def _diff(namespace: argparse.Namespace) -> None:
     both = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
     differs = differences([facts(run) for run in both])
+    if all(run.path.joinpath(PACKAGES).is_file() for run in both):
+        differs |= differences([surroundings(run) for run in both])
     if namespace.json:
         print_json(differs)
         return
     rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
     for name, pair in differs.items():
-        rows.append((name, *("-" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair)))
+        rows.append((name, *(_shown(name, value) for value in pair)))
     print(table(rows))
 
 
 def _tag(namespace: argparse.Namespace) -> None:
+    tag_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.tag, remove=namespace.remove)
+
+
+def _note(namespace: argparse.Namespace) -> None:
+    note_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.note)
+
+
+def _logs(namespace: argparse.Namespace) -> None:
+    from phalanx.tools.submit.job_files import follow_files, rank_log  # behind the other actions, which are quick
+
     run = find_run(namespace.run, Path(namespace.runs_dir))
-    if run.record is None:
-        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have tags")
-    tag, tags = namespace.tag, run.tags
-    if namespace.remove:
-        if tag not in tags:
-            raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
-        tags = [each for each in tags if each != tag]
-    elif tag not in tags:
-        other = next((each.name for each in list_runs(run.path.parent) if tag in each.tags), None)
-        if tag == "last" or "/" in tag or not tag.strip() or other is not None:
-            why = f"{other} has it" if other else "it means something else" if tag.strip() else "it is empty"
-            raise UsageError(f"'{tag}' cannot be a tag: {why}")
-        tags = [*tags, tag]
-    dataclasses.replace(run.record, tags=tags).write(run.path)
+    one = None if namespace.rank is None else [rank_log(run.path, namespace.rank)]
+    follow = (lambda: StoredRun(run.path).status != "running") if namespace.follow else None
+    printed = False
+    for line in follow_files(lambda: one or sorted(run.path.glob("logs/**/rank-*.log")), follow):
+        print(line, flush=namespace.follow)
+        printed = True
+    if not printed:
+        say_to_user(f"the ranks of {run.name} printed nothing; its curves and events: phalanx ui")
+
+
+def _stop(namespace: argparse.Namespace) -> None:
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    if run.status != "running":
+        raise UsageError(f"{run.path} is not in progress: its status is {run.status}.")
+    if run.record is None or not run.record.is_alive:
+        place = f" on {run.record.host}" if run.record is not None else ""
+        raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
+    os.kill(run.record.pid, signal.SIGTERM)
+    print(f"{run.name} stops after its current step", flush=True)
+    while (ended := StoredRun(run.path)).status == "running":
+        time.sleep(_POLL_SECONDS)
+    print(
+        f"{run.name} is {ended.status}" + (f"; to continue it: phalanx resume {run.name}" if ended.checkpoints else "")
+    )
 
 
 def _scale(namespace: argparse.Namespace) -> None:
@@ -197,14 +315,7 @@ def _scale(namespace: argparse.Namespace) -> None:
 def _remove(namespace: argparse.Namespace) -> None:
     runs = list({run.path: run for run in (find_run(n, Path(namespace.runs_dir)) for n in namespace.runs)}.values())
     for run in runs:
-        refuse_whole_project(run)
-        if why := run.in_use:
-            hint = (
-                "Stop it first, with Ctrl-C."
-                if run.status == "running"
-                else f"If it has ended: rm -r {shlex.quote(str(run.path))}"
-            )
-            raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
+        refuse_running(run)
     total = size(sum(run.size for run in runs))
     names = ", ".join(run.name for run in runs)
     if not namespace.yes:
@@ -214,17 +325,6 @@ def _remove(namespace: argparse.Namespace) -> None:
             print("nothing was removed")
             return
     for run in runs:
-        _remove_run(run, Path(namespace.runs_dir))
+        if not remove_run(run, Path(namespace.runs_dir)):
+            print(f"other files stay in {run.path}")
     print(f"removed {names} ({total})")
-
-
-def _remove_run(run: StoredRun, folder: Path) -> None:
-    """Remove a run's folder; of one elsewhere (`--run-dir`), which may hold other files too, the run's files alone."""
-    if run.path.parent.resolve() == folder.resolve() and not run.path.is_symlink():
-        shutil.rmtree(run.path)
-        return
-    run.clear()
-    try:
-        run.path.rmdir()
-    except OSError:
-        print(f"other files stay in {run.path}")

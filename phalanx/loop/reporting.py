@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
+_EARLY_STEPS = (2, 3, 5, 8)
+_UNREAD_STEPS = 50
+"""At least every so many steps losses are read, however seldom they are reported."""
 
 
 class Reporter:
@@ -161,6 +166,10 @@ class Reporter:
         """Whether losses are read after this step: the first, every n-th, and the last."""
         return step % self._every == 0 or step == self._first_step + 1 or step == self._total_steps
 
+    def looks_at_losses(self, step: int) -> bool:
+        """Whether losses are read between two reports: a NaN is then found soon, mostly in one of the first steps."""
+        return step - self._first_step in _EARLY_STEPS or step % _UNREAD_STEPS == 0
+
     def count(self, samples: int) -> None:
         """Count a step's samples."""
         seconds = self.clock.step_done(samples)
@@ -265,8 +274,7 @@ class Reporter:
             event = self._formation.strategy.closing_event() if self._world.is_main else None
             if event is not None:
                 self.events.emit(event)
-        folder = tensorboard_dir(self._config, self._run_dir)
-        commands = [f"{board} --logdir {folder}"] if folder and (board := _command("tensorboard")) else []
+        commands = self._commands(checkpoint) if status in ("finished", "stopped") else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
         own = {
@@ -276,6 +284,18 @@ class Reporter:
             "next_commands": [*self.next_commands, *commands, *self.events.next_commands],
         }
         self.events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
+
+    def _commands(self, checkpoint: str | None) -> list[str]:
+        """Return what can be done with the run: its model is known to other commands where a recipe was trained."""
+        folder = self._run_dir
+        name = shlex.quote(folder.name if folder.parent.absolute() == Path("runs").absolute() else str(folder))
+        commands = []
+        with suppress(OSError, ValueError):  # a trainer in Python may have no folder
+            record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            usable = checkpoint is not None and record.get("recipe")
+            commands = [f"phalanx {verb} {name}" for verb in ("evaluate", "export") if usable] + ["phalanx ui"]
+        board_folder, board = tensorboard_dir(self._config, folder), _command("tensorboard")
+        return [*commands, f"{board} --logdir {board_folder}"] if board_folder and board else commands
 
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began

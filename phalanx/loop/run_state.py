@@ -36,6 +36,7 @@ def loop_state(loop: Any) -> dict[str, Any]:
         "watched": {"best": loop.saving.best.state_dict(), "stopping": control.pop("stopping")},
         "evaluation": loop.evaluation.state_dict(),
         "callbacks": loop.hooks.state_dict(),
+        "classes": loop.task.classes,
         **control,
     }
 

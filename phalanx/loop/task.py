@@ -43,6 +43,11 @@ class TrainTask:
     augment: Augmentation | None = None
     training_step: Any = None
     """The user's own step, `function(TrainingStep, batch) -> loss`; `optimizer` is then a dict by parts."""
+    classes: list[str] = field(default_factory=list)
+    """The names of the labels, where the training data have some: checkpoints keep them."""
+
+    def __post_init__(self) -> None:
+        self.classes = self.classes or class_names(self.train)
 
 
 def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:
@@ -54,6 +59,15 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
 
     own_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
     return task.model, own_step.groups, own_step
+
+
+def class_names(data: Any) -> list[str]:
+    """Return the attribute `classes` of a data set, or of the one inside a loader or subset; empty without names."""
+    found = getattr(data, "classes", None)
+    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
+        return list(found)
+    inner = getattr(data, "dataset", None)
+    return [] if inner is None else class_names(inner)
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:

@@ -160,14 +160,14 @@ class TrainLoop:
             heartbeat.beat(step)
             if average is not None:  # before what other ranks take part in: a step is complete, or was not taken
                 average.update(step)
-            samples = self.formation.gradients.current.global_samples
-            report.count(samples)
+            report.count(samples := self.formation.gradients.current.global_samples)
             info = hooks.unreported = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
             if checks is not None:
                 checks.after_step(step)
             if due:
-                skipped = self.formation.gradients.skipped_steps
-                report.step_done(info, self._losses(), outcome.grad_norm, skipped)
+                report.step_done(info, self._losses(), outcome.grad_norm, self.formation.gradients.skipped_steps)
+            elif report.looks_at_losses(step):
+                self.losses_checked()
             if hooks.wants_steps:
                 hooks.after_step(self, info)
             hooks.unreported = None

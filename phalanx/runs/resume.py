@@ -1,10 +1,12 @@
-"""Continue a run in its folder, and refuse a folder that holds another one."""
+"""Continue, mark and remove a run in its folder, and refuse a folder that holds another one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,55 @@ def refuse_whole_project(run: StoredRun) -> None:
             f"{run.path} contains the current folder, so not only the run's files may be in it; nothing was removed",
             hint="Remove what you do not need yourself.",
         )
+
+
+def tag_run(run: StoredRun, tag: str, *, remove: bool = False) -> None:
+    """Give a run a name of the user's own, which every command takes, or take it away."""
+    tags = run.tags
+    if remove:
+        if tag not in tags:
+            raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
+        tags = [each for each in tags if each != tag]
+    elif tag not in tags:
+        other = next((each.name for each in list_runs(run.path.parent) if tag in each.tags), None)
+        if tag == "last" or "/" in tag or not tag.strip() or other is not None:
+            why = f"{other} has it" if other else "it means something else" if tag.strip() else "it is empty"
+            raise UsageError(f"'{tag}' cannot be a tag: {why}")
+        tags = [*tags, tag]
+    _rewrite(run, tags=tags)
+
+
+def note_run(run: StoredRun, note: str) -> None:
+    """Write what the user has to say about a run; an empty text removes it."""
+    _rewrite(run, note=note.strip())
+
+
+def _rewrite(run: StoredRun, **changes: Any) -> None:
+    if run.record is None:
+        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have tags and notes")
+    dataclasses.replace(run.record, **changes).write(run.path)
+
+
+def refuse_running(run: StoredRun) -> None:
+    """Refuse to remove a run that runs, or may."""
+    refuse_whole_project(run)
+    if why := run.in_use:
+        known = run.status == "running"
+        hint = "Stop it first, with Ctrl-C." if known else f"If it has ended: rm -r {shlex.quote(str(run.path))}"
+        raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
+
+
+def remove_run(run: StoredRun, folder: Path) -> bool:
+    """Remove a run's folder; of one elsewhere (`--run-dir`), the run's files alone. Return whether no others stay."""
+    if run.path.parent.resolve() == folder.resolve() and not run.path.is_symlink():
+        shutil.rmtree(run.path)
+        return True
+    run.clear()
+    try:
+        run.path.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def how_to_resume(run: StoredRun) -> str:

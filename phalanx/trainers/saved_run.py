@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.data.sets import takes
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
 from phalanx.models.contract import WrapsModel, implements
@@ -60,11 +60,16 @@ class SavedRun(StoredRun):
         if self._checkpoint is not None:
             return self._checkpoint
         if not self.checkpoints:
-            raise CheckpointError(
+            raise UsageError(
                 f"{self.name} has no checkpoint in {self.checkpoint_dir}",
                 hint="Train with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
             )
         return self.best_checkpoint or self.checkpoints[-1]
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the labels that it was trained with; empty where the data had none."""
+        return list(read_manifest(self.checkpoint).shared.get("values", {}).get("classes", ()))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -201,6 +206,9 @@ def open_run(
     if named and takes(str(recipe.data["name"]), "val_fraction"):
         # Without a split of its own, everything that was named is measured: nothing of it was trained on.
         recipe = replace(recipe, data={**recipe.data, "val_fraction": 0.0})
+    if named and run.classes and takes(str(recipe.data["name"]), "class_names"):
+        # A label's number is that of the training data, also where a file lacks some of the labels.
+        recipe = replace(recipe, data={**recipe.data, "class_names": run.classes})
     if run.recipe is not None and named:
         # Other texts are cut into the tokens that the model knows.
         recipe = replace(recipe, data=with_tokenizer(recipe.data, tokenizer_of(run.recipe, own_dir)))

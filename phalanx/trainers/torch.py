@@ -41,6 +41,7 @@ from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
+    from phalanx.trainers.rate_finder import RateSweep
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
 _REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
@@ -159,6 +160,16 @@ class TorchTrainer:
         history = self._run("fit", task, config).history
         assert history is not None, "a fit always has a history"
         return history
+
+    def find_lr(self, train: Any, *, low: float = 1e-6, high: float = 10.0, steps: int = 100) -> RateSweep:
+        """Train a copy of the model while the learning rate grows, and return the losses and a suggested rate.
+
+        It ends where the loss diverges. The model, the optimizer and ./runs stay as they are.
+        """
+        __tracebackhide__ = True
+        from phalanx.trainers.rate_finder import find_rate  # few trainers need it
+
+        return find_rate(self, train, low, high, steps)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the mean loss and metrics over every sample of `data`."""

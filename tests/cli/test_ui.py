@@ -18,7 +18,7 @@ from command import phalanx, start
 
 from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, SampleDrawn, StepDone
 
-WIDTHS = (1280, 400)
+WIDTHS = (1280, 390)
 MANY, POINTS = 20, 100_000
 
 
@@ -103,15 +103,16 @@ def shown(page, tab: str) -> str:
 
 
 def test_every_view_shows_the_runs_without_errors(page, address):
-    page.open(f"{address}#runs=*")
+    page.open(f"{address}#page=compare&runs=*")
     page.wait("document.body.dataset.drawn")
-    assert "first" in page.run("document.getElementById('list').innerText")
+    assert "first" in page.run("document.getElementById('head').innerText")
     assert shown(page, "curves").count("train/loss") == 1
     assert "second: 1 value is not finite, the first at step 2" in page.run("document.body.innerText")
     assert "rank 1" in shown(page, "ranks")
     assert "Timeline" in shown(page, "time")
     text = shown(page, "events")
-    assert "rank 1 on h: ValueError: bad <b>sample</b>" in text
+    assert "rank 1 on h, step 2: ValueError: bad <b>sample</b>" in text
+    assert "undefined" not in text
     assert "1 line of events.jsonl cannot be read" in text
     assert "of 8 differ" in shown(page, "config")
     assert "No checkpoint" in shown(page, "checkpoints")
@@ -123,51 +124,70 @@ def test_every_view_shows_the_runs_without_errors(page, address):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_view_scrolls_sideways(page, address, width):
     page.resize(width)
-    page.open(f"{address}#runs=*")
-    page.wait("document.body.dataset.drawn")
     try:
-        for tab in ("curves", "ranks", "time", "events", "config", "checkpoints", "samples"):
-            shown(page, tab)
-            assert page.run("document.documentElement.scrollWidth <= innerWidth"), tab
+        for place in ("page=runs&runs=first", "page=compare&runs=*", "page=run&run=second"):
+            page.open(f"{address}#{place}")
+            page.wait("document.body.dataset.drawn")
+            for tab in page.run("tabs()"):
+                shown(page, tab)
+                assert page.run("document.documentElement.scrollWidth <= innerWidth"), (place, tab)
+            assert page.run("document.documentElement.scrollWidth <= innerWidth"), place
     finally:
         page.resize(1280)
 
 
 def test_a_run_that_goes_on_is_followed(page, address, runs):
-    page.open(f"{address}#tab=curves&runs=first")
+    page.open(f"{address}#page=run&run=first&tab=curves")
     page.wait("document.body.dataset.drawn")
     page.wait("document.getElementById('link').innerText === 'live'")
     half = step(6, 0.125).to_json() + "\n"
     append(runs / "first", half[:40])
     append(runs / "first", half[40:])
     page.wait("document.querySelector('[aria-label=\"train/loss\"] .last').innerText === '0.125'")
-    page.wait("document.getElementById('list').innerText.includes('6 of 100 steps')")
+    page.wait("document.getElementById('head').innerText.includes('6 of 100')")
+    page.run("location.hash = '#page=runs'")
     append(runs / "late", started(time=2000.0), step(1, 1.0))
-    page.wait("document.getElementById('list').innerText.includes('late')")
+    page.wait("document.getElementById('body').innerText.includes('late')")
     shutil.rmtree(runs / "late")
-    page.wait("!document.getElementById('list').innerText.includes('late')")
+    page.wait("!document.getElementById('body').innerText.includes('late')")
     assert page.problems == []
 
 
+def press(page, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        page.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+
 def test_the_page_is_usable_by_keyboard(page, address):
-    page.open(f"{address}#tab=curves&runs=first")
+    page.open(f"{address}#page=run&run=first&tab=curves")
     page.wait("document.body.dataset.drawn")
-
-    def press(key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            page.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
     page.run("document.getElementById('tab-curves').focus()")
-    press("ArrowRight")
+    press(page, "ArrowRight")
     assert page.wait("document.activeElement.id") == "tab-system"
-    press("/")
-    assert page.wait("document.activeElement.id") == "filter"
-    assert page.run("[...document.querySelectorAll('#list input')].every(box => box.tabIndex === 0)")
+    press(page, "Escape")
+    page.wait("state.page === 'runs' && document.querySelectorAll('.runs tr[id]').length === 3")
+    press(page, "/")
+    assert page.wait("document.activeElement.id === 'filter'")
+    press(page, "Escape")
+    page.wait("document.activeElement.id !== 'filter'")
+    press(page, "j")
+    press(page, "j")
+    second = page.wait("document.querySelectorAll('.runs tr[id]')[1].classList.contains('at') && state.cursor")
+    press(page, "x")
+    page.wait("state.selected.size === 1 && document.querySelector('.runs tr[id]').classList.contains('at')")
+    press(page, "Enter")
+    assert page.wait("state.page === 'run' && state.run") == second
+    press(page, "?")
+    page.wait("document.getElementById('keys').open")
+    press(page, "Escape")
+    page.run("history.back()")
+    page.wait("state.page === 'runs'")
+    assert page.problems == []
 
 
 def test_many_long_runs_are_drawn_in_less_than_a_second(page, tmp_path):
     lines = (
-        f'{{"event":"step","time":{1000 + number},"step":{number},"loss":{number * 7919 % 1000 / 1000},'
+        f'{{"event":"step","time":{1000 + number},"step":{number},"epoch":1,"loss":{number * 7919 % 1000 / 1000},'
         f'"learning_rate":{number % 97}}}\n'
         for number in range(1, POINTS + 1)
     )
@@ -176,16 +196,19 @@ def test_many_long_runs_are_drawn_in_less_than_a_second(page, tmp_path):
         (tmp_path / "runs" / f"long-{number:02d}").mkdir()
         os.link(tmp_path / "runs/long-00/events.jsonl", tmp_path / f"runs/long-{number:02d}/events.jsonl")
     with served(cwd=tmp_path) as address:
-        page.open(f"{address}#tab=curves&runs=*")
-        page.wait("document.body.dataset.drawn", 60)  # the server reads the files
+        page.open(f"{address}#page=compare&runs=*")
+        page.wait("document.body.dataset.drawn", 60)
+        assert page.run("[...cache.curves.values()].some(entry => entry.preview)"), "the first look reads few lines"
+        page.wait("[...cache.curves.values()].every(entry => entry.preview === false)", 100)  # the server has read them
         took = [math.inf]
         while min(took) >= 1000 and len(took) < 10:  # the machine may do other work
-            page.run("delete document.body.dataset.drawn; cache.curves.clear(); document.getElementById('all').click()")
+            page.run("delete document.body.dataset.drawn; cache.curves.clear(); openTab('curves')")
             took.append(int(page.wait("document.body.dataset.drawn")))
         assert min(took) < 1000, took
         assert page.run("[...charts.values()].map(chart => chart.plot.series.length - 1)") == [2 * MANY] * 2, (
             "values and their mean"
         )
+        assert page.run("document.querySelectorAll('[aria-label=\"train/loss\"] li').length") == MANY
         peaks = "Math.max(...charts.get('train/loss').plot.data[1].filter(value => value !== null)).toFixed(3)"
         assert page.run(peaks) == "0.999"
         page.leave()
@@ -204,6 +227,8 @@ def test_a_file_of_its_own_shows_the_runs_without_a_network(page, runs, tmp_path
     assert "it does not change" in text
     page.run("openTab('events')")
     page.wait("document.body.innerText.includes('bad <b>sample</b>')")
+    page.run("location.hash = '#page=run&run=' + encodeURIComponent([...state.runs.keys()][0])")
+    page.wait("document.getElementById('body').innerText.includes('Environment')")
     assert page.run("performance.getEntriesByType('resource').length") == 0
     assert page.problems == []
 
@@ -301,7 +326,7 @@ def test_a_missing_package_is_named(monkeypatch):
     [
         (["first", "second"], "phalanx ui last --save report.html"),
         (["first", "--save", "."], "is a folder"),
-        (["first", "--save", "missing/report.html"], "does not exist"),
+        (["first", "--save", "missing/report.html"], "there is no folder missing"),
         (["config", "--save", "x.html"], "is not the folder of a run"),
     ],
 )

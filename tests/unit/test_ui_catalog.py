@@ -118,7 +118,7 @@ def test_what_a_run_holds_is_shown(tmp_path):
         (path / "logs" / f"rank-{rank}.log").write_text("\n".join(f"line {number}" for number in range(500)))
     catalog = Catalog(tmp_path)
     (shown,) = catalog.summaries()
-    assert (shown["status"], shown["loss"], shown["reason"]) == ("failed", "nan", "the loss is nan")
+    assert (shown["status"], shown["values"]["train/loss"], shown["reason"]) == ("failed", "nan", "the loss is nan")
     detail = catalog.detail("run")
     assert [failure["rank"] for failure in detail["failures"]] == [1, 0], "the first one is the cause"
     assert detail["failures"][0]["output"].splitlines()[-1] == "line 499"

@@ -26,6 +26,10 @@ _COMPARED = 4
 """Trials that importance needs: fewer say nothing."""
 
 _STYLE = """
+body { max-width: none; margin: 1.5rem 2rem; padding: 0; }
+.scroll > svg { width: 100%; height: auto; max-height: 26rem; }
+.parts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); gap: 0 2rem; }
+.parts > section { min-width: 0; } table { width: 100%; } a { color: #0f8f83; text-decoration: none; }
 p { color: var(--soft); } code, .facts dd { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } .facts dd { margin: 0; }
 .big { color: var(--ink); } th, td { white-space: nowrap; }
@@ -112,7 +116,7 @@ def page(
         f'<p class="big">Best of {len(results.trials)} trials: trial {best.number}, '
         f"{escape(results.objective.metric)} <b>{brief(results.best_value)}</b> with "
         f"{escape(point_words(best.params))}.</p>",
-        f'<dl class="facts">{listed}</dl>',
+        f'<dl class="facts">{listed}</dl><div class="parts">',
         *_section("History", "Each dot is a trial; the line is the best so far.", _history(results.objective, lines)),
         *_section("Importance", "How much each hyperparameter explains of the metric.", _importance(results, space)),
         *_section("Each hyperparameter", "The metric over one hyperparameter at a time.", _slices(axes, lines)),
@@ -120,7 +124,8 @@ def page(
             "All hyperparameters", "Each line is a trial; darker is better. Point at a line.", _parallel(axes, lines)
         ),
         *_section("Learning curves", "A cross: the trial was stopped early.", _curves(axes[-1].name, lines)),
-        *_section("Trials", "Click on a head to sort.", _trials(results)),
+        "</div>",
+        *_section("Trials", "Click on a head to sort. A number leads to the trial's run.", _trials(results)),
         f"<h2>Failures</h2><ul>{failures}</ul>" if failures else "",
         f"<script>{_SCRIPT}</script>",
     ]
@@ -128,7 +133,8 @@ def page(
 
 
 def _section(name: str, text: str, content: str) -> list[str]:
-    return [f"<h2>{name}</h2><p>{text}</p>", f'<div class="scroll">{content}</div>'] if content else []
+    part = f'<section><h2>{name}</h2><p>{text}</p><div class="scroll">{content}</div></section>'
+    return [part] if content else []
 
 
 def _title(line: Line) -> str:
@@ -248,13 +254,15 @@ def _trials(results: Results) -> str:
         exact: dict[str, Any] = {"time": trial.seconds, results.objective.metric: trial.value(results.objective)}
         exact |= {name: value for name, value in trial.params.items() if isinstance(value, float)}
         data = [f' data-value="{exact[n]}"' if exact.get(n) is not None else "" for n in head]
-        columns_ = "".join(f"<td{value}>{escape(cell)}</td>" for cell, value in zip(row, data, strict=True))
+        run = escape(os.path.relpath(trial.folder, results.folder))
+        linked = [f'<a href="{run}">{escape(row[0])}</a>', *map(escape, row[1:])]
+        columns_ = "".join(f"<td{value}>{cell}</td>" for cell, value in zip(linked, data, strict=True))
         body.append(f'<tr class="{trial.state}">{columns_}<td>{_links(trial.folder, results.folder)}</td></tr>')
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
 def _links(folder: Path, root: Path) -> str:
-    """Return links to a trial's files that exist."""
-    found = [(name, folder / name) for name in ("logs", "config.toml", "events.jsonl")]
+    """Return links to a trial's run folder and its files, those that exist."""
+    found = [("run", folder), *((name, folder / name) for name in ("logs", "config.toml", "events.jsonl"))]
     relative = [(name, os.path.relpath(path, root)) for name, path in found if path.exists()]
     return " ".join(f'<a href="{escape(path)}">{escape(name)}</a>' for name, path in relative)

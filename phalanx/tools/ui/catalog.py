@@ -1,13 +1,15 @@
-"""The runs of a folder as plain data for the page: how each stands, its curves, events, failures and checkpoints."""
+"""The runs and searches of a folder as plain data for the page: how each stands, its curves, events, files and logs."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import sqlite3
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +28,13 @@ _UNREADABLE = (OSError, PhalanxError, ValueError, KeyError, TypeError, Attribute
 """What reading a run raises: no rights, a version that is not known, an event with other values than ours have."""
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 60
+_LOG_BYTES = 64 << 10
+_STUDY = "study.db"
+"""The record of a search, in its folder (`phalanx tune`); its runs are in the folder `trials` beside it."""
+_FILES = ("*.html", "*.json", "*.toml", "*.txt", EVENTS, "logs/*.log", "logs/*.json", "profile/*")
+"""What the page links of a run's folder."""
+_NOT_SHOWN = ("command", "settings", "recipe", "tags", "note", "pid", "pid_started", "outcome", "started", "continued")
+"""Fields of run.json that the page shows elsewhere, or that mean nothing to a reader."""
 
 
 class Catalog:
@@ -51,16 +60,83 @@ class Catalog:
                     known = True
                 if known:
                     found[path.name] = path
+                elif (path / _STUDY).is_file():
+                    found |= {
+                        f"{path.name}/trials/{each.name}": each for each in (path / "trials").glob("*") if is_run(each)
+                    }
         return found
 
     def path(self, name: str) -> Path:
-        """Return the folder of one run; KeyError for a name that is not that of a run directly in the folder."""
+        """Return the folder of one run; KeyError for a name that is not that of a run in the folder, or of a trial."""
         if self._chosen:
             return self.paths()[name]
+        first, *rest = name.split("/")
+        wrong = any(part in ("", ".", "..") or "\0" in part for part in (first, *rest))
         path = self.folder / name
-        if name in ("", ".", "..") or os.sep in name or "\0" in name or not is_run(path):
+        trial = len(rest) == 2 and rest[0] == "trials" and not wrong and (self.folder / first / _STUDY).is_file()
+        if wrong or not (trial or not rest) or not is_run(path):
             raise KeyError(name)
         return path
+
+    def files(self, folder: Path) -> dict[str, int]:
+        """Return the files of a run or search that the page links, with their sizes."""
+        found = sorted(path for pattern in _FILES for path in folder.glob(pattern))
+        return {str(path.relative_to(folder)): path.stat().st_size for path in found if path.is_file()}
+
+    def file(self, place: str) -> Path:
+        """Return a file that the page links, by the name of its run or search and its path; KeyError for others."""
+        parts = place.split("/")
+        known = 3 if parts[1:2] == ["trials"] else 1
+        name, inside = "/".join(parts[:known]), "/".join(parts[known:])
+        folder = self.folder / name if self._is_study(name) else self.path(name)
+        if inside not in self.files(folder) or (folder / inside).is_symlink():
+            raise KeyError(place)
+        return folder / inside
+
+    def log(self, place: str, start: int) -> dict[str, Any]:
+        """Return what a log holds from an offset on; of a negative one, its end."""
+        with self.file(place).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = max(0, size - _LOG_BYTES) if start < 0 or start > size else start
+            file.seek(begin)
+            text = file.read(16 * _LOG_BYTES)
+        return {"from": begin, "to": begin + len(text), "text": text.decode(errors="replace")}
+
+    def _is_study(self, name: str) -> bool:
+        plain = name not in ("", ".", "..") and os.sep not in name and "\0" not in name
+        return plain and not self._chosen and (self.folder / name / _STUDY).is_file()
+
+    def study(self, name: str) -> dict[str, Any]:
+        """Return a search: what it looks for, and its trials with their values and runs."""
+        if not self._is_study(name):
+            raise KeyError(name)
+        path = self.folder / name
+        try:
+            with closing(sqlite3.connect(f"{(path / _STUDY).resolve().as_uri()}?mode=ro", uri=True)) as base:
+                about = {key: json.loads(text) for key, text in base.execute(_ABOUT)}
+                told: dict[int, dict[str, Any]] = {}
+                for number, key, text in base.execute(_TOLD):
+                    told.setdefault(number, {})[key] = json.loads(text)
+                rows = base.execute(_TRIALS).fetchall()
+        except sqlite3.Error as error:
+            raise ValueError(f"{path / _STUDY} cannot be read: {error}") from None
+        trials = [
+            {
+                "number": number,
+                "run": f"{name}/trials/{number:04d}",
+                "state": told[number].get("state", "running"),
+                "value": value,
+                "params": json.loads(told[number].get("params", "{}")),
+                "cause": told[number].get("cause", ""),
+            }
+            for number, value in rows
+            if number in told
+        ]
+        metric, mode = (json.loads(about.get(key, "null")) for key in ("metric", "mode"))
+        known = [each for each in trials if each["value"] is not None and each["state"] in ("finished", "stopped")]
+        best = (max if mode == "max" else min)(known, key=lambda each: each["value"], default={})
+        found = {"id": name, "path": str(path.resolve()), "metric": metric, "mode": mode, "trials": trials}
+        return cast("dict[str, Any]", finite({**found, "best": best.get("number"), "files": self.files(path)}))
 
     def summaries(self) -> list[dict[str, Any]]:
         """Return how each run stands, the newest first. What has not changed is not read again."""
@@ -85,6 +161,13 @@ class Catalog:
         found.refresh()
         return found
 
+    def preview(self, name: str, width: int) -> list[dict[str, Any]]:
+        """Return curves of a long run before it has been read; nothing for one that was read, or is short."""
+        path = self.path(name) / EVENTS
+        with self._lock:
+            found = self._events.setdefault(name, RunEvents(path))
+        return found.preview(width)
+
     def detail(self, name: str) -> dict[str, Any]:
         """Return everything about a run except its curves."""
         run, events = StoredRun(self.path(name)), self.events(name)
@@ -99,6 +182,8 @@ class Catalog:
             "id": name,
             "path": str(run.path.resolve()),
             "command": run.command,
+            "environment": _environment(run),
+            "files": self.files(run.path),
             "facts": described,
             "configured": (run.path / "config.toml").is_file(),
             "problems": [each for each in (run.damage, problem, _damage(events)) if each],
@@ -114,6 +199,11 @@ class Catalog:
             "heat": events.heat(),
         }
         return cast("dict[str, Any]", finite(found))
+
+
+_ABOUT = "SELECT key, value_json FROM study_user_attributes"
+_TOLD = "SELECT number, key, value_json FROM trials JOIN trial_user_attributes USING (trial_id)"
+_TRIALS = "SELECT number, value FROM trials LEFT JOIN trial_values USING (trial_id) ORDER BY number"
 
 
 def _version(path: Path) -> str:
@@ -132,18 +222,23 @@ def _summary(path: Path) -> dict[str, Any]:
         os.listdir(path)
         best = None if _is_remote(run) else run.best
         (steps, total), begun, last = run.steps, run.begun, run.last_step
-        layout = begun.get("layout") or begun.get("strategy") or ""
+        layout, ended = begun.get("layout") or begun.get("strategy") or "", run.ended
+        record = run.record
         found = {
             "status": run.status,
             "started": run.started,
             "steps": steps,
             "total_steps": total,
             "best": None if best is None else {"name": best[0], "value": best[1]},
-            "loss": last.get("loss"),
-            "rate": last.get("samples_per_second"),
+            "seconds": ended.get("total_time") or max(0.0, float(last.get("time", run.started)) - run.started),
+            "ranks": begun.get("world_size"),
+            "recipe": (record.recipe or {}).get("name") or record.script or record.module if record else None,
+            "study": path.parents[1].name if path.parent.name == "trials" else None,
+            "note": record.note if record else "",
+            "values": run.values | ({} if "throughput" not in ended else {"throughput": ended["throughput"]}),
             "layout": f"{layout}, {begun['world_size']} x {begun['device']}" if "device" in begun else layout,
             "tags": run.tags,
-            "reason": str(run.ended.get("reason", "")) or _cause(run),
+            "reason": str(ended.get("reason", "")) or _cause(run),
         }
         return cast("dict[str, Any]", finite(found))
     except _UNREADABLE as error:
@@ -160,6 +255,12 @@ def _cause(run: StoredRun) -> str:
     """Return what the rank that failed first has written."""
     first = next(iter(_failures(run) if run.status == "failed" else ()), {})
     return f"{first.get('type')}: {first.get('message')}" if first else ""
+
+
+def _environment(run: StoredRun) -> dict[str, Any]:
+    """Return where and with what a run was started, as run.json holds it."""
+    record = {} if run.record is None else dataclasses.asdict(run.record)
+    return {name: value for name, value in record.items() if name not in _NOT_SHOWN and value not in (None, "", [], {})}
 
 
 def _described(run: StoredRun) -> tuple[dict[str, Any], str]:

@@ -23,6 +23,9 @@ from phalanx.observe.goodput import Account, account
 Column = NDArray[np.float64]
 
 _CHUNK_BYTES = 1 << 20
+_LONG_BYTES = 4 << 20
+"""Of what is longer and has not been read, a preview is shown first."""
+_LINE_BYTES = 2048
 _MOST_EVENTS = 2000
 _MOST_REPORTS = 320
 """Reports about ranks that are kept; of a longer run every second one is dropped, again and again."""
@@ -252,6 +255,26 @@ class RunEvents:
                 tables = [table.columns() for table in self._tables.values()]
                 self._reduced = asked, [_reduced(table, width, low, high, by) for table in tables if table]
             return self._reduced[1]
+
+    def preview(self, width: int) -> list[dict[str, Any]]:
+        """Return curves of lines at `width` places of a long file that was not read yet; else nothing.
+
+        A page of many long runs shows these within a second, and what lies between when the files have been read.
+        """
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size - self._offset < _LONG_BYTES:
+                return []
+            sample, lines = RunEvents(self.path), []
+            for place in range(width):
+                file.seek(place * (size - _LINE_BYTES) // max(1, width - 1))
+                lines += file.read(_LINE_BYTES).split(b"\n")[1:2]  # the first is a part of a line
+        sample._read(lines)
+        return [{**table, "preview": True} for table in sample.curves(width)]
 
     def timeline(self) -> list[tuple[str, float, float]]:
         """Return phases as (name, begin, end); neighbours of one name that a chart cannot separate become one."""

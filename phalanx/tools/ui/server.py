@@ -1,4 +1,4 @@
-"""The web server of the dashboard: the page, runs as JSON, and changes as server-sent events. It only reads."""
+"""The web server of the dashboard: the page, runs as JSON, what is new as server-sent events, and changes by POST."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import (
+    FileResponse,
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
@@ -27,13 +29,13 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
+from phalanx.runs.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from phalanx.runs.stored import StoredRun
-    from phalanx.tools.ui.catalog import Catalog
 
 
 STATIC = Path(__file__).parent / "static"
@@ -71,6 +73,8 @@ def _script(match: re.Match[str]) -> str:
     return f"<script>\n{(STATIC.parent / match[1]).read_text(encoding='utf-8')}</script>"
 
 
+_FILE_POLICY = f"{_ALONE}; sandbox allow-scripts"
+"""A file of a run may hold any script: it runs, but not as a part of this page, so that it can change nothing."""
 _POLL_SECONDS = 1.0
 _WIDEST = 4000
 _HEADERS = {
@@ -104,7 +108,9 @@ class Gate:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
@@ -118,6 +124,8 @@ class Gate:
                 "Open it by one of these or by address, or start it with --host and this name.\n",
                 status_code=421,
             )
+        if request.method not in ("GET", "HEAD") and not _is_own(request):
+            return PlainTextResponse("Changes are taken from the page of this dashboard alone.\n", status_code=403)
         if not self._token or self._matches(request.cookies.get(self._cookie, "")):
             return None
         if self._matches(request.query_params.get("token", "")):
@@ -137,6 +145,13 @@ def _host_of(header: str) -> str:
     return header.partition(":")[0].lower()
 
 
+def _is_own(request: Request) -> bool:
+    """Whether the page itself asks: a form or script of another site has another origin, or sends no JSON."""
+    origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    return origin in (f"http://{host}", f"https://{host}") and kind == "application/json"
+
+
 def _is_address(host: str) -> bool:
     """Whether a host is an address, not a name: a foreign page cannot make its own name mean another address then."""
     try:
@@ -153,22 +168,41 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
             try:
                 return _AsciiJson(work(request))
             except KeyError as error:
-                return JSONResponse({"error": f"there is no run {error.args[0]}"}, status_code=404)
+                return _AsciiJson({"error": f"there is no run {error.args[0]}"}, status_code=404)
+            except PhalanxError as error:
+                return _AsciiJson({"error": f"{error.message}. {error.hint}".strip(" .") + "."}, status_code=400)
             except (OSError, ValueError) as error:
                 code = 400 if isinstance(error, ValueError) else 403
-                return JSONResponse({"error": str(error)}, status_code=code)
+                return _AsciiJson({"error": str(error)}, status_code=code)
 
         return endpoint
 
     async def live(request: Request) -> Response:
         return StreamingResponse(_changes(catalog, request), media_type="text/event-stream")
 
+    def file(request: Request) -> Response:
+        place = request.path_params["place"]
+        if "/trials/" in place and place in catalog.paths():  # the page of a search links the folders of its trials
+            return RedirectResponse(f"/#page=run&run={quote(place, safe='')}")
+        try:
+            return FileResponse(catalog.file(place), headers={"Content-Security-Policy": _FILE_POLICY})
+        except (KeyError, OSError):
+            return PlainTextResponse("There is no such file.\n", status_code=404)
+
+    async def change(request: Request) -> Response:
+        request.state.body = await request.body()
+        return await run_in_threadpool(answer(lambda request: _change(catalog, request)), request)
+
     routes = [
         Route("/", lambda request: HTMLResponse(page())),
         Route("/api/runs", answer(lambda request: catalog.summaries())),
         Route("/api/run/{name:path}", answer(lambda request: catalog.detail(request.path_params["name"]))),
         Route("/api/curves/{name:path}", answer(lambda request: _curves(catalog, request))),
+        Route("/api/study/{name:path}", answer(lambda request: catalog.study(request.path_params["name"]))),
+        Route("/api/log/{place:path}", answer(lambda request: _log(catalog, request))),
+        Route("/api/change/{name:path}", change, methods=["POST"]),
         Route("/api/live", live),
+        Route("/files/{place:path}", file),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Gate(Starlette(routes=routes), token, port, names)
@@ -181,7 +215,36 @@ def _curves(catalog: Catalog, request: Request) -> list[dict[str, Any]]:
     by = asked.get("by", "step")
     if by not in ("step", "time") or math.isnan(low) or math.isnan(high):
         raise ValueError("by is step or time; from and to are numbers")
+    first = min(width, int(asked.get("preview", "0")))
+    if first > 1 and (found := catalog.preview(request.path_params["name"], first)):
+        return found
     return catalog.events(request.path_params["name"]).curves(width, low, high, by)
+
+
+def _log(catalog: Catalog, request: Request) -> dict[str, Any]:
+    return catalog.log(request.path_params["place"], int(request.query_params.get("from", "-1")))
+
+
+def _change(catalog: Catalog, request: Request) -> dict[str, Any]:
+    """Tag a run, write its note, or remove it, as `phalanx runs` does."""
+    name = request.path_params["name"]
+    run = StoredRun(catalog.path(name))
+    asked = json.loads(request.state.body)
+    match asked:
+        case {"tag": str(tag)}:
+            tag_run(run, tag.strip())
+        case {"untag": str(tag)}:
+            tag_run(run, tag, remove=True)
+        case {"note": str(note)}:
+            note_run(run, note)
+        case {"remove": True}:
+            if "/" in name:
+                raise UsageError(f"{name} is a trial of a search, which needs it")
+            refuse_running(run)
+            remove_run(run, catalog.folder)
+        case _:
+            raise ValueError("a change is one of tag, untag, note, remove")
+    return {}
 
 
 async def _changes(catalog: Catalog, request: Request) -> AsyncIterator[str]:

@@ -1,193 +1,289 @@
-// The list of runs, the tabs, the address, and what changes while runs go on.
+// Pages and tabs, the address, keys, and what changes while runs go on.
 "use strict";
 
 const VIEWS = {
-  curves: ["Curves", view => drawCharts(view, false) ||
-    "No curves yet: a point is written every log_every_n_steps steps."],
-  system: ["System", view => drawCharts(view, true) || "No system metrics yet."],
-  ranks: ["Ranks", viewRanks], time: ["Time", viewTime], events: ["Events", viewEvents], config: ["Config", viewConfig],
-    checkpoints: ["Checkpoints", viewCheckpoints], samples: ["Samples", viewSamples],
+  overview: ["Overview", viewOverview], curves: ["Curves"], system: ["System"], ranks: ["Ranks", viewRanks],
+  time: ["Time", viewTime], logs: ["Logs", viewLogs], events: ["Events", viewEvents], config: ["Config", viewConfig],
+  checkpoints: ["Checkpoints", viewCheckpoints], samples: ["Samples", viewSamples],
 };
-const at = id => document.getElementById(id);
-const isChart = () => state.tab === "curves" || state.tab === "system";
-const REST = 300;
-let asked = 0, timer = null, drawn = 0;
+const PAGES = { runs: "Runs", compare: "Compare", studies: "Searches" };
+const REST = 1000;  // milliseconds between two drawings while much arrives
+let asked = 0, timer = null, drawn = 0, cost = 0;
+
+const tabs = () => state.page === "run" ? Object.keys(VIEWS) : state.page === "compare"
+  ? Object.keys(VIEWS).filter(name => !["overview", "logs"].includes(name)) : [];
+const isChart = () => tabs().length > 0 && ["curves", "system"].includes(state.tab);
+
+/** Return what the shown page needs of which run or search. */
+function needs() {
+  if (state.page === "studies") return studies().map(name => ["study", name]);
+  if (state.page === "study") return [["study", state.study]];
+  if (!tabs().length) return [];
+  const kinds = state.page === "run" ? ["detail", "curves"] : isChart() ? ["curves"] : ["detail"];
+  return chosen().flatMap(run => kinds.map(kind => [kind, run.id]));
+}
 
 /** Show the state: load what is missing, and draw what is there; while much arrives, not for each piece of it. */
 function changed() {
+  if (tabs().length && !tabs().includes(state.tab)) state.tab = tabs()[0];
   writeAddress();
-  for (const run of chosen()) need(isChart() ? "curves" : "detail", run.id, arrived);
+  for (const [kind, id] of needs()) need(kind, id, arrived);
   soon(0);
 }
 
 function arrived() {
-  soon(chosen().some(run => cache[isChart() ? "curves" : "detail"].get(run.id)?.loading)
-    ? drawn + REST - performance.now() : 0);
+  soon(needs().some(([kind, id]) => cache[kind].get(id)?.loading) ? drawn + REST + 4 * cost - performance.now() : 0);
 }
 
 function soon(milliseconds) {
   clearTimeout(timer);
-  timer = setTimeout(() => requestAnimationFrame(() => { draw(); drawn = performance.now(); }),
-    Math.max(0, milliseconds));
+  timer = setTimeout(() => requestAnimationFrame(() => {
+    const began = performance.now();
+    draw();
+    drawn = performance.now();
+    cost = drawn - began;
+  }), Math.max(0, milliseconds));
 }
 
 function draw() {
-  drawList();
-  for (const tab of at("tabs").children) { const on = tab.id === `tab-${state.tab}`; tab.ariaSelected = String(on);
-    tab.tabIndex = on ? 0 : -1; }
-  at("view").setAttribute("aria-labelledby", `tab-${state.tab}`);
-  at("tools").hidden = !isChart();
-  at("whole").hidden = !state.range;
-  at("x").value = state.x; at("log").checked = state.log; at("smooth").value = state.smooth;
+  drawNav();
+  const run = state.page === "run" ? state.runs.get(state.run) : null;
+  keepFocus(at("head"), () => at("head").replaceChildren(...(run ? [...runHead(run), tiles(run)]
+    : state.page === "study" ? studyHead() : state.page === "compare" ? compareHead() : [])));
+  drawTabs();
+  at("table-tools").hidden = state.page !== "runs" || !state.runs.size;
+  if (!at("table-tools").hidden) keepFocus(at("choices"), () => at("choices").replaceChildren(...runTools().filter(Boolean)));
+  if (document.activeElement !== at("filter")) at("filter").value = state.filter;
+  drawChartTools();
   drawView();
-  const entries = chosen().filter(run => run.status !== "unreadable").map(run =>
-    cache[isChart() ? "curves" : "detail"].get(run.id));
+  const entries = needs().map(([kind, id]) => cache[kind].get(id)), seen = new Set();
   const problems = [...entries.map(entry => entry?.error),
     ...entries.flatMap(entry => (entry?.value?.problems || []).map(text => `${entry.value.id}: ${text}`)),
-    ...chosen().filter(run => run.status === "unreadable").map(run => `${run.id} cannot be read: ${run.reason}`)];
-  at("problems").replaceChildren(...problems.filter(Boolean).map(text => h("p", { className: "bad" }, text)));
-  if (entries.every(entry => entry?.value || entry?.error) && asked) {
+    ...chosen().filter(run => tabs().length && run.status === "unreadable").map(run =>
+      `${run.id} cannot be read: ${run.reason}`)].filter(text => text && !seen.has(text) && seen.add(text));
+  at("problems").replaceChildren(...problems.map(text => h("p", { className: "bad" }, text)));
+  const known = needs().filter(([, id]) => state.runs.get(id)?.status !== "unreadable");
+  if (asked && known.every(([kind, id]) => cache[kind].get(id)?.value || cache[kind].get(id)?.error)) {
     const began = asked;
     asked = 0;
     setTimeout(() => { document.body.dataset.drawn = Math.round(performance.now() - began); });
   }
 }
 
+function drawNav() {
+  const shown = Object.entries(PAGES).filter(([page]) => page !== "studies" || studies().length);
+  const here = { run: "runs", study: "studies" }[state.page] || state.page;
+  at("nav").replaceChildren(...shown.map(([page, title]) => h("a", { href: addressOf(page),
+    ariaCurrent: page === here ? "page" : "false" }, title, page === "compare" && state.selected.size
+    ? h("small", {}, ` ${state.selected.size}`) : page === "runs" ? h("small", {}, ` ${[...state.runs.values()].filter(run => !run.study).length}`) : null)));
+  document.title = state.page === "run" ? `${shortName(state.run)} · Phalanx` : `${PAGES[here]} · Phalanx`;
+}
+
+function drawTabs() {
+  const names = tabs(), box = at("tabs");
+  if (box.dataset.names !== names.join()) {
+    box.dataset.names = names.join();
+    box.replaceChildren(...names.map(name => h("button", { type: "button", role: "tab", id: `tab-${name}`,
+      onclick: () => openTab(name) }, VIEWS[name][0])));
+  }
+  for (const tab of box.children) { const on = tab.id === `tab-${state.tab}`; tab.ariaSelected = String(on);
+    tab.tabIndex = on ? 0 : -1; }
+  at("view").setAttribute("aria-labelledby", names.length ? `tab-${state.tab}` : "nav");
+}
+
+function drawChartTools() {
+  const used = [...new Set(chosen().map(run => look(run.id).kind))], unseen = wantedCharts().filter(name =>
+    settings(name).hidden);
+  at("chart-tools").hidden = !isChart() || !chosen().length;
+  at("whole").hidden = !state.range;
+  at("x").value = state.x; at("smooth").value = state.smooth;
+  at("log-all").textContent = wantedCharts().every(name => settings(name).log) ? "linear scale for all"
+    : "log scale for all";
+  at("hidden-charts").hidden = !unseen.length;
+  at("hidden-charts").textContent = unseen.length === 1 ? "Show 1 hidden chart" : `Show ${unseen.length} hidden charts`;
+  const reads = chosen().filter(run => cache.curves.get(run.id)?.preview).length;
+  at("dashes").textContent = [reads ? `${reads} long runs are being read: until then a part of their points is shown`
+    : "", used.length > 1 ? `Ten colours, then other lines: ${used.sort().map(kind => DASH_NAMES[kind]).join(", ")}` : ""]
+    .filter(Boolean).join(". ");
+}
+
+const wantedCharts = () => state.tab === "overview" && state.page === "run" ? names(false).filter(name =>
+  /^(train|val)\/(loss|accuracy)$/.test(name)).slice(0, 3) : isChart() ? names(state.tab === "system") : [];
+
 function drawView() {
-  const view = at("view"), loads = chosen().some(run => cache[isChart() ? "curves" : "detail"].get(run.id)?.loading);
+  const body = at("body"), loads = needs().some(([kind, id]) => cache[kind].get(id)?.loading);
   const message = !state.runs.size ? (stored ? "This file holds no run."
     : "There are no runs in this folder yet. Start one: phalanx train digits")
-    : !state.selected.size ? "Choose runs in the list to see them here." : null;
-  if (message) { dropCharts(); view.replaceChildren(empty(message)); return; }
-  if (!isChart()) { dropCharts(); keepFocus(view, () => view.replaceChildren(...VIEWS[state.tab][1]())); return; }
-  const drawn = VIEWS[state.tab][1](view);
-  if (drawn !== true) { dropCharts(); view.replaceChildren(empty(loads ? "Loading ..." : drawn)); }
+    : state.page === "run" && !state.runs.has(state.run) ? `There is no run ${state.run}.`
+    : state.page === "compare" && !state.selected.size ? "Tick runs in the table to compare them here." : null;
+  const wanted = message ? [] : wantedCharts();
+  const some = drawCharts(wanted.filter(name => !settings(name).hidden));
+  const charts = isChart() && !message ? (some || wanted.length ? [] : [empty(loads ? "Loading ..."
+    : state.tab === "system" ? "No system metrics yet."
+      : "No curves yet: a point is written every log_every_n_steps steps.")]) : null;
+  const view = { runs: viewRuns, studies: viewStudies, study: viewStudy }[state.page] || VIEWS[state.tab]?.[1];
+  keepFocus(body, () => body.replaceChildren(...(message ? [empty(message)] : charts || view())));
 }
 
 /** Change the page without losing the focus, the scroll positions, and which details are open. */
 function keepFocus(view, change) {
-  const focused = document.activeElement?.id, scrolled = window.scrollY;
+  const focused = view.contains(document.activeElement) ? document.activeElement.id : "", scrolled = window.scrollY;
   const open = [...view.querySelectorAll("details")].map(each => each.open);
-  const shifts = [...view.querySelectorAll(".scroll, pre")].map(each => [each.scrollLeft, each.scrollTop]);
+  const shifts = [...view.querySelectorAll(".scroll, pre, ul.many")].map(each => [each.scrollLeft, each.scrollTop]);
   change();
   view.querySelectorAll("details").forEach((each, i) => { if (i < open.length) each.open = open[i]; });
-  view.querySelectorAll(".scroll, pre").forEach((each, i) => {
+  view.querySelectorAll(".scroll, pre, ul.many").forEach((each, i) => {
     if (shifts[i]) [each.scrollLeft, each.scrollTop] = shifts[i];
-    else if (each.className === "end") each.scrollTop = each.scrollHeight;
+    else if (each.classList.contains("end")) each.scrollTop = each.scrollHeight;
   });
-  if (focused) at(focused)?.focus();
-  window.scrollTo(window.scrollX, scrolled);
-}
-
-function drawList() {
-  const words = state.filter.toLowerCase().split(/\s+/);
-  const shown = [...state.runs.values()].filter(run => words.every(word =>
-    [run.id, run.status, ...(run.tags || [])].join(" ").toLowerCase().includes(word)));
-  at("count").textContent = `${state.selected.size} of ${state.runs.size}`;
-  const list = at("list"), key = JSON.stringify([shown, [...state.selected], state.runs.size]);
-  if (list.dataset.key === key) return;
-  list.dataset.key = key;
-  keepFocus(list, () => list.replaceChildren(...shown.map(item)));
-}
-
-function item(run) {
-  const share = run.total_steps ? Math.min(1, run.steps / run.total_steps) : run.status === "finished" ? 1 : 0;
-  const steps = run.total_steps ? `${number(run.steps)} of ${number(run.total_steps)} steps`
-    : `${number(run.steps)} steps`;
-  const value = run.best ? `${run.best.name} ${number(run.best.value)}` : run.loss ? `loss ${number(run.loss)}` : "";
-  const tags = (run.tags || []).map(tag => h("span", { className: "tag" }, tag));
-  const why = run.status === "finished" ? "" : run.reason;
-  return h("li", { className: state.selected.has(run.id) ? "on" : "" }, h("label", {},
-    h("input", { type: "checkbox", id: `run ${run.id}`, checked: state.selected.has(run.id),
-      onchange: event => choose(run.id, event.target.checked) }),
-    h("span", { className: "name" }, swatch(run.id), run.id, tags),
-    h("span", { className: `status ${run.status}`, title: run.reason || "" }, run.status),
-    h("span", { className: "progress" }, h("i", { className: run.status, style: { width: `${100 * share}%` } })),
-    h("span", { className: "facts soft" }, [steps, value, run.layout].filter(Boolean).join(" · ")),
-    run.started ? h("span", { className: "facts soft" }, clock(run.started)) : null,
-    why ? h("span", { className: "facts why", title: why }, why) : null));
-}
-
-function choose(id, on) {
-  if (on) state.selected.add(id); else state.selected.delete(id);
-  state.range = null;
-  asked = performance.now();
-  changed();
+  if (focused) at(focused)?.focus({ preventScroll: true });
+  if (window.scrollY !== scrolled) window.scrollTo(window.scrollX, scrolled);
 }
 
 /** Take what the server says of runs: all names, the newest first, and the runs that have changed. */
 function take({ changed: some, all }) {
+  const same = run => JSON.stringify(run) === JSON.stringify(state.runs.get(run.id));
+  if (!asked && all.length === state.runs.size && some.every(same)) return;  // the first message repeats the list
   const known = new Map([...state.runs.values(), ...some].map(run => [run.id, run]));
-  const first = !state.runs.size;
   state.runs = new Map(all.filter(id => known.has(id)).map(id => [id, known.get(id)]));
   for (const id of state.selected) if (!state.runs.has(id)) { state.selected.delete(id); cache.curves.delete(id);
     cache.detail.delete(id); }
-  if (first && !state.selected.size && !location.hash.includes("runs=")) {
-    const running = [...state.runs.values()].filter(run => run.status === "running").slice(0, 8);
-    for (const run of running.length ? running : stored ? state.runs.values()
-      : [...state.runs.values()].slice(0, 1)) state.selected.add(run.id);
-  }
   changed();
 }
 
+// The address ---------------------------------------------------------------------------------------------------------
+
+/** Return the address of a page, for a link. */
+function addressOf(page, more = {}) {
+  const words = new URLSearchParams({ page, ...more });
+  if (state.selected.size) words.set("runs", [...state.selected].map(encodeURIComponent).join());
+  return `#${words}`;
+}
+
 function writeAddress() {
-  const words = new URLSearchParams({ tab: state.tab, runs: [...state.selected].map(encodeURIComponent).join(),
-    x: state.x });
-  if (state.log) words.set("log", "1");
-  if (state.smooth) words.set("smooth", state.smooth);
-  const hash = `#${words}`;
+  const more = {};
+  for (const [name, usual] of Object.entries({ sort: "-started", group: "", filter: "", x: "step", smooth: 0,
+    kinds: "main" })) if (state[name] !== usual) more[name] = state[name];
+  if (state.page === "run") more.run = state.run;
+  if (state.page === "study") more.study = state.study;
+  if (tabs().length) more.tab = state.tab;
+  if (state.tab === "logs" && state.log) more.log = state.log;
+  if (state.trials) more.trials = "1";
+  if (state.columns) more.columns = state.columns.join();
+  if (Object.keys(state.charts).length) more.charts = JSON.stringify(state.charts);
+  const hash = addressOf(state.page, more);
   if (location.hash !== hash) try { history.replaceState(null, "", hash);
     } catch { /* a file in a sandbox has no history */ }
 }
 
+/** Take over what the address says; what it does not name stays, except the view of the page. */
 function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1));
-  if (words.get("tab") in VIEWS) state.tab = words.get("tab");
+  for (const name of ["run", "study", "sort", "group", "filter", "kinds", "log"]) {
+    if (words.has(name)) state[name] = words.get(name);
+  }
+  if (words.has("page")) state.page = words.get("page");
+  state.tab = words.get("tab") || (words.has("page") ? "" : state.tab);
+  if (!["runs", "run", "compare", "studies", "study"].includes(state.page)) state.page = "runs";
   if (["step", "time", "clock"].includes(words.get("x"))) state.x = words.get("x");
-  state.log = words.get("log") === "1";
-  state.smooth = Math.max(0, Math.min(0.99, Number(words.get("smooth")) || 0));
-  const ids = (words.get("runs") || "").split(",").filter(Boolean).map(decodeURIComponent);
-  state.selected = new Set(ids.length === 1 && ids[0] === "*" ? state.runs.keys()
-    : ids.filter(id => state.runs.has(id)));
+  if (words.has("smooth")) state.smooth = Math.max(0, Math.min(0.99, Number(words.get("smooth")) || 0));
+  if (words.has("trials")) state.trials = words.get("trials") === "1";
+  if (words.has("columns")) state.columns = words.get("columns").split(",").filter(Boolean);
+  try { if (words.has("charts")) state.charts = Object(JSON.parse(words.get("charts"))); } catch { /* not ours */ }
+  if (words.has("runs")) {
+    const ids = words.get("runs").split(",").filter(Boolean).map(decodeURIComponent);
+    state.selected = new Set(ids.length === 1 && ids[0] === "*" ? state.runs.keys()
+      : ids.filter(id => state.runs.has(id)));
+  }
 }
 
 function openTab(name) {
-  at("view").replaceChildren();
   state.tab = name;
   asked = performance.now();
   changed();
 }
 
-at("tabs").append(...Object.entries(VIEWS).map(([name, [title]]) => h("button",
-  { type: "button", role: "tab", id: `tab-${name}`, onclick: () => openTab(name) }, title)));
+window.addEventListener("hashchange", () => {
+  readAddress();
+  state.range = null;
+  asked = performance.now();
+  changed();
+  window.scrollTo(0, 0);
+});
+
+// Controls and keys ---------------------------------------------------------------------------------------------------
+
 at("tabs").addEventListener("keydown", event => {
-  const names = Object.keys(VIEWS), move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const names = tabs(), move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!move) return;
   openTab(names[(names.indexOf(state.tab) + move + names.length) % names.length]);
   at(`tab-${state.tab}`).focus();
 });
-at("filter").addEventListener("input", event => { state.filter = event.target.value; drawList(); });
-at("all").addEventListener("click",
-  () => { const shown = [...at("list").querySelectorAll("input")].map(box => box.id.slice(4));
-  shown.forEach(id => state.selected.add(id)); choose(shown[0], shown.length > 0); });
-at("none").addEventListener("click", () => { state.selected.clear(); changed(); });
+at("filter").addEventListener("input", event => { state.filter = event.target.value; changed(); });
 at("x").addEventListener("change", event => { state.x = event.target.value; state.range = null; changed(); });
-at("log").addEventListener("change", event => { state.log = event.target.checked; changed(); });
-at("smooth").addEventListener("input", event => { state.smooth = Number(event.target.value); changed(); });
+at("smooth").addEventListener("input", event => {
+  state.smooth = Number(event.target.value);
+  for (const each of Object.values(state.charts)) delete each.smooth;
+  changed();
+});
+at("log-all").addEventListener("click", () => {
+  const log = !wantedCharts().every(name => settings(name).log);
+  for (const name of wantedCharts()) state.charts[name] = { ...settings(name), log };
+  dropCharts();  // their menus say it too
+  changed();
+});
 at("whole").addEventListener("click", () => zoom(null));
+at("hidden-charts").addEventListener("click", () => {
+  for (const each of Object.values(state.charts)) delete each.hidden;
+  changed();
+});
+at("keys-button").addEventListener("click", () => at("keys").showModal());
 dark.addEventListener("change", changed);
-window.addEventListener("keydown",
-  event => { if (event.key === "/" && !event.target.matches("input, select")) { event.preventDefault();
-  at("filter").focus(); } });
+
+/** Move the mark of the table by a number of rows. */
+function moveCursor(by) {
+  const rows = [...at("body").querySelectorAll("tr[id]")].map(row => row.id.slice(4));
+  const place = rows.indexOf(state.cursor);
+  state.cursor = rows[Math.max(0, Math.min(rows.length - 1, place < 0 ? 0 : place + by))] || "";
+  draw();
+  at(`row ${state.cursor}`)?.scrollIntoView({ block: "nearest" });
+}
+
+const KEYS = {
+  "/": () => { if (state.page !== "runs") location.hash = addressOf("runs"); setTimeout(() => at("filter").focus()); },
+  "?": () => at("keys").showModal(),
+  c: () => { location.hash = addressOf("compare"); },
+  Escape: () => { location.hash = addressOf(state.page === "study" ? "studies" : "runs"); },
+};
+const TABLE_KEYS = {
+  j: () => moveCursor(1), k: () => moveCursor(-1), ArrowDown: () => moveCursor(1), ArrowUp: () => moveCursor(-1),
+  Enter: () => { if (state.cursor) location.hash = addressOf("run", { run: state.cursor }); },
+  x: () => { if (state.cursor) tick([state.cursor], !state.selected.has(state.cursor)); },
+};
+window.addEventListener("keydown", event => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  const field = event.target.closest?.("input:not([type=checkbox]), textarea, select, pre");
+  if (field && (event.key === "Escape" || (event.key === "Enter" && field.id === "filter"))) { field.blur();
+    if (event.key === "Enter") moveCursor(0); return; }
+  const act = !field && (KEYS[event.key] || (state.page === "runs" && !(event.key === "Enter" &&
+    event.target.closest?.("a, button, summary")) && TABLE_KEYS[event.key]));
+  if (act) { event.preventDefault(); act(); }
+});
+window.addEventListener("click", event => {
+  for (const menu of document.querySelectorAll("details.menu[open]")) if (!menu.contains(event.target)) menu.open = false;
+});
 window.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
-if (matchMedia("(max-width: 800px)").matches) at("runs").open = false;
 
 async function start() {
   asked = performance.now();
   const runs = await ask("runs");
   state.runs = new Map(runs.map(run => [run.id, run]));
+  if (stored) {
+    state.page = runs.length === 1 ? "run" : "compare";
+    state.run = runs[0]?.id;
+    state.selected = new Set(runs.length > 1 ? runs.map(run => run.id) : []);
+  }
   readAddress();
-  state.runs = new Map();
   take({ changed: runs, all: runs.map(run => run.id) });
   if (stored) { at("link").textContent = "a file: it does not change"; return; }
   connect();

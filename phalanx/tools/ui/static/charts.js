@@ -3,11 +3,14 @@
 
 const BUCKETS = 700;
 const EXACT = 3000;
+const HEIGHT = 220;
 const ORDER = ["train/loss", "val/loss", "val/accuracy", "train/grad_norm", "train/learning_rate", "train/epoch_loss"];
 const charts = new Map();
 let hovered = null;
 
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const settings = name => state.charts[name] || {};
+const smoothing = name => settings(name).smooth ?? state.smooth;
 
 function names(system) {
   const found = new Set(chosen().flatMap(run => [...(cache.curves.get(run.id)?.value?.keys() || [])]));
@@ -23,14 +26,14 @@ function places(id, curve) {
   return began ? curve.time.map(time => time - began) : curve.time;
 }
 
-/** Average with what came before, as much as the slider says; the start is not drawn to zero. */
-function smoothed(values) {
+/** Average with what came before, by a weight from 0 to 1; the start is not drawn to zero. */
+function smoothed(values, before) {
   const found = new Float64Array(values.length);
   let sum = 0, weight = 0;
   for (let i = 0; i < values.length; i++) {
     if (!Number.isNaN(values[i])) {
-      sum = state.smooth * sum + (1 - state.smooth) * values[i];
-      weight = state.smooth * weight + 1 - state.smooth;
+      sum = before * sum + (1 - before) * values[i];
+      weight = before * weight + 1 - before;
     }
     found[i] = Number.isNaN(values[i]) ? NaN : sum / weight;
   }
@@ -38,10 +41,10 @@ function smoothed(values) {
 }
 
 /** Put lines on one x axis: with their own x values where these are few, else in buckets, lowest and highest. */
-function aligned(lines) {
+function aligned(lines, log) {
   const all = lines.some(line => line.merged) ? null
     : [...new Set(lines.flatMap(line => [...line.x]))].sort((a, b) => a - b);
-  const keep = value => !Number.isNaN(value) && (!state.log || value > 0);
+  const keep = value => !Number.isNaN(value) && (!log || value > 0);
   if (all && all.length <= EXACT) {
     const at = new Map(all.map((x, i) => [x, i]));
     return [all, ...lines.map(line => {
@@ -70,38 +73,64 @@ function aligned(lines) {
 }
 
 function linesOf(name) {
-  const faint = [], lines = [];
+  const faint = [], lines = [], before = smoothing(name);
   for (const run of chosen()) {
     const curve = cache.curves.get(run.id)?.value?.get(name);
     if (!curve) continue;
     const x = places(run.id, curve);
-    const twice = state.smooth > 0 || curve.merged;  // all values faintly, and their mean
+    const twice = before > 0 || curve.merged;  // all values faintly, and their mean
     (twice ? faint : lines).push({ run, x, low: curve.low, high: curve.high, merged: curve.merged, faint: twice });
     if (twice) {
-      const mean = smoothed(curve.mean);
+      const mean = smoothed(curve.mean, before);
       lines.push({ run, x, low: mean, high: mean, merged: curve.merged, faint: false });
     }
   }
   return [...faint, ...lines];
 }
 
-function options(name, lines, width) {
+/** Return the lowest and highest value that a chart's axis shows, where a run would flatten the others; else null.
+ *
+ * The usual run is the median one, by what 96% of its values lie between. What is more than ten times its span away
+ * is outside. A chart with a logarithmic axis, or with "all values", shows everything.
+ */
+function limits(lines) {
+  const spans = lines.filter(line => !line.faint).map(line => {
+    const known = Float64Array.from(line.low).filter(Number.isFinite).sort();
+    return known.length ? [known[Math.floor(0.02 * (known.length - 1))], known[Math.ceil(0.98 * (known.length - 1))],
+      known[0], known[known.length - 1]] : null;
+  }).filter(Boolean);
+  if (!spans.length) return null;
+  const middle = (values, up) => values.sort((a, b) => a - b)[Math[up ? "ceil" : "floor"]((values.length - 1) / 2)];
+  const high = middle(spans.map(span => span[1]), false), low = middle(spans.map(span => span[0]), true);
+  const room = 10 * Math.max(high - low, 0.5 * Math.abs(high), 0.5 * Math.abs(low));
+  const bottom = Math.min(low, high) - room, top = Math.max(low, high) + room;
+  const isOut = span => span[2] < bottom || span[3] > top;
+  const usual = spans.filter(span => !isOut(span)), count = spans.length - usual.length;
+  if (!room || !count) return null;
+  return usual.length ? { count, bottom: Math.min(...usual.map(span => span[2])),
+    top: Math.max(...usual.map(span => span[3])) } : { count, bottom: low, top: high };
+}
+
+function options(name, lines, width, limit) {
+  const log = settings(name).log;
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 },
-    ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
+    ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
   const alpha = Math.round(64 / Math.max(1, lines.length / 6)).toString(16).padStart(2, "0");
   const onX = { step: number, time: duration }[state.x];
+  const range = (u, low, high) => low === null ? [0, 1]
+    : uPlot.rangeNum(limit ? Math.max(low, limit.bottom) : low, limit ? Math.min(high, limit.top) : high, 0.06, true);
   return {
-    width, height: 230, legend: { show: false }, padding: [10, 18, 0, 0],
+    width, height: HEIGHT, legend: { show: false }, padding: [8, 14, 0, 0], focus: { alpha: 0.15 },
     scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range ||
-      (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: { distr: state.log ? 3 : 1 } },
-    axes: [{ ...axis, size: 34, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
-           { ...axis, size: 58, values: (u, values) => values.map(value => value === null ? ""
-             : valueOf(name, value)) }],
+      (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: log ? { distr: 3 } : { range } },
+    axes: [{ ...axis, size: 32, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
+           { ...axis, size: 62, values: (u, values) => values.map(value => value === null ? ""
+             : valueOf(name, value, true)) }],
     cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false },
       bind: { dblclick: () => () => zoom(null) } },
     series: [{}, ...lines.map(line => {
       const { colour, dash } = look(line.run.id);
-      return { stroke: line.faint ? colour + alpha : colour, width: line.faint || lines.length > 8 ? 1 : 1.6,
+      return { stroke: line.faint ? colour + alpha : colour, width: line.faint || lines.length > 8 ? 1.1 : 1.8,
         dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
     })],
     hooks: {
@@ -133,7 +162,7 @@ function showTip(u, name, lines) {
   const head = state.x === "step" ? `step ${Math.round(x).toLocaleString("en")}` : state.x === "time" ? duration(x)
     : clock(x);
   tip.replaceChildren(h("b", {}, head),
-    ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${row.run.id}`)),
+    ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${shortName(row.run.id)}`)),
     rows.length > near.length ? h("div", { className: "soft" }, `and ${rows.length - near.length} more`) : "");
   place(tip, u.over.getBoundingClientRect(), left, top);
 }
@@ -145,69 +174,88 @@ function place(box, bounds, left, top) {
   box.style.top = `${Math.min(bounds.top + top + 12, window.innerHeight - box.offsetHeight - 4)}px`;
 }
 
-const swatch = id => h("i", { className: "swatch", style: { background: look(id).colour }, ariaHidden: "true" });
-
 function zoom(range) {
   state.range = range;
   for (const { plot } of charts.values()) plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   changed();
 }
 
-/** Write under a chart where each run stands, or what is wrong with its values. */
-function caption(name) {
+/** Write under a chart which run is which and where each stands, and what is wrong with its values. */
+function legend(name, chart) {
   const runs = chosen().map(run => ({ run, curve: cache.curves.get(run.id)?.value?.get(name) })).filter(each =>
     each.curve);
   const last = curve => { for (let i = curve.mean.length - 1; i >= 0;
     i--) if (!Number.isNaN(curve.mean[i])) return curve.mean[i]; return null; };
-  const bad = runs.filter(({ curve }) => curve.notFinite).map(({ run, curve }) =>
-    h("div", { className: "bad" }, `${run.id}: ${curve.notFinite === 1 ? "1 value is" : `${curve.notFinite} values are`}`
+  const focus = id => chart.plot.setSeries(id === null ? null
+    : 1 + chart.lines.findIndex(line => !line.faint && line.run.id === id), { focus: true });
+  const rows = runs.map(({ run, curve }) => h("li", { title: run.id, onmouseenter: () => focus(run.id),
+    onmouseleave: () => focus(null) }, swatch(run.id), state.page === "run" ? h("span", { className: "who" }, "last")
+    : h("a", { className: "who", href: addressOf("run", { run: run.id }) }, shortName(run.id)),
+    h("b", { className: "last" }, valueOf(name, last(curve)))));
+  const bad = runs.filter(({ curve }) => curve.notFinite).map(({ run, curve }) => h("p", { className: "bad" },
+    `${run.id}: ${curve.notFinite === 1 ? "1 value is" : `${curve.notFinite} values are`}`
       + ` not finite, the first at step ${number(curve.first)}`));
-  if (runs.length > 6) return [h("span", { className: "soft" }, `${runs.length} runs`), ...bad];
-  return [...runs.map(({ run, curve }) => h("span", { className: "last", title: run.id }, swatch(run.id),
-    valueOf(name, last(curve)))), ...bad];
+  const cut = chart.limit ? [h("p", { className: "soft" }, chart.limit.count === 1 ? "1 run leaves the axis. "
+    : `${chart.limit.count} runs leave the axis. `, h("button", { type: "button", className: "link",
+      onclick: () => set(name, { all: true }) }, "Show all values"))] : [];
+  return [h("ul", { className: runs.length > 6 ? "many" : runs.length === 1 ? "one" : "" }, rows), ...cut, ...bad];
 }
 
-function drawCharts(view, system) {
-  const wanted = names(system);
-  if (!view.querySelector(".charts")) {
-    dropCharts();
-    view.replaceChildren(h("div", { className: "charts" }));
-  }
-  const grid = view.querySelector(".charts");
+/** Change the settings of one chart. */
+function set(name, values) {
+  state.charts[name] = { ...settings(name), ...values };
+  changed();
+}
+
+function menu(name) {
+  const box = (key, text) => h("label", {}, h("input", { type: "checkbox", checked: Boolean(settings(name)[key]),
+    onchange: event => set(name, { [key]: event.target.checked }) }), text);
+  return h("details", { className: "menu" }, h("summary", { ariaLabel: `settings of ${name}`, title: "settings" }, "⋯"),
+    h("div", {}, box("log", "log scale"), box("all", "all values, outliers too"),
+      h("label", {}, "smoothing", h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smoothing(name),
+        oninput: event => set(name, { smooth: Number(event.target.value) }) })),
+      h("button", { type: "button", onclick: () => set(name, { hidden: true }) }, "Hide this chart")));
+}
+
+/** Draw the charts of these names into the grid, and remove others; return whether there is one. */
+function drawCharts(wanted) {
+  const grid = at("charts");
   for (const [name, chart] of charts) if (!wanted.includes(name)) { chart.plot?.destroy(); chart.figure.remove();
     charts.delete(name); }
   wanted.forEach((name, place) => {
     let chart = charts.get(name);
     if (!chart) {
       const plot = h("div", { className: "plot" }), notes = h("div", { className: "notes" });
-      chart = { figure: h("figure", { ariaLabel: name }, h("figcaption", {}, name), plot, notes), box: plot, notes };
+      const title = h("figcaption", {}, h("span", {}, name),
+        h("small", {}, { GiB: "", s: "", "%": "" }[unitOf(name)] ?? unitOf(name)), menu(name));
+      chart = { figure: h("figure", { ariaLabel: name }, title, plot, notes), box: plot, notes };
       charts.set(name, chart);
     }
     if (grid.children[place] !== chart.figure) grid.insertBefore(chart.figure, grid.children[place] || null);
   });
   for (const name of wanted) drawChart(name, charts.get(name));
-  if (!wanted.length) return false;
-  return true;
+  return wanted.length > 0;
 }
 
 function drawChart(name, chart) {
-  const lines = linesOf(name), data = aligned(lines);
+  const { log, all } = settings(name), lines = linesOf(name), data = aligned(lines, log);
+  chart.limit = log || all ? null : limits(lines);
   const key = JSON.stringify([lines.map(line => [line.run.id, line.faint, line.x.length === 1, look(line.run.id)]),
-    state.log, state.x, dark.matches]);
+    log, chart.limit, state.x, dark.matches]);
   if (chart.plot && chart.key === key) {
     chart.lines.splice(0, chart.lines.length, ...lines);
     chart.plot.setData(data);
   } else {
     chart.plot?.destroy();
-    chart.plot = new uPlot(options(name, lines, chart.box.clientWidth || 400), data, chart.box);
+    chart.plot = new uPlot(options(name, lines, chart.box.clientWidth || 400, chart.limit), data, chart.box);
     chart.key = key;
     chart.lines = lines;
   }
-  chart.notes.replaceChildren(...caption(name));
+  keepFocus(chart.notes, () => chart.notes.replaceChildren(...legend(name, chart)));
 }
 
 function dropCharts() {
-  for (const chart of charts.values()) chart.plot?.destroy();
+  for (const chart of charts.values()) { chart.plot?.destroy(); chart.figure.remove(); }
   charts.clear();
   tip.hidden = true;
 }
@@ -215,5 +263,5 @@ function dropCharts() {
 const dark = matchMedia("(prefers-color-scheme: dark)");
 new ResizeObserver(() => {
   for (const { plot, box } of charts.values()) if (plot && box.clientWidth &&
-    plot.width !== box.clientWidth) plot.setSize({ width: box.clientWidth, height: 230 });
-}).observe(document.getElementById("view"));
+    plot.width !== box.clientWidth) plot.setSize({ width: box.clientWidth, height: HEIGHT });
+}).observe(at("charts"));

@@ -5,10 +5,12 @@ const embedded = document.getElementById("data");
 const stored = embedded && JSON.parse(embedded.textContent);
 
 const state = {
-  runs: new Map(), selected: new Set(), tab: "curves", x: "step", log: false, smooth: 0, range: null,
-  filter: "", all: false, gauge: "", kind: "",
+  runs: new Map(), selected: new Set(), page: "runs", run: "", study: "", tab: "",
+  sort: "-started", group: "", filter: "", columns: null, trials: false, cursor: "",
+  x: "step", smooth: 0, range: null, charts: {}, all: false, gauge: "", kinds: "main", log: "",
 };
-const cache = { curves: new Map(), detail: new Map() };
+const cache = { curves: new Map(), detail: new Map(), study: new Map() };
+const at = id => document.getElementById(id);
 
 /** Return an element; children are nodes or text, never markup: names of runs may hold any character. */
 function h(tag, properties, ...children) {
@@ -19,19 +21,29 @@ function h(tag, properties, ...children) {
     else if (name in element && name !== "list") element[name] = value;
     else element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter(child => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));
   return element;
 }
 
+const PATHS = { runs: "api/runs", detail: "api/run/", curves: "api/curves/", study: "api/study/", log: "api/log/" };
+
 async function ask(kind, id, query) {
   if (stored) return kind === "runs" ? stored.runs : stored[kind][id];
-  const path = { runs: "api/runs", detail: "api/run/", curves: "api/curves/" }[kind];
-  const answer = await fetch(path + (id === undefined ? "" : encodeURIComponent(id)) + (query
-    ? "?" + new URLSearchParams(query) : ""));
+  return bodyOf(await fetch(PATHS[kind] + (id === undefined ? "" : encodeURIComponent(id)) + (query
+    ? "?" + new URLSearchParams(query) : "")));
+}
+
+async function bodyOf(answer) {
   const body = answer.headers.get("content-type")?.includes("json") ? await answer.json()
     : { error: await answer.text() };
   if (!answer.ok) throw new Error(body.error);
   return body;
+}
+
+/** Tag a run, write its note or remove it; the answer comes as a change of the list. */
+async function change(id, what) {
+  await bodyOf(await fetch("api/change/" + encodeURIComponent(id), { method: "POST", body: JSON.stringify(what),
+    headers: { "Content-Type": "application/json" } }));
 }
 
 function decoded(text, Kind) {
@@ -56,21 +68,44 @@ function unpacked(tables) {
   return found;
 }
 
-/** Load what is missing or has changed of a run, then call `then`; one request of a kind at a time. */
+const whole = [];  // long files that are shown by a preview, and read one after the other
+let reading = false;
+
+/** Load what is missing or has changed of a run or search, then call `then`; one request of a kind at a time. */
 function need(kind, id, then) {
   const run = state.runs.get(id);
-  if (!run || run.status === "unreadable") return;
+  if (kind !== "study" && (!run || run.status === "unreadable")) return;
   const zoomed = kind === "curves" && state.range && state.x !== "clock" && !stored;
-  const query = kind !== "curves" ? undefined : zoomed ? zoomQuery(run) : { width: 600 };
-  const key = run.version + JSON.stringify(query);
   const entry = cache[kind].get(id) || {};
+  const query = kind !== "curves" ? undefined : zoomed ? zoomQuery(run) : entry.value ? { width: 600 }
+    : { width: 600, preview: 300 };
+  const version = kind === "study" ? trialsOf(id).map(each => each.version).join() : run.version;
+  const key = version + JSON.stringify(query && { ...query, preview: 0 });
   if (entry.key === key || entry.loading) return;
   cache[kind].set(id, entry);
   entry.loading = true;
   ask(kind, id, query)
-    .then(body => { entry.value = kind === "curves" ? unpacked(body) : body; entry.error = ""; })
+    .then(body => {
+      entry.value = kind === "curves" ? unpacked(body) : body;
+      entry.error = "";
+      if (kind === "curves" && body.some(table => table.preview)) {
+        entry.preview = true;
+        whole.push([id, entry, then]);
+      }
+    })
     .catch(error => { entry.error = `${id}: ${error.message}`; })
-    .finally(() => { entry.loading = false; entry.key = key; then(); need(kind, id, then); });
+    .finally(() => { entry.loading = false; entry.key = key; then(); need(kind, id, then); readWhole(); });
+}
+
+/** Replace previews by what the server reads meanwhile: one at a time, when nothing else is being loaded. */
+function readWhole() {
+  if (reading || !whole.length || [...cache.curves.values()].some(entry => entry.loading)) return;
+  const [id, entry, then] = whole.shift();
+  reading = true;
+  ask("curves", id, { width: 600 })
+    .then(body => { entry.value = unpacked(body); entry.preview = false; })
+    .catch(error => { entry.error = `${id}: ${error.message}`; })
+    .finally(() => { reading = false; then(); readWhole(); });
 }
 
 function zoomQuery(run) {
@@ -89,50 +124,39 @@ function beganAt(id) {
   return entry.began || 0;
 }
 
-const chosen = () => [...state.runs.values()].filter(run => state.selected.has(run.id));
+/** Return the runs that the page is about: the open one, or those that are ticked. */
+function chosen() {
+  const one = state.page === "run" ? state.runs.get(state.run) : null;
+  return one ? [one] : state.page === "run" ? [] : [...state.runs.values()].filter(run => state.selected.has(run.id));
+}
 const details = () => chosen().map(run => cache.detail.get(run.id)?.value).filter(Boolean);
+const trialsOf = study => [...state.runs.values()].filter(run => run.study === study);
+const studies = () => [...new Set([...state.runs.values()].map(run => run.study).filter(Boolean))].sort().reverse();
 
-const COLOURS = ["#3b7ddd", "#e8710a", "#1e9e54", "#d6336c", "#8250df", "#0d99a8", "#b7791f", "#6b7280", "#c2410c",
-  "#4d7c0f",
-  "#7aa7f0", "#f2a65a", "#6cc494", "#ec87ab", "#b18ff0", "#5fc3cf", "#d9b25f", "#a3a9b3", "#e08a68", "#93b85a"];
-/** Return colour and dashes of a run: by its age, so that a new run does not change those of the others. */
+const COLOURS = ["#3a6fd8", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#c99a06", "#868e96", "#9c5a3c",
+  "#5fa8ff"];
+const DASHES = [[], [8, 4], [2, 3], [12, 3, 2, 3]];
+const DASH_NAMES = ["solid", "dashed", "dotted", "dash and dot"];
+const slots = new Map();
+
+/** Return colour and dashes of a run. A run keeps them: its name chooses the colour, or the next one that is free. */
 function look(id) {
-  const place = state.runs.size - 1 - [...state.runs.keys()].indexOf(id);
-  return { colour: COLOURS[place % 20], dash: [[], [8, 4], [2, 3], [12, 3, 2, 3]][Math.floor(place / 20) % 4] };
-}
-
-function number(value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value !== "number") return String(value);
-  const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
-  for (const [unit, many] of [[" T", 1e12], [" G", 1e9], [" M", 1e6]]) {
-    if (size >= many) return size < 1e15 ? Number((value / many).toPrecision(4)) + unit : value.toExponential(2);
+  if (!slots.has(id)) {
+    const used = new Set([...slots].filter(([other]) => state.selected.has(other)).map(([, slot]) => slot));
+    let wish = 0;
+    for (const letter of id) wish = (31 * wish + letter.codePointAt(0)) % 9973;
+    let slot = wish % 10;
+    for (let round = 0; used.has(slot) && round < 40; round++) {
+      slot = Math.floor(round / 10) * 10 + (wish + round) % 10;
+    }
+    slots.set(id, slot);
   }
-  return size >= 0.001 || size === 0 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
+  const slot = slots.get(id);
+  return { colour: COLOURS[slot % 10], kind: Math.floor(slot / 10) % 4, dash: DASHES[Math.floor(slot / 10) % 4] };
 }
 
-function bytes(count) {
-  if (typeof count !== "number") return "–";
-  for (const unit of ["bytes", "kB", "MB", "GB"]) {
-    if (count < 999.5) return `${count < 10 && unit !== "bytes" ? count.toFixed(1) : Math.round(count)} ${unit}`;
-    count /= 1000;
-  }
-  return `${count.toFixed(1)} TB`;
-}
-
-function duration(seconds) {
-  if (typeof seconds !== "number") return "–";
-  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
-  const [hours, minutes, rest] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds) % 60];
-  const two = value => String(value).padStart(2, "0");
-  return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
-}
-
-const clock = seconds => new Date(seconds * 1000).toLocaleString("sv").slice(0, 19);
-const isBytes = name => /bytes$|memory/.test(name);
-const isShare = name => /(utilization|data_wait|communication|mfu|accuracy)$/.test(name);
-function valueOf(name, value) {
-  if (isBytes(name)) return bytes(value);
-  return isShare(name) && Math.abs(value) <= 2 ? `${Number((100 * value).toPrecision(3))}%` : number(value);
+/** Return a short line in a run's colour and dashes. */
+function swatch(id) {
+  const { colour, kind } = look(id);
+  return h("i", { className: `swatch kind${kind}`, style: { color: colour }, ariaHidden: "true" });
 }

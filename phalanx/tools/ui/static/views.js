@@ -12,12 +12,18 @@ const PHASE_COLOURS = { evaluate: "#8250df", checkpoint: "#0d99a8", compile: "#3
 const MARKS = { failure: "✕", rank_lost: "▼", recovered: "▲", rank_suspected: "?", checkpoint: "◆", run_ended: "■" };
 const SEVERE = ["failure", "rank_lost", "rank_suspected"];
 
-const heading = (id, more) => h("h3", {}, swatch(id), id, more ? h("small", {}, more) : null);
+const heading = (id, more) => h("h3", {}, state.page === "run" ? null : [swatch(id),
+  h("a", { href: addressOf("run", { run: id }) }, shortName(id))], more ? h("small", {}, more) : null);
+const runCell = id => h("td", { className: "short" }, swatch(id), h("a", { href: addressOf("run", { run: id }) },
+  shortName(id)));
+const ofMany = () => state.page !== "run";
 const empty = text => h("p", { className: "empty" }, text);
 
+/** Return a table; without titles it has no head. */
 function tableOf(titles, rows) {
   return h("div", { className: "scroll", tabIndex: 0 }, h("table", {},
-    h("thead", {}, h("tr", {}, titles.map(title => h("th", { scope: "col" }, title)))),
+    titles ? h("thead", {}, h("tr", {}, titles.map(title => title instanceof HTMLTableCellElement
+      ? title : h("th", { scope: "col" }, title)))) : null,
     h("tbody", {}, rows.map(cells => h("tr", {},
       cells.map(cell => cell instanceof HTMLTableCellElement ? cell : h("td", {}, cell ?? "")))))));
 }
@@ -26,10 +32,12 @@ const short = text => h("td", { className: "short" }, text);
 
 // Ranks ---------------------------------------------------------------------------------------------------------------
 
-const RAMP = [[38, 60, 140], [31, 130, 160], [70, 175, 110], [235, 200, 60], [225, 90, 40]];
-function ramp(share) {
-  const place = Math.max(0, Math.min(0.9999, share)) * (RAMP.length - 1), at = Math.floor(place), rest = place - at;
-  return `rgb(${RAMP[at].map((value, i) => Math.round(value + rest * (RAMP[at + 1][i] - value))).join()})`;
+const BELOW = [58, 111, 216], ABOVE = [214, 72, 22], CALM = 0.1;
+/** Return the colour of a value's distance from the run's median; up to 10% it is the same for all. */
+function ramp(distance) {
+  const far = Math.min(1, Math.max(0, Math.abs(distance) - CALM) / (distance < 0 ? 0.5 - CALM : 1 - CALM));
+  const rest = dark.matches ? [58, 66, 76] : [222, 228, 233];
+  return `rgb(${rest.map((value, i) => Math.round(value + far * ((distance < 0 ? BELOW : ABOVE)[i] - value))).join()})`;
 }
 
 function viewRanks() {
@@ -38,26 +46,30 @@ function viewRanks() {
   const gauges = [...new Set(found.flatMap(detail => Object.keys(detail.heat.gauges)))];
   if (!gauges.includes(state.gauge)) state.gauge = gauges.includes("own_seconds") ? "own_seconds" : gauges[0];
   const choice = h("select", { id: "gauge", onchange: event => { state.gauge = event.target.value; changed(); } },
-    gauges.map(name => h("option", { selected: name === state.gauge }, name)));
-  return [h("div", { className: "tools" }, h("label", {}, "colour by ", choice)), ...found.map(heatMap)];
+    gauges.map(name => h("option", { value: name, selected: name === state.gauge }, gaugeName(name))));
+  const colours = [-0.5, -0.3, -0.1, 0.1, 0.4, 0.7, 1].map(ramp).join();
+  return [h("div", { className: "tools" }, h("label", {}, "show ", choice),
+    h("span", { className: "scale soft" }, "−50%", h("i", { className: "ramp",
+      style: { background: `linear-gradient(90deg, ${colours})` } }), "+100% of the run's median"),
+    h("span", { className: "soft" }, "Framed: a rank that the others wait for")), ...found.map(heatMap)];
 }
 
 function heatMap(detail) {
   const { ranks, times, steps, slowest, counted, gauges } = detail.heat;
   const matrix = gauges[state.gauge] ? decoded(gauges[state.gauge], Float32Array) : new Float32Array(0);
   const known = matrix.filter(Number.isFinite).sort();
-  if (!known.length) return h("div", { className: "card" }, heading(detail.id), empty(`no values of ${state.gauge}`));
-  const low = known[0], high = known[known.length - 1];
+  if (!known.length) return h("div", { className: "card" }, heading(detail.id), empty(`no values: ${gaugeName(state.gauge)}`));
+  const low = known[0], high = known[known.length - 1], middle = known[Math.floor(known.length / 2)];
   const row = Math.max(2, Math.min(22, Math.floor(420 / ranks.length))),
     column = Math.max(2, Math.ceil(900 / times.length));
   const canvas = h("canvas", { width: column * times.length, height: row * ranks.length, className: "heat", role: "img",
-    ariaLabel: `${state.gauge} of ${ranks.length} ranks over ${times.length} reports, `
+    ariaLabel: `${gaugeName(state.gauge)} of ${ranks.length} ranks over ${times.length} reports, `
       + `from ${valueOf(state.gauge, low)} to ${valueOf(state.gauge, high)}` });
   const pen = canvas.getContext("2d");
   ranks.forEach((rank, r) => times.forEach((_, t) => {
     const value = matrix[r * times.length + t];
     if (!Number.isFinite(value)) return;
-    pen.fillStyle = ramp(high > low ? (value - low) / (high - low) : 0.5);
+    pen.fillStyle = ramp(middle ? value / middle - 1 : 0);
     pen.fillRect(t * column, r * row, column - (column > 9), row - (row > 9));
   }));
   pen.strokeStyle = css("--text");
@@ -72,7 +84,7 @@ function heatMap(detail) {
       r = Math.floor(event.offsetY / canvas.clientHeight * ranks.length);
     const value = matrix[r * times.length + t];
     tip.replaceChildren(h("b", {}, `rank ${ranks[r]}, step ${number(steps[t])}`),
-      h("div", {}, `${state.gauge} ${Number.isFinite(value) ? valueOf(state.gauge, value) : "not known"}`),
+      h("div", {}, `${gaugeName(state.gauge)} ${Number.isFinite(value) ? valueOf(state.gauge, value) : "not known"}`),
       h("div", { className: "soft" }, clock(times[t])),
       slowest[t] === ranks[r] ? h("div", { className: "bad" }, "the others wait for this rank") : "");
     place(tip, canvas.getBoundingClientRect(), event.offsetX, event.offsetY);
@@ -80,15 +92,13 @@ function heatMap(detail) {
   canvas.addEventListener("mouseleave", () => { tip.hidden = true; });
   const of = counted > ranks.length ? `${ranks.length} of ${counted} ranks, the slowest`
     : ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
-  return h("div", { className: "card" }, heading(detail.id, of),
+  return h("div", { className: "card" }, heading(detail.id, `${of}; median ${valueOf(state.gauge, middle)}, `
+    + `from ${valueOf(state.gauge, low)} to ${valueOf(state.gauge, high)}`),
     h("div", { className: "heatbox" },
       h("div", { className: "ranks soft" }, h("span", {}, `rank ${ranks[0]}`),
         ranks.length > 1 ? h("span", {}, `rank ${ranks[ranks.length - 1]}`) : null), canvas),
     h("div", { className: "ends soft" }, h("span", {}, `step ${number(steps[0])}`),
-      h("span", {}, `step ${number(steps[steps.length - 1])}`)),
-    h("div", { className: "scale soft" }, valueOf(state.gauge, low), h("i",
-      { className: "ramp", style: { background: `linear-gradient(90deg, ${[0, .25, .5, .75, 1].map(ramp).join()})` } }),
-      valueOf(state.gauge, high), h("span", {}, "framed: a rank that the others wait for")));
+      h("span", {}, `step ${number(steps[steps.length - 1])}`)));
 }
 
 // Time ----------------------------------------------------------------------------------------------------------------
@@ -107,17 +117,19 @@ function goodput(detail) {
   if (!detail.goodput) return h("div", { className: "goodput" }, heading(detail.id),
     h("p", { className: "soft" }, "Its events do not say where its time went."));
   const parts = Object.entries(detail.goodput), total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
-  const share = seconds => `${(100 * seconds / total).toFixed(1)}%`;
+  const part = seconds => `${(100 * seconds / total).toFixed(1)}%`;
+  if (total < LONG_ENOUGH && chosen().every(run => run.status !== "running")) return h("div", { className: "goodput" },
+    heading(detail.id), h("p", { className: "soft" }, `It took ${duration(total)}: too short to say where time goes.`));
   const tries = detail.attempts > 1 ? `, ${detail.attempts} attempts` : "";
   const again = detail.redone ? `, ${number(detail.redone)} steps done again` : "";
   const words = parts.filter(([, seconds]) => seconds / total >= 0.005).sort((a, b) => b[1] - a[1])
-    .map(([name, seconds]) => `${name} ${share(seconds)}`).join(" · ");
+    .map(([name, seconds]) => `${name} ${part(seconds)}`).join(" · ");
   return h("div", { className: "goodput" }, heading(detail.id, `${duration(total)}${tries}${again}`),
     h("div", { className: "bar", role: "img", ariaLabel: words },
       parts.filter(([, seconds]) => seconds > 0).map(([name, seconds]) =>
       h("span", { style: { width: `${100 * seconds / total}%`, background: TIME_COLOURS[name] || "#999" },
-        title: `${name}: ${duration(seconds)}, ${share(seconds)}` },
-        seconds / total > 0.08 ? share(seconds) : ""))),
+        title: `${name}: ${duration(seconds)}, ${part(seconds)}` },
+        seconds / total > 0.08 ? part(seconds) : ""))),
     h("p", { className: "soft" }, words));
 }
 
@@ -157,7 +169,7 @@ function timeline(detail) {
 
 const WORDS = {
   message: event => `${event.level}: ${event.text}`,
-  failure: event => `rank ${event.rank} on ${event.host}: ${event.error}: ${event.message}`,
+  failure: event => `${placeOf(event)}: ${event.error}: ${event.message}`,
   rank_lost: event => `rank ${event.lost} ${event.how}; ${event.action}, ${event.size} ranks (${event.why})`,
   sample: event => event.text,
   recovered: event => `after step ${number(event.step)}: ${event.world_size} ranks go on after ${duration(event.seconds)} `
@@ -171,6 +183,10 @@ const WORDS = {
   run_ended: event => `${event.status}${event.reason ? `: ${event.reason}` : ""}; ${number(event.step)} steps in `
     + `${duration(event.total_time)}, ${number(event.throughput)} samples/s`,
 };
+
+/** Return where something happened, of what is known: rank, host, step. */
+const placeOf = event => [`rank ${event.rank ?? 0}${event.host ? ` on ${event.host}` : ""}`,
+  typeof event.step === "number" ? `step ${number(event.step)}` : ""].filter(Boolean).join(", ");
 
 /** Return an event in words; of a kind that this page does not know, its fields. */
 function textOf(event) {
@@ -188,18 +204,20 @@ function viewEvents() {
   const rows = found.flatMap(detail => detail.events.map(event => ({ id: detail.id, event }))).sort((a, b) =>
     b.event.time - a.event.time);
   const kinds = [...new Set(rows.map(row => row.event.event))].sort();
-  const choice = h("select", { id: "kind", onchange: event => { state.kind = event.target.value; changed(); } },
-    h("option", { value: "" }, "all"),
-      kinds.map(kind => h("option", { value: kind, selected: kind === state.kind }, kind.replaceAll("_", " "))));
-  const shown = rows.filter(({ event }) => !state.kind || !kinds.includes(state.kind) ||
-    event.event === state.kind).slice(0, 500);
+  const groups = { main: "all but checkpoints and samples", all: "all", ...Object.fromEntries(kinds.map(kind =>
+    [kind, kind.replaceAll("_", " ")])) };
+  const choice = h("select", { id: "kind", onchange: event => { state.kinds = event.target.value; changed(); } },
+    Object.entries(groups).map(([kind, text]) => h("option", { value: kind, selected: kind === state.kinds }, text)));
+  const matches = rows.filter(({ event }) => state.kinds === "all" || (kinds.includes(state.kinds)
+    ? event.event === state.kinds : !["checkpoint", "sample"].includes(event.event)));
+  const shown = matches.slice(0, 500);
   return [...found.filter(detail => detail.failures.length).map(failures),
     h("div", { className: "tools" }, h("label", {}, "events ", choice),
       h("span", { className: "soft" }, `${shown.length} of ${rows.length}`)),
-    tableOf(["time", "run", "event", "step", ""],
-      shown.map(({ id, event }) => [short(clock(event.time)), h("td", { className: "short" }, swatch(id), id),
-      h("td", { className: SEVERE.includes(event.event) || event.level === "error" ? "bad nowrap" : "nowrap" },
-        event.event.replaceAll("_", " ")), number(event.step), h("td", { className: "wide" }, textOf(event))]))];
+    tableOf(["time", ...(ofMany() ? ["run"] : []), "event", "step", ""],
+      shown.map(({ id, event }) => [short(clock(event.time)), ...(ofMany() ? [runCell(id)] : []),
+        h("td", { className: SEVERE.includes(event.event) || event.level === "error" ? "bad nowrap" : "nowrap" },
+          event.event.replaceAll("_", " ")), number(event.step), h("td", { className: "wide" }, textOf(event))]))];
 }
 
 /** Show the first failure of a run; those of other ranks are mostly its consequences. */
@@ -212,11 +230,13 @@ function failures(detail) {
 
 function failureParts(detail, failure) {
   const lines = Array.isArray(failure.traceback) ? failure.traceback.join("\n") : String(failure.traceback || "");
-  return h("div", {}, heading(detail.id,
-    `rank ${failure.rank} on ${failure.host}, step ${number(failure.step)}, ${clock(failure.time)}`),
+  const log = `logs/rank-${failure.rank}.log`;
+  return h("div", {}, heading(detail.id, `${placeOf(failure)}, ${clock(failure.time)}`),
     h("p", { className: "bad" }, `${failure.type}: ${failure.message}`), failure.hint ? h("p", {}, failure.hint) : null,
     lines ? h("details", { open: true }, h("summary", {}, "traceback"),
       h("pre", { className: "end", tabIndex: 0 }, lines)) : null,
+    detail.files[log] && !stored ? h("p", {}, h("a", { href: addressOf("run", { run: detail.id, tab: "logs", log }) },
+      `Log of rank ${failure.rank}`)) : null,
     failure.output ? h("details", {}, h("summary", {}, `last output of rank ${failure.rank}`),
       h("pre", { className: "end", tabIndex: 0 }, failure.output)) : null);
 }
@@ -232,14 +252,16 @@ function viewConfig() {
   const shown = names.filter(name => found.length < 2 || state.all || !same(name));
   const box = h("label", {}, h("input", { type: "checkbox", checked: state.all,
     onchange: event => { state.all = event.target.checked; changed(); } }), " also what is equal");
-  const commands = found.map(detail => h("div", {}, heading(detail.id, detail.path),
-    h("pre", { className: "command", tabIndex: 0 }, detail.command)));
-  return [h("div", { className: "card" }, commands), found.length > 1 ? h("div", { className: "tools" }, box,
+  const commands = found.map(detail => h("div", {}, heading(detail.id, detail.path), copied(detail.command)));
+  const cell = (name, value) => ["total_time", "throughput"].includes(name) ? valueOf(name === "total_time" ? "seconds"
+    : name, value) : shownValue(value);
+  return [found.length > 1 ? h("div", { className: "tools" }, box,
     h("span", { className: "soft" }, `${names.filter(name => !same(name)).length} of ${names.length} differ`)) : "",
-    tableOf(["", ...found.map(detail => h("span", {}, swatch(detail.id), detail.id))],
-      shown.map(name => [h("th", { scope: "row" }, name),
+  tableOf(["", ...found.map(detail => ofMany() ? h("span", {}, swatch(detail.id), shortName(detail.id)) : "value")],
+    shown.map(name => [h("th", { scope: "row" }, name),
       ...found.map(detail => h("td", { className: found.length > 1 && !same(name) ? "differs" : "" },
-        shownValue(detail.facts[name])))]))];
+        cell(name, detail.facts[name])))])),
+  ofMany() ? h("h2", {}, "Commands") : "", ofMany() ? h("div", { className: "card" }, commands) : ""];
 }
 
 function viewSamples() {
@@ -251,11 +273,16 @@ function viewSamples() {
 }
 
 function viewCheckpoints() {
-  const rows = details().flatMap(detail => detail.checkpoints.map(each => [
-    h("td", { className: "short" }, swatch(detail.id), detail.id), number(each.step), short(clock(each.time)),
-    short(bytes(each.bytes)), short(duration(each.seconds)), short(each.stall ? duration(each.stall) : "–"),
+  const all = details().flatMap(detail => detail.checkpoints.map(each => ({ id: detail.id, each })));
+  const kept = all.filter(({ each }) => each.exists), gone = all.length - kept.length;
+  const rows = (state.all ? all : kept).map(({ id, each }) => [...(ofMany() ? [runCell(id)] : []), number(each.step),
+    short(clock(each.time)), short(bytes(each.bytes)), short(duration(each.seconds)),
+    short(each.stall ? duration(each.stall) : "–"),
     h("td", { className: each.best ? "good" : "" }, each.best ? "best" : each.exists ? "" : "removed"),
-    h("td", { className: each.exists ? "path" : "path soft" }, each.path)]));
-  return rows.length ? [tableOf(["run", "step", "saved", "size", "took", "stall", "", "path"], rows)]
-    : [empty("No checkpoint has been saved.")];
+    h("td", { className: each.exists ? "path" : "path soft" }, each.path)]);
+  const box = gone ? h("div", { className: "tools" }, h("label", {}, h("input", { type: "checkbox", checked: state.all,
+    id: "gone", onchange: event => { state.all = event.target.checked; changed(); } }),
+  ` also ${number(gone)} that were removed`)) : "";
+  return all.length ? [box, tableOf([...(ofMany() ? ["run"] : []), "step", "saved", "size", "took", "training waited", "",
+    "path"], rows)] : [empty("No checkpoint has been saved.")];
 }
