@@ -172,10 +172,16 @@ class Evaluation:
             limit = loop.config.limit_val_batches
             with loop.report.phase("evaluate", batches_to_measure(self._loader, limit)), loop.formation.averaged():
                 self._last = (step, self._measured(limit))
-            loop.judge("val", self._last[1])
+            self.judge("val", self._last[1])
         epoch = loop.epoch if ended_epoch is None else ended_epoch
         loop.report.evaluated(step, epoch, self._last[1], ends_epoch=ended_epoch is not None)
         return self._last[1]
+
+    def judge(self, split: str, metrics: dict[str, float]) -> None:
+        """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
+        loop, values = self._loop, {f"{split}/{name}": value for name, value in metrics.items()}
+        loop.saving.judge(values, loop.step)
+        loop.control.judge(values, loop.step)
 
     def _measured(self, limit: float | None, unclear: list[str] | None = None) -> dict[str, float]:
         """Evaluate; the random numbers of training stay what they were."""

@@ -227,7 +227,7 @@ class TrainLoop:
         self.losses_checked()
         last = self.is_finished()
         metrics = self.evaluation.after_epoch(epoch, last=last)
-        self.judge("train", {"loss": self.report.epoch_loss})
+        self.evaluation.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.report.say(self.train_loader.sharded.problems(), "warning")
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
@@ -237,12 +237,6 @@ class TrainLoop:
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
         return self.evaluation.run()
-
-    def judge(self, split: str, metrics: dict[str, float]) -> None:
-        """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
-        values = {f"{split}/{name}": value for name, value in metrics.items()}
-        self.saving.judge(values, self.step)
-        self.control.judge(values, self.step)
 
     def _end(self) -> None:
         self.saving.save_last()

@@ -150,10 +150,7 @@ class TorchTrainer:
         config = self.config.replace(**settings) if settings else self.config
         config.refuse_unused(settings)
         config = config.settled
-        if isinstance(config.resume_from_checkpoint, str) and read_rank_env() is None:
-            from phalanx.runs.resume import check_left  # the parent's side: a rank does not load it
-
-            check_left(config)
+        _check_left(config)
         adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
@@ -311,6 +308,14 @@ class TorchTrainer:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
+
+
+def _check_left(config: DistributedConfig) -> None:
+    """Refuse to resume a checkpoint with nothing left to train."""
+    if isinstance(config.resume_from_checkpoint, str) and read_rank_env() is None:
+        from phalanx.runs.resume import check_left  # the parent's side: a rank does not load it
+
+        check_left(config)
 
 
 def _nothing_came(run_dir: Path) -> str:
