@@ -237,6 +237,7 @@ def test_changes_are_taken_from_the_page_alone_and_files_of_runs_only(address, r
     (runs / "a-good" / "logs" / "x.log").symlink_to("/etc/hostname")
     assert get(f"{address}files/a-good/events.jsonl")[0] == 200
     assert get(f"{address}files/tune-x/study.html")[0] == 200
+    assert get(f"{address}files/tune-x/trials/0001")[0] == 307, "a trial's folder leads to its run"
     outside = ("a-good/../b-fair/run.json", "a-good/%2e%2e/b-fair/run.json", "a-good/logs/x.log", "a-good", "")
     for path in (*outside, "tune-x/study.db", "a-good/logs/../../../x", "config/run.json"):
         assert get(f"{address}files/{path}")[0] == 404, path
