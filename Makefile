@@ -9,12 +9,14 @@ RANKS ?=
 # Processes that run tests: one per core of a small machine; most tests start processes of their own.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+# A test that fails beside others runs once more, alone: what fails twice is wrong, what passes is printed and is worth a look.
+AGAIN = { status=$$?; echo "== what failed is run again, alone =="; test $$status -eq 1 && $(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none --maxfail 1; }
 # Tests share the cores: compute threads that wait must not spin.
 test test-all: export OMP_WAIT_POLICY = PASSIVE
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-all lint format docs bench horovod clean
+.PHONY: help setup train test test-all lint format docs dist bench horovod clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,10 +74,10 @@ train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ran
 	$(BIN)/phalanx train digits $(if $(RANKS),--num-workers $(RANKS))
 
 test: $(VENV)/.test ## run the whole suite, in JOBS processes
-	$(PYTEST)
+	$(PYTEST) || $(AGAIN)
 
 test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
-	PHALANX_ALL_TESTS=1 $(PYTEST)
+	export PHALANX_ALL_TESTS=1; $(PYTEST) || $(AGAIN)
 
 lint: $(VENV)/.test $(VENV)/.lint ## ruff, mypy and codespell
 	$(BIN)/ruff check .
@@ -91,6 +93,11 @@ format: $(VENV)/.lint ## format the code
 docs: $(VENV)/.test ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+dist: $(VENV)/.phalanx ## build wheel and source archive into dist/, and try the wheel in an empty environment
+	rm -rf dist build
+	$(BIN)/uv build --quiet --python $(BIN)/python --out-dir dist .
+	$(BIN)/python tools/try_wheel.py dist/*.whl $(TORCH_ARGS)
+
 horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
 	$(UV) setuptools wheel
 	command -v cmake >/dev/null || $(UV) cmake
@@ -101,5 +108,5 @@ bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machin
 	$(BIN)/python benchmarks/step_overhead.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) site build *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

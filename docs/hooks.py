@@ -25,7 +25,7 @@ from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
 _REPOSITORY = "https://github.com/phalanx-train/phalanx"
-"""The repository of the project, for a copy whose origin is a folder."""
+"""The repository of the project, for a copy without an origin."""
 _PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
 _REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d+/|[:/])(.+?)(?:\.git)?/?$")
 _MARKER = re.compile(r"<!-- table: (\w+) -->(\n\*.*)?")

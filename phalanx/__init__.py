@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx.tools.tune.tuner import DistributedTuner
     from phalanx.tools.verify.proofs import verify
     from phalanx.trainers.saved_run import load_run
-    from phalanx.trainers.torch import PyTorchDDPTrainer
+    from phalanx.trainers.torch import PyTorchDDPTrainer, Trainer
 
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "RayTrainer",
     "StepInfo",
     "TensorFlowDistributedTrainer",
+    "Trainer",
     "__version__",
     "load_adapter",
     "load_run",
@@ -75,7 +76,7 @@ _NAMES = {
     "phalanx.tools.tune.tuner": "DistributedTuner",
     "phalanx.tools.verify.proofs": "verify",
     "phalanx.trainers.saved_run": "load_run",
-    "phalanx.trainers.torch": "PyTorchDDPTrainer",
+    "phalanx.trainers.torch": "PyTorchDDPTrainer Trainer",
 }
 __getattr__ = lazy_names(__name__, _NAMES)
 

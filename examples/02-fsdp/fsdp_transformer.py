@@ -59,7 +59,7 @@ def main() -> None:
     args = parse_args()
     model = build_model(args)
     fast = "bf16" if torch.cuda.is_available() else True  # on a CPU: bf16 where it has it, else fp32
-    trainer = phalanx.PyTorchDDPTrainer(
+    trainer = phalanx.Trainer(
         model,
         num_workers=args.num_workers,
         num_gpus=args.num_gpus,

@@ -29,7 +29,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda() else torch.device("cpu")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     model = build_model()
-    phalanx.PyTorchDDPTrainer(model).load(args.weights)  # a file, or a checkpoint of any layout
+    phalanx.Trainer(model).load(args.weights)  # a file, or a checkpoint of any layout
     images, labels = map(torch.stack, zip(*load("digits", split="val"), strict=True))
     with torch.no_grad():
         expected = model.eval()(images)

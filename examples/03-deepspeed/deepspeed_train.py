@@ -39,7 +39,7 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(0)  # the first weights of every run are the same
     engine = {"zero_stage": args.native} if args.native else {"deepspeed_config": args.config}
-    trainer = phalanx.PyTorchDDPTrainer(
+    trainer = phalanx.Trainer(
         build_model(),
         loss_fn=nn.CrossEntropyLoss(),
         num_workers=args.num_workers,

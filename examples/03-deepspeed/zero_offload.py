@@ -33,7 +33,7 @@ def train(args: argparse.Namespace, offload: str) -> str:
     stage = 3 if offload == "nvme" else args.stage
     settings = {"offload": offload, **({"engine_options": {"nvme_path": args.nvme_path}} if offload == "nvme" else {})}
     torch.manual_seed(0)
-    trainer = phalanx.PyTorchDDPTrainer(
+    trainer = phalanx.Trainer(
         build_model(args.width), strategy="deepspeed", zero_stage=stage, batch_size=64, max_steps=args.steps, **settings
     )
     history = trainer.fit(load("digits"), load("digits", split="val"))

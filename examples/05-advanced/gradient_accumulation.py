@@ -69,7 +69,7 @@ def flat_gradient(model: nn.Module) -> torch.Tensor:
 
 def loss_by_trainer(batch: int, accumulation: int, steps: int) -> float:
     """Return the loss after some steps of the trainer, in which all of this is two settings."""
-    trainer = phalanx.PyTorchDDPTrainer(
+    trainer = phalanx.Trainer(
         build_model(),
         loss_fn=loss_fn,
         batch_size=per_rank(batch, accumulation),

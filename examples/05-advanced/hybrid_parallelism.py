@@ -49,7 +49,7 @@ def build_data(args: argparse.Namespace) -> Any:
 
 def train(args: argparse.Namespace) -> None:
     """Train on the layout; every rank of a launcher comes here, or this process, which then starts the ranks."""
-    trainer = phalanx.PyTorchDDPTrainer(
+    trainer = phalanx.Trainer(
         build_model(args),
         **layout(args),
         max_steps=args.steps,

@@ -25,7 +25,7 @@ from ray import serve
 from torch import nn
 from torch.utils.data import DataLoader
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import Trainer
 from phalanx.data import load
 from phalanx.engines.ray.cluster import open_cluster
 
@@ -35,7 +35,7 @@ def build_model() -> nn.Module:
 
 
 def train(folder: Path) -> None:
-    trainer = PyTorchDDPTrainer(
+    trainer = Trainer(
         build_model(), num_workers=2, device="cpu", epochs=3, batch_size=32, learning_rate=5e-3, checkpoint_dir=folder
     )
     history = trainer.fit(DataLoader(load("digits"), shuffle=True), load("digits", split="val"))
@@ -48,7 +48,7 @@ class Digits:
 
     def __init__(self, checkpoint: str) -> None:
         self.model = build_model().eval()
-        PyTorchDDPTrainer(self.model).load(checkpoint)
+        Trainer(self.model).load(checkpoint)
 
     async def __call__(self, request: Any) -> dict[str, float]:
         """Answer {"image": 8 rows of 8 numbers} with the digit and how sure the model is of it."""

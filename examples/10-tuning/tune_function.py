@@ -21,7 +21,7 @@ SPACE = {
 def train(config):
     import torch
 
-    from phalanx import PyTorchDDPTrainer
+    from phalanx import Trainer
     from phalanx.data.sets import load
 
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def train(config):
         torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
     )
     settings = {name: value for name, value in config.items() if name != "width"}
-    trainer = PyTorchDDPTrainer(model, loss_fn=torch.nn.CrossEntropyLoss(), batch_size=32, epochs=9, **settings)
+    trainer = Trainer(model, loss_fn=torch.nn.CrossEntropyLoss(), batch_size=32, epochs=9, **settings)
     trainer.fit(load("digits", split="train"), load("digits", split="val"))
 
 

@@ -32,7 +32,7 @@ GROUPS = {
         "stacks": "print where every rank of a run is, ranks with equal stacks together",
     },
     "use what was trained": {
-        "runs": "list, show, compare, tag, scale and remove runs",
+        "runs": "list, show, compare, tag, follow, stop, scale and remove runs",
         "evaluate": "measure a trained model on data",
         "predict": "write a trained model's outputs for data, or continue a text",
         "serve": "answer requests for texts over HTTP, in the words of OpenAI's API",
@@ -54,14 +54,14 @@ GROUPS = {
 }
 VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}
 OLD_VERBS = {
-    "cancel": "jobs cancel JOB",
+    "cancel": "runs stop RUN",
     "chaos": "verify RECIPE --faults N",
     "completion": "",
-    "logs": "jobs logs JOB",
+    "logs": "runs logs RUN",
     "nccl-env": "doctor --nccl-env KIND",
     "scale": "runs scale RUN N",
     "simulate": "plan --failures RATE --gpus N",
-    "status": "jobs show JOB",
+    "status": "runs show RUN",
     "trace": "report RUN --profile",
 }
 """What to write instead of verbs that were renamed."""

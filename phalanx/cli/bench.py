@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.config import DistributedConfig
 from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import UsageError, unknown_name
@@ -40,7 +39,6 @@ from phalanx.tools.bench.comm.report import (
 )
 from phalanx.tools.bench.compression.run import LINKS, RECIPES, bench_table, plot, probe, read_link, read_names
 from phalanx.tools.bench.compression.run import run_bench as run_recipes
-from phalanx.tools.svg import check_picture
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 
@@ -75,7 +73,7 @@ def _machine_parser() -> FlagParser:
     text = "Measure matrix products, memory and links of this machine, and keep them for `phalanx plan --gpu measured`."
     usage = "phalanx bench machine [--output FILE] [--json]"
     parser = FlagParser(prog="phalanx bench machine", usage=usage, description=text)
-    parser.add_argument("--output", metavar="FILE", help="where to write [the user's folder]")
+    add_output_flag(parser, "--output", endings=(), help="where to write [the user's folder]")
     add_json_flag(parser, "what was measured")
     return parser
 
@@ -102,10 +100,6 @@ Started by torchrun, srun or mpirun it measures the ranks of that job, on severa
 
 def _comm(asked: argparse.Namespace) -> int:
     plan = _comm_plan(asked)
-    if asked.plot:
-        check_picture(asked.plot)
-        if not Path(asked.plot).parent.is_dir():
-            raise UsageError(f"--plot {asked.plot}: there is no folder {Path(asked.plot).parent}")
     if read_rank_env() is None:
         prestart()
     console = PlainConsole(out=sys.stderr if asked.json else None)
@@ -143,7 +137,7 @@ def _comm_parser() -> FlagParser:
     add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
     add("--link-report", action="store_true", help="show the expected bandwidth of the links next to the measured one")
     add_json_flag(parser, "what was measured")
-    add("--plot", metavar="FILE", help="draw it as SVG; with --p2p as heat maps")
+    add_output_flag(parser, "--plot", endings=(".svg",), help="draw it as SVG; with --p2p as heat maps")
     return parser
 
 
@@ -216,8 +210,6 @@ def _compression(asked: argparse.Namespace) -> int:
         if not (asked.advise and link == _HERE):
             read_link(link)
     settings = _compressor_settings(asked)
-    if asked.plot:
-        check_picture(asked.plot)
     prestart()
     say = partial(print, file=sys.stderr if asked.json else sys.stdout, flush=True)
     if asked.advise:
@@ -248,7 +240,7 @@ def _compression_parser() -> FlagParser:
     add("--ranks", type=int, default=2, metavar="N", help="--advise: ranks of the job [2]")
     add("--latency-us", type=float, default=50.0, metavar="X", help="--advise: delay of a message [50]")
     add_json_flag(parser, "the records")
-    add("--plot", metavar="FILE", help="draw the picture as SVG")
+    add_output_flag(parser, "--plot", endings=(".svg",), help="draw the picture as SVG")
     return parser
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.config.meanings import unknown_value
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
@@ -19,11 +19,11 @@ from phalanx.tools.doctor.gpus import check_gpus, check_log, log_environment, re
 from phalanx.tools.doctor.host import check_host
 from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
 from phalanx.tools.doctor.network import by_srun, check_links, check_network, over_ssh
-from phalanx.tools.doctor.reader import EXIT_CODES, LEVELS, CheckResult, HostReader, worst
+from phalanx.tools.doctor.reader import LEVELS, CheckResult, HostReader, worst
 
 _HELP = (
     "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and print a fix for each "
-    "finding. The exit code is 0 (nothing, or notes), 1 (warnings) or 3 (errors)."
+    "finding. The exit code is 1 where an error was found, which would stop or spoil training, and 0 otherwise."
 )
 _SLOW_SHARE = 0.1
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
@@ -45,9 +45,8 @@ def parser() -> FlagParser:
         help="also measure collectives on this machine (15 s), or the links between the hosts",
     )
     parser.add_argument("--problems", action="store_true", help="leave out what is in order")
-    parser.add_argument(
-        "--record", metavar="FILE", help="write what the checks read, for another person ('-': print it)"
-    )
+    text = "write what the checks read, for another person ('-': print it)"
+    add_output_flag(parser, "--record", endings=(".json",), help=text)
     parser.add_argument("--replay", metavar="FILE", help="check a machine that was recorded")
     kinds = "|".join(CLUSTERS)
     parser.add_argument(
@@ -74,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         print_json({host: [dataclasses.asdict(result) for result in group] for host, group in found.items()})
     else:
         print("\n".join(_lines(found, problems=namespace.problems)))
-    return EXIT_CODES[worst(results)]
+    return int(worst(results) == "error")
 
 
 def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.cli.evaluate import add_run_flags
 from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_output_flag, check_output
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import size
 
@@ -23,32 +24,48 @@ def parser() -> FlagParser:
     )
     add_run_flags(parser)
     parser.add_argument("--format", metavar="|".join(FORMATS), help="[that of the ending of --output, or safetensors]")
-    parser.add_argument("-o", "--output", metavar="PATH", help="the file or folder [<run>.<ending>]")
+    text = "the file or folder [<run>.<ending>]"
+    add_output_flag(parser, "-o", "--output", endings=(), metavar="PATH", help=text)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    if namespace.format is not None and namespace.format not in FORMATS:
-        raise UsageError(unknown_name("format", namespace.format, FORMATS))
+    kind = _format(namespace.format, namespace.output)
     from phalanx.models.lora import merge_lora, remove_lora
     from phalanx.trainers.export import export_model
     from phalanx.trainers.saved_run import load_run, open_run
 
-    ending = Path(namespace.output or "").suffix
-    kind = namespace.format or next((name for name, end in FORMATS.items() if end and end == ending), "safetensors")
     needs_example = kind in ("onnx", "torchscript")
     if needs_example or namespace.model:
         found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
     else:
         found, data = load_run(namespace.run, checkpoint=namespace.checkpoint), None
     path = Path(namespace.output or f"{found.path.name}{FORMATS[kind]}")
-    if path.exists() and (kind == "hf" or namespace.output is None):
-        raise UsageError(f"{path} exists already", hint="Give another one: -o PATH")
+    check_output(path, "--output", force=namespace.force)
     augment = found.trainer().augment if needs_example else None
     whole = remove_lora(merge_lora(found.model))  # other programs know no adapters
-    export_model(whole, path, kind, data, augment, found.recipe)
+    export_model(whole, path, kind, data, augment, found.recipe, found.classes)
     written = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
     print(f"wrote {path} ({kind}, {size(written)}) from {found.checkpoint}")
     return 0
+
+
+def _format(asked: str | None, output: str | None) -> str:
+    """Return the format that was named, or that of the file's ending; refuse an ending of another one."""
+    if asked is not None and asked not in FORMATS:
+        raise UsageError(unknown_name("format", asked, FORMATS))
+    if output is None:
+        return asked or "safetensors"
+    ending = Path(output).suffix
+    if asked is None:
+        found = next((name for name, known in FORMATS.items() if known and known == ending), None)
+        if found is None:
+            given = unknown_name("ending", ending or "(none)", filter(None, FORMATS.values()))
+            raise UsageError(f"--output {output}: {given}", hint="A Hugging Face folder is written by --format hf.")
+        return found
+    if asked != "hf" and ending != FORMATS[asked]:
+        hint = f"Write: --output {Path(output).with_suffix(FORMATS[asked])}"
+        raise UsageError(f"--output {output}: a file of the format {asked} ends in {FORMATS[asked]}", hint=hint)
+    return asked

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from phalanx.cli.json_output import check_outputs
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
@@ -171,6 +172,7 @@ class FlagParser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(list(arguments))
         if unknown:
             raise UsageError("\n  ".join(self.describe_unknown(unknown)), hint=f"See {self.prog} --help")
+        check_outputs(self, known)
         return known
 
     def describe_unknown(self, words: Sequence[str]) -> list[str]:
@@ -330,7 +332,7 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     default = "" if field.default is None or members == ("bool",) else f" [{field.default}]"
     text = f"{field.metadata['help']}{default}".replace("%", "%%")
     flags = [flag, f"--no-{flag[2:]}"] if "bool" in members else [flag]
-    nargs = None if "bool" not in members else "?" if "str" in members else 0
+    nargs = None if "bool" not in members else "?" if {"str", "int"} & {*members} else 0
     options: dict[str, Any] = {"nargs": nargs, "const": BARE, "metavar": _metavar(field), "help": text}
     section.add_argument(*flags, dest=name, default=argparse.SUPPRESS, action=ValueAction, **options)
 

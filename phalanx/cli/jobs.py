@@ -6,14 +6,17 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.runs import OF_JOBS
+from phalanx.cli.runs import run as run_runs
 from phalanx.cli.submit import target_of
 from phalanx.errors import PhalanxError, UsageError, unknown_name
 from phalanx.observe.format import of_total, table
-from phalanx.runs.stored import StoredRun, is_run
+from phalanx.runs.stored import StoredRun, find_run, is_run
 from phalanx.tools.submit.job import ENDED, JobRecord, find_record, records, write_record
 from phalanx.tools.submit.target import Status
 
@@ -56,8 +59,18 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one job: phalanx jobs show {action}"
         raise UsageError(unknown_name("action of phalanx jobs", action, ACTIONS), hint=hint)
     namespace = parser(action).parse_all(words)
+    if action != "list" and _is_run(namespace.job):
+        return run_runs([next(name for name, own in OF_JOBS.items() if own == action), *words])
     {"list": _list, "show": _show, "logs": _logs, "cancel": _cancel}[action](namespace)
     return 0
+
+
+def _is_run(name: str) -> bool:
+    """Whether a name is that of a run here, and not that of a submitted job."""
+    for find in (find_record, find_run):
+        with suppress(UsageError):
+            return isinstance(find(name), StoredRun)
+    return False
 
 
 def _list(namespace: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`--json`: one JSON value on standard output, and all else that a verb shows on standard error."""
+"""What a verb gives to other programs: `--json`, one JSON value on standard output; and files, by one rule."""
 
 from __future__ import annotations
 
@@ -10,6 +10,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
+
+from phalanx.errors import UsageError, unknown_name
+
+
+class OutputAction(argparse._StoreAction):
+    """A flag that names a file to write: see `check_outputs`."""
+
+    endings: tuple[str, ...] = ()
+
+
+def add_output_flag(parser: Any, *names: str, endings: tuple[str, ...], metavar: str = "FILE", help: str) -> None:
+    """Add a flag that names a file to write, and --force; `endings`: those that the verb can write, empty for any.
+
+    `parser`: also a group of arguments.
+    """
+    parser.add_argument(*names, action=OutputAction, metavar=metavar, help=help).endings = endings
+    parser.add_argument("--force", action="store_true", help=f"replace the file of {names[-1]} if it exists")
+
+
+def check_outputs(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
+    """Refuse, before any work is done, a file that cannot or must not be written; `-` is standard output."""
+    for action in parser._actions:
+        given = getattr(namespace, action.dest, None)
+        if isinstance(action, OutputAction) and given not in (None, "-"):
+            check_output(Path(given), action.option_strings[-1], action.endings, force=namespace.force)
+
+
+def check_output(path: Path, flag: str, endings: tuple[str, ...] = (), *, force: bool) -> None:
+    """Refuse a file in a missing folder, one with an ending that is not written, and one that exists."""
+    if path.is_dir() and endings:
+        raise UsageError(f"{flag} {path} is a folder", hint=f"Write: {flag} {path / ('out' + endings[0])}")
+    if endings and path.suffix not in endings:
+        ending = unknown_name("ending", path.suffix or "(none)", endings)
+        raise UsageError(f"{flag} {path}: {ending}", hint=f"Write: {flag} {path.with_suffix(endings[0])}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {path.parent}", hint=f"Make it: mkdir -p {path.parent}")
+    if path.exists() and not force:
+        raise UsageError(f"{flag} {path}: it exists already", hint="Name another one, or add --force to replace it.")
 
 
 def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_output_flag
 from phalanx.errors import UsageError, unknown_name
 
 ACTIONS = {
@@ -53,12 +54,13 @@ def parser(action: str = "list") -> FlagParser:
     if action == "show":
         add("algorithm", metavar="ALGORITHM", nargs="?", help="what to play; without it they are listed")
         add("--ranks", type=int, metavar="N", help="how many ranks [as the algorithm needs]")
-        add("--html", metavar="FILE", help="write it as a page with play, pause and single steps instead")
+        text = "write it as a page with play, pause and single steps instead"
+        add_output_flag(parser, "--html", endings=(".html",), help=text)
         add("--speed", type=float, default=1.0, metavar="X", help="2 plays twice as fast [1]")
         return parser
     if action == "quiz":
         add("--seed", type=int, metavar="N", help="which questions [a fresh number]")
-        add("--html", metavar="FILE", help="write the questions as a page instead")
+        add_output_flag(parser, "--html", endings=(".html",), help="write the questions as a page instead")
     if action in ("hint", "solution"):
         add("exercise", metavar="EXERCISE")
     if action in ("check", "watch"):
@@ -259,7 +261,6 @@ def _quiz(namespace: argparse.Namespace) -> int:
     seed = secrets.randbelow(10**6) if namespace.seed is None else namespace.seed
     questions = quiz.draw(seed, old.get("seen", []))
     if namespace.html:
-        _check_page(namespace.html)
         quiz.write_page(questions, Path(namespace.html))
         print(f"wrote {namespace.html}")
         return 0
@@ -271,12 +272,6 @@ def _quiz(namespace: argparse.Namespace) -> int:
     best = max(old.get("best", 0.0), attempt.share)
     kept.note_progress(folder, "quiz", tries=old.get("tries", 0) + 1, best=best, seen=seen)
     return int(not attempt.passed)
-
-
-def _check_page(page: str) -> None:
-    if not page.endswith(".html"):
-        hint = f"Write --html {Path(page).with_suffix('.html')}"
-        raise UsageError(f"--html {page}: a page is an HTML file", hint=hint)
 
 
 def _show(namespace: argparse.Namespace) -> int:
@@ -295,8 +290,6 @@ def _show(namespace: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {ranks}: {name} is shown with {least} to {_MOST_RANKS} ranks")
     if namespace.speed <= 0:
         raise UsageError(f"--speed {namespace.speed:g} is not above 0")
-    if page:
-        _check_page(page)
     print(f"recording {name} on real ranks ...", file=sys.stderr, flush=True)
     stories = grader("story")
     story = stories.record(name, ranks)

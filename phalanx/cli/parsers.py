@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
-from phalanx.cli.json_output import add_json_flag
+from phalanx.cli.json_output import add_json_flag, add_output_flag
 from phalanx.recipes import load_recipe, recipe_names
 from phalanx.reliability import AT_RANDOM, KINDS
 
@@ -60,7 +60,8 @@ def tune_parser() -> FlagParser:
     """Return the parser of `phalanx tune`."""
     parser = FlagParser(
         prog="phalanx tune",
-        usage="phalanx tune <recipe> | --script FILE | -m MODULE --space FILE [options] [-- script's arguments]",
+        usage="phalanx tune <recipe> | --script FILE | -m MODULE --space FILE [options] [-- script's arguments]\n"
+        "       phalanx tune <recipe> --lr [--plot FILE] [options]",
         description=_TUNE,
     )
     add = parser.add_argument
@@ -68,16 +69,19 @@ def tune_parser() -> FlagParser:
     add("--space", metavar="FILE", help="the search space, a TOML file")
     add("--metric", default="val/loss", metavar="NAME", help="metric to optimize: val/accuracy, ... [val/loss]")
     add("--mode", metavar="min|max", help="whether less or more of it is better (default: by the metric's name)")
-    add("--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
+    add("--trials", "--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
+    add("--parallel", type=int, metavar="N", help="how many of them run at once (default: as GPUs or cores allow)")
     add("--scheduler", default="none", metavar="asha|pbt|median|none", help="which trials are stopped early [none]")
     add("--search", default="random", metavar="random|grid|optuna", help="how points are chosen [random]")
-    add("--trials", type=int, metavar="N", help="trials that run at once (default: as GPUs or cores allow)")
     add("--trials-per-gpu", type=int, default=1, metavar="N", help="trials that share a GPU [1]")
     add("--engine", default="auto", metavar="auto|local|ray", help="auto: ray where --address is given, else local")
     add("--grace", type=int, default=1, metavar="N", help="asha, median: iterations (epochs) that every trial gets [1]")
     add("--eta", type=int, default=3, metavar="N", help="asha: one of this many trials continues at each rung [3]")
     add("--interval", type=int, default=1, metavar="N", help="pbt: iterations between exchanges [1]")
     add("--mutate", metavar="NAMES", help="pbt: hyperparameters that change during a trial, separated by commas [all]")
+    add("--lr", action="store_true", help="find a learning rate by one short training in which it grows; no --space")
+    text = "--lr: draw the losses over the rates into this file"
+    add_output_flag(parser, "--plot", endings=(".svg",), help=text)
     add("--part", metavar="I/N", help="run every N-th trial from number I: a random or grid search split over N jobs")
     add("--study-dir", metavar="DIR", help="folder of the search [runs/tune-<name>-<time>]")
     add("--resume", action="store_true", help="continue the search in --study-dir")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag
+from phalanx.cli.json_output import add_json_flag, add_output_flag
 from phalanx.reliability import PRESETS
 
 _HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
@@ -116,7 +116,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         what = name.removesuffix("_cost")
         add(f"--{what}-cost", metavar="TIME", help=f"--failures: what a {what} costs [{default}]")
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
-    add("--html", metavar="FILE", help="write a page with the same as pictures")
+    add_output_flag(group, "--html", endings=(".html",), help="write a page with the same as pictures")
     add_json_flag(group, "the plan")  # type: ignore[arg-type]
 
 

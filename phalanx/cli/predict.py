@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from phalanx.cli.evaluate import add_run_flags
 from phalanx.cli.flags import FlagParser, add_config_flags, given_flags
-from phalanx.errors import UsageError, unknown_name
+from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
+from phalanx.errors import UsageError
 
-_HELP = """Write the outputs of a run's best checkpoint for data, one per sample and in its order.
+_HELP = """Write what a run's best checkpoint says of data, one row per sample and in its order.
 
-Without --output, each is a line of JSON. A language model continues --prompt."""
-_ENDINGS = (".jsonl", ".npy", ".pt")
+Of a classifier: row, file, class, its name and probability; of other models the output. Without --output, each is a
+line of JSON. A language model continues --prompt."""
+_OF_TENSORS = (".npy", ".pt")
+"""Files that hold the model's outputs themselves."""
+_DIGITS = 6
+_EXACT = 9
+"""Digits that tell any two numbers of 32 bits apart."""
 
 
 def parser() -> FlagParser:
@@ -23,7 +31,10 @@ def parser() -> FlagParser:
     usage = "phalanx predict RUN|CHECKPOINT [--data DATA | --prompt TEXT] [-o FILE] [options]"
     parser = FlagParser(prog="phalanx predict", usage=usage, description=_HELP)
     add_run_flags(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="a file to write: .jsonl, .npy or .pt")
+    text = "a file to write: .jsonl or .csv; .npy and .pt hold the outputs"
+    add_output_flag(parser, "-o", "--output", endings=(".jsonl", ".csv", *_OF_TENSORS), help=text)
+    parser.add_argument("--raw", action="store_true", help="the model's outputs as they are, instead of classes")
+    add_json_flag(parser, "the rows")
     parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a language model")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add to --prompt [200]")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
@@ -34,11 +45,6 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    if namespace.output and Path(namespace.output).suffix not in _ENDINGS:
-        ending = Path(namespace.output).suffix or "(none)"
-        raise UsageError(f"--output {namespace.output}: {unknown_name('ending', ending, _ENDINGS)}")
-    if namespace.output and not Path(namespace.output).parent.is_dir():
-        raise UsageError(f"--output {namespace.output}: there is no folder {Path(namespace.output).parent}")
     from phalanx.trainers.saved_run import load_run, open_run
 
     if namespace.prompt is not None:
@@ -48,7 +54,29 @@ def run(arguments: Sequence[str]) -> int:
     found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
     if data is None:
         raise UsageError(f"{found.name} has no validation data", hint="Write: --data my_package.data:load")
-    _write(found.predict(data, **given_flags(namespace)), namespace.output)
+    if hasattr(found.model, "generate") and not namespace.raw:
+        raise UsageError(
+            f"a {type(found.model).__name__} gives scores of every token at every place, which are not texts",
+            hint=f'Write: phalanx predict {namespace.run} --prompt "TEXT", or add --raw for the scores.',
+        )
+    with redirect_stdout(sys.stderr):
+        outputs = found.predict(data, **given_flags(namespace))
+    path = None if namespace.output is None else Path(namespace.output)
+    if path is not None and path.suffix in _OF_TENSORS:
+        count = _write_outputs(outputs, path)
+    else:
+        decode = None if namespace.raw else getattr(data, "predictions", None)  # data whose outputs mean texts
+        rows = _rows(outputs, data, found.classes, raw=namespace.raw) if decode is None else decode(outputs)
+        count = len(rows)
+        if namespace.json:
+            print_json({"run": found.name, "checkpoint": str(found.checkpoint), "rows": rows})
+        elif path is None:
+            _write_rows(rows, sys.stdout, ".jsonl")
+        if path is not None:
+            with path.open("w", encoding="utf-8", newline="") as file:
+                _write_rows(rows, file, path.suffix)
+    if path is not None:
+        print(f"wrote {count} rows to {path}", file=sys.stderr if namespace.json else sys.stdout)
     return 0
 
 
@@ -70,27 +98,80 @@ def _continued(saved: Any, namespace: Any) -> str:
     return text_of_run(saved).answer(*asked)
 
 
-def _write(outputs: Any, output: str | None) -> None:
+def _rows(outputs: Any, data: Any, classes: list[str], *, raw: bool) -> list[dict[str, Any]]:
+    """Return what is written of each sample: its row and file, and the class with its probability, or the output."""
     import torch
 
-    if output is not None and output.endswith(".pt"):
-        torch.save(outputs, output)
-        return
-    rows = isinstance(outputs, list) and all(isinstance(row, torch.Tensor) for row in outputs)
-    if not isinstance(outputs, torch.Tensor) and (not rows or str(output).endswith(".npy")):
-        raise UsageError(
-            f"the model's outputs are a {type(outputs).__name__}, not one tensor", hint="Write them with: -o outputs.pt"
-        )
-    if output is not None and output.endswith(".npy"):
+    if not isinstance(outputs, torch.Tensor) and not all(isinstance(each, torch.Tensor) for each in outputs):
+        raise _not_one_tensor(outputs)
+    places, files = _inputs(data, len(outputs))
+    rows: list[dict[str, Any]] = [{"row": place} for place in places]
+    for row, file in zip(rows, files, strict=False):
+        row["input"] = file
+    if raw or not _is_classifier(outputs, data, classes):
+        digits = _EXACT if raw else _DIGITS
+        for row, output in zip(rows, outputs, strict=True):
+            row["output"] = _rounded(output.tolist(), digits)
+        return rows
+    likeliest = outputs.float().softmax(-1).max(-1)
+    for row, number, share in zip(rows, likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
+        row["class"] = number
+        if len(classes) == outputs.shape[-1]:
+            row["name"] = classes[number]
+        row["probability"] = _rounded(share, _DIGITS)
+    return rows
+
+
+def _inputs(data: Any, count: int) -> tuple[list[int], list[str]]:
+    """Return the samples' places in the data as they are stored, and the names of their files where they have some."""
+    places = list(range(count))
+    while isinstance(indices := getattr(data, "indices", None), list) and hasattr(data, "dataset"):  # a subset
+        places, data = [indices[place] for place in places], data.dataset
+    samples = getattr(data, "samples", None)  # of folders of images, as torchvision has it: (file, label)
+    return places, [str(samples[place][0]) for place in places] if isinstance(samples, list) else []
+
+
+def _is_classifier(outputs: Any, data: Any, classes: list[str]) -> bool:
+    """Whether an output scores classes: there is one for each known name, or labels are whole numbers."""
+    if isinstance(outputs, list) or outputs.ndim != 2 or outputs.shape[1] < 2 or not outputs.is_floating_point():
+        return False
+    if classes:
+        return bool(len(classes) == outputs.shape[1])
+    sample = data[0] if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
+    label: Any = sample.get("labels") if isinstance(sample, dict) else sample[-1] if isinstance(sample, tuple) else None
+    return isinstance(label, int) or (getattr(label, "ndim", 1) == 0 and not label.is_floating_point())
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, list):
+        return [_rounded(each, digits) for each in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _write_outputs(outputs: Any, path: Path) -> int:
+    """Write the outputs themselves as .pt or .npy, and return how many there are."""
+    import torch
+
+    if path.suffix == ".pt":
+        torch.save(outputs, path)
+    elif not isinstance(outputs, torch.Tensor):
+        raise _not_one_tensor(outputs)
+    else:
         import numpy as np
 
-        np.save(output, (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy())
+        np.save(path, (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy())
+    return len(outputs)
+
+
+def _not_one_tensor(outputs: Any) -> UsageError:
+    kind = type(outputs).__name__
+    return UsageError(f"the model's outputs are a {kind}, not one tensor", hint="Write them with: -o outputs.pt")
+
+
+def _write_rows(rows: list[dict[str, Any]], file: Any, ending: str) -> None:
+    if ending == ".csv":
+        lines = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["row"])
+        lines.writeheader()
+        lines.writerows(rows)
         return
-    with open(output, "w", encoding="utf-8") if output else _standard_output() as file:
-        file.writelines(json.dumps(row.tolist()) + "\n" for row in outputs)
-
-
-def _standard_output() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext(sys.stdout)
+    file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.observe.format import duration, rate, speed_note, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
@@ -34,7 +34,8 @@ def parser() -> FlagParser:
     parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
     parser.add_argument("--profile", action="store_true", help="show the recorded steps instead of the whole run")
     parser.add_argument("--rank", type=int, metavar="N", help="--profile: show the steps of this rank one by one")
-    parser.add_argument("--svg", metavar="FILE", help="--profile: draw the first steps of all ranks into this file")
+    text = "--profile: draw the first steps of all ranks into this file"
+    add_output_flag(parser, "--svg", endings=(".svg",), help=text)
     add_json_flag(parser, "the report")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser

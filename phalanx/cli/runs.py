@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,21 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch.elastic import request_ranks
-from phalanx.observe.format import duration, of_total, size, table
-from phalanx.runs.facts import differences, facts
+from phalanx.observe.events import RunEnded, RunStarted, from_dict
+from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
+from phalanx.observe.guard import say_to_user
+from phalanx.runs.facts import differences, facts, surroundings
+from phalanx.runs.record import CHANGES, PACKAGES
 from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
-from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
+from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
     "list": "list the runs, the newest first",
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
     "tag": "give a run a name of your own, which every command takes",
+    "logs": "show what the ranks of a run print",
+    "stop": "end a run in progress after its current step, with a checkpoint, as SIGTERM does",
     "note": "write a note about a run, or with an empty text remove it",
     "scale": "change the number of ranks of a run in progress, at the next step's boundary",
     "rm": "remove runs with their files",
@@ -48,24 +56,52 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
         raise UsageError(unknown_name("action of phalanx runs", action, ACTIONS), hint=hint)
     namespace = parser(action).parse_all(words)
-    acts = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "note": _note, "scale": _scale, "rm": _remove}
-    acts[action](namespace)
+    if action in OF_JOBS and _names_job(namespace.run, Path(namespace.runs_dir)):
+        from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
+
+        return run_jobs([OF_JOBS[action], *words])
+    acts = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "note": _note, "logs": _logs, "stop": _stop}
+    {**acts, "scale": _scale, "rm": _remove}[action](namespace)
     return 0
+
+
+OF_JOBS = {"show": "show", "logs": "logs", "stop": "cancel"}
+"""What `phalanx jobs` calls an action that both have."""
+
+
+def _names_job(name: str, folder: Path) -> bool:
+    """Whether a name is that of a submitted job, and not that of a run here."""
+    from phalanx.tools.submit.job import find_record  # few commands need it
+
+    for find in (lambda: find_run(name, folder), lambda: find_record(name)):
+        with suppress(UsageError):
+            return not isinstance(find(), StoredRun)
+    return False
 
 
 def parser(action: str) -> FlagParser:
     """Return the parser of one action."""
     actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
-    words = {"show": "RUN", "diff": "RUN RUN", "tag": "RUN TAG", "note": "RUN TEXT", "scale": "RUN N", "rm": "RUN ..."}
-    usage = f" {words[action]}" if action in words else ""
+    forms = {
+        "list": "",
+        "diff": " RUN RUN",
+        "tag": " RUN TAG",
+        "note": " RUN TEXT",
+        "scale": " RUN N",
+        "rm": " RUN ...",
+    }
+    usage = {**forms, "rm": " RUN ..."}.get(action, " RUN")
     parser = FlagParser(
         prog=f"phalanx runs {action}",
         usage=f"phalanx runs {action}{usage} [options]",
         description=ACTIONS[action] + "." + (_SCALING if action == "scale" else ""),
         epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
     )
-    if action in ("show", "tag", "note", "scale"):
+    if action in ("show", "tag", "note", "logs", "stop", "scale"):
         parser.add_argument("run", metavar="RUN")
+    if action == "logs":
+        parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+        parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
     if action == "tag":
@@ -77,6 +113,9 @@ def parser(action: str) -> FlagParser:
         parser.add_argument("ranks", metavar="N", type=int, help="how many ranks the run shall have")
     if action == "rm":
         parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    if action == "list":
+        help = "list the trials of searches too, each as a run; with a name: those of one search alone"
+        parser.add_argument("--trials", nargs="?", const="", metavar="STUDY", help=help)
     if action in ("list", "show", "diff"):
         add_json_flag(parser, "it")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
@@ -104,12 +143,31 @@ def summary(run: StoredRun) -> dict[str, Any]:
     }
 
 
+def _listed(folder: Path, asked: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the runs to list, and a line for each search whose trials are left out; `asked`: the value of --trials."""
+    studies = list_studies(folder)
+    if asked:
+        named = [study for study in studies if study.name.startswith(Path(asked).name)]
+        if not named:
+            raise UsageError(unknown_name("search", asked, [study.name for study in studies]))
+        return [summary(run) for study in named for run in list_runs(study / "trials")], []
+    runs = list_runs(folder)
+    if asked is not None:
+        runs += [run for study in studies for run in list_runs(study / "trials")]
+        runs.sort(key=lambda run: run.started, reverse=True)
+        return [summary(run) for run in runs], []
+    counts = {study.name: len(list_runs(study / "trials")) for study in studies}
+    return [summary(run) for run in runs], [
+        f"search {name}: {count} trials; see: phalanx runs --trials {name}" for name, count in counts.items()
+    ]
+
+
 def _list(namespace: argparse.Namespace) -> None:
-    runs = [summary(run) for run in list_runs(Path(namespace.runs_dir))]
+    runs, notes = _listed(Path(namespace.runs_dir), namespace.trials)
     if namespace.json:
         print_json(runs)
         return
-    if not runs:
+    if not runs and not notes:
         print(f"no runs in {Path(namespace.runs_dir).resolve()} yet; start one with: phalanx train digits")
         return
     rows = [("name", "started", "status", "steps", "best", "size", "tags")]
@@ -118,7 +176,7 @@ def _list(namespace: argparse.Namespace) -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["started"]))
         steps = of_total(each["steps"], each["total_steps"])
         rows.append((each["name"], when, each["status"], steps, best, size(each["bytes"]), " ".join(each["tags"])))
-    print(table(rows))
+    print("\n".join([*([table(rows)] if runs else []), *notes]))
 
 
 def _show(namespace: argparse.Namespace) -> None:
@@ -143,16 +201,14 @@ def _show(namespace: argparse.Namespace) -> None:
         ("tags", ", ".join(run.tags)),
         ("note", record.note if record else ""),
     ]
-    if "total_time" in run.ended:
-        rows.append(("time", duration(run.ended["total_time"])))
-    if "strategy" in (begun := run.begun):
-        layout = begun.get("layout") or begun["strategy"]
-        rows.append(("layout", f"{layout}, {begun['world_size']} x {begun['device']}, {begun['precision']}"))
-        rows.append(("parameters", f"{begun['parameters']:,}"))
+    rows += [row for row in _ended_rows(run) if row[0] not in dict(rows)]
     if record is not None:
+        changed = run.path / CHANGES
         rows.append(("in", record.directory))
-        rows.append(("git commit", record.commit or ""))
+        rows.append(("git commit", f"{record.commit or ''}{f', with {changed}' if changed.is_file() else ''}"))
         rows.append(("versions", f"phalanx {record.phalanx}, Python {record.python}"))
+        rows += record.environment.items()
+        rows.append(("packages", str(run.path / PACKAGES) if (run.path / PACKAGES).is_file() else ""))
     print(table([row for row in rows if row[1]]))
     verbs = ["resume"] if found["status"] not in ("finished", "running") else []
     if run.checkpoints:
@@ -160,15 +216,48 @@ def _show(namespace: argparse.Namespace) -> None:
         print("next:", *lines, sep="\n")
 
 
+def _ended_rows(run: StoredRun) -> list[tuple[str, str]]:
+    """Return all rows of the summary of a run that has ended; of one that goes on, its layout and size."""
+    begun = run.begun
+    if "strategy" not in begun:
+        return [("time", duration(run.ended["total_time"]))] if "total_time" in run.ended else []
+    layout = begun.get("layout") or begun["strategy"]
+    place = f"{begun['world_size']} x {begun['device']}, {begun['precision']}"
+    rows = [("layout", f"{layout}, {place}"), ("parameters", f"{begun['parameters']:,}")]
+    with suppress(TypeError, ValueError):  # it goes on, or another version wrote its events
+        started, ended = from_dict(begun), from_dict(run.ended)
+        if isinstance(started, RunStarted) and isinstance(ended, RunEnded):
+            rows += [row for row in summary_rows(ended, started) if row[0] not in dict(rows)]
+    return rows
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "total_time": duration,
+    "throughput": lambda value: f"{rate(value)} samples/s",
+}
+"""How results are written in a comparison."""
+_POLL_SECONDS = 0.2
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int | float) and name in _UNITS:
+        return _UNITS[name](value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
 def _diff(namespace: argparse.Namespace) -> None:
     both = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
     differs = differences([facts(run) for run in both])
+    if all(run.path.joinpath(PACKAGES).is_file() for run in both):
+        differs |= differences([surroundings(run) for run in both])
     if namespace.json:
         print_json(differs)
         return
     rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
     for name, pair in differs.items():
-        rows.append((name, *("-" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair)))
+        rows.append((name, *(_shown(name, value) for value in pair)))
     print(table(rows))
 
 
@@ -178,6 +267,36 @@ def _tag(namespace: argparse.Namespace) -> None:
 
 def _note(namespace: argparse.Namespace) -> None:
     note_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.note)
+
+
+def _logs(namespace: argparse.Namespace) -> None:
+    from phalanx.tools.submit.job_files import follow_files, rank_log  # behind the other actions, which are quick
+
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    one = None if namespace.rank is None else [rank_log(run.path, namespace.rank)]
+    follow = (lambda: StoredRun(run.path).status != "running") if namespace.follow else None
+    printed = False
+    for line in follow_files(lambda: one or sorted(run.path.glob("logs/**/rank-*.log")), follow):
+        print(line, flush=namespace.follow)
+        printed = True
+    if not printed:
+        say_to_user(f"the ranks of {run.name} printed nothing; its curves and events: phalanx ui")
+
+
+def _stop(namespace: argparse.Namespace) -> None:
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    if run.status != "running":
+        raise UsageError(f"{run.path} is not in progress: its status is {run.status}.")
+    if run.record is None or not run.record.is_alive:
+        place = f" on {run.record.host}" if run.record is not None else ""
+        raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
+    os.kill(run.record.pid, signal.SIGTERM)
+    print(f"{run.name} stops after its current step", flush=True)
+    while (ended := StoredRun(run.path)).status == "running":
+        time.sleep(_POLL_SECONDS)
+    print(
+        f"{run.name} is {ended.status}" + (f"; to continue it: phalanx resume {run.name}" if ended.checkpoints else "")
+    )
 
 
 def _scale(namespace: argparse.Namespace) -> None:

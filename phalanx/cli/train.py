@@ -18,7 +18,7 @@ from phalanx.cli.parsers import train_parser
 from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engine import engine_of
-from phalanx.errors import PhalanxError, PreemptedError, UsageError
+from phalanx.errors import NonFiniteLossError, PhalanxError, PreemptedError, UsageError
 from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import ModuleTarget, ScriptTarget
@@ -51,6 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
+    resolved = Resolved(resolved.config.settled, resolved.origins)
     config = resolved.config
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
@@ -222,6 +223,8 @@ def _launch(
             outcome = "preempted" if isinstance(error, PreemptedError) else outcome
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
                 error.hint = f"To resume: phalanx resume {shlex.quote(StoredRun(run_dir).name)}"
+            if isinstance(error, NonFiniteLossError) and config.debug is None:
+                error.hint += f"\n  next: {_with_debug(StoredRun(run_dir), compiled=bool(config.compile))}"
             if recipe is not None or not was_started:  # a script may have written files
                 discard_unused(config, run_dir, error)
             raise
@@ -235,7 +238,16 @@ def _launch(
         finally:
             if not config.node_rank:
                 end_record(run_dir, outcome)
+    if config.fast_dev_run:
+        discard_unused(config, run_dir)
     return 0
+
+
+def _with_debug(run: StoredRun, *, compiled: bool) -> str:
+    """Return the command of a run, with the flag that names the module which first gives a NaN."""
+    words = run.record.command if run.record is not None else ["phalanx", "train", "..."]
+    place = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:place], "--debug", "nan", *(["--no-compile"] if compiled else []), *words[place:]])
 
 
 def _record(resolved: Resolved, recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> RunRecord:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import read_target, resolve_flags, split_own
-from phalanx.cli.json_output import json_at_end
+from phalanx.cli.json_output import json_at_end, print_json
 from phalanx.cli.parsers import tune_parser
-from phalanx.errors import UsageError
+from phalanx.errors import SearchFailedError, UsageError
+from phalanx.observe.format import table
 from phalanx.recipes import Recipe
 from phalanx.tools.tune.trainable import Trainable
 
 if TYPE_CHECKING:
     from phalanx.tools.tune.results import Results
+    from phalanx.trainers.rate_finder import RateSweep
+
+_ROWS, _BAR = 14, 30
+"""The size of the picture on the terminal."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = split_own(arguments)
     namespace = tune_parser().parse_all(words)
+    if namespace.lr:
+        return _find_rate(namespace, words, own)
     if namespace.space is None:
-        raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
+        hint = "Write: phalanx tune digits --space space.toml, or for a learning rate alone: phalanx tune digits --lr"
+        raise UsageError("tune needs --space", hint=hint)
     from phalanx.tools.tune.search import SearchRequest, read_part, search
     from phalanx.tools.tune.space import SearchSpace
 
@@ -31,9 +43,9 @@ def run(arguments: Sequence[str]) -> int:
     subject = _subject(namespace, own)
     mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
     asked = SearchRequest(
-        metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
+        metric=namespace.metric, mode=namespace.mode, trials=namespace.trials,
         scheduler=namespace.scheduler, search=namespace.search, engine=namespace.engine, address=address,
-        trials=namespace.trials,
+        parallel=namespace.parallel,
         trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
         interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
         part=None if namespace.part is None else read_part(namespace.part),
@@ -42,6 +54,74 @@ def run(arguments: Sequence[str]) -> int:
     with json_at_end(lambda: _summary(*found), wanted=namespace.json):
         found.append(search(subject, space, asked))
     return 0
+
+
+def _find_rate(namespace: argparse.Namespace, words: Sequence[str], own: list[str]) -> int:
+    """Sweep the learning rate of a recipe, and show what it suggests."""
+    unused = [name for name in ("space", "trials", "parallel", "part", "study_dir") if getattr(namespace, name)]
+    if unused:
+        raise UsageError(f"--lr is one training, for which --{unused[0].replace('_', '-')} has no meaning")
+    recipe = read_target(namespace, own, "tune", "Write: phalanx tune digits --lr")
+    if not isinstance(recipe, Recipe):
+        hint = "In the script, with its trainer: print(trainer.find_lr(train_data).suggestion)"
+        raise UsageError("--lr takes a recipe: what a script trains is known to the script alone", hint=hint)
+    from phalanx.trainers.recipe import recipe_task
+    from phalanx.trainers.torch import PyTorchDDPTrainer
+
+    resolved = resolve_flags(namespace, recipe)
+    task = recipe_task(recipe, resolved.config)
+    parts = {"loss_fn": task.loss_fn, "optimizer": task.optimizer, "augment": task.augment}
+    with redirect_stdout(sys.stderr):
+        found = PyTorchDDPTrainer(task.model, resolved.config, **parts).find_lr(task.train)
+    if namespace.plot is not None:
+        _draw_rates(found, namespace.plot, recipe.name)
+    if namespace.json:
+        print_json({**dataclasses.asdict(found), "suggestion": found.suggestion})
+        return 0
+    print("\n".join(_rate_lines(found)))
+    if namespace.plot is not None:
+        print(f"picture: {namespace.plot}")
+    if found.suggestion is None:
+        raise SearchFailedError("the loss did not fall at any rate", hint="Look at the data and the model first.")
+    command = ["phalanx", "train", *_without_sweep(words), "--learning-rate", f"{found.suggestion:.2g}"]
+    print(f"suggested learning rate: {found.suggestion:.2g}\nnext:\n  {shlex.join(command)}")
+    return 0
+
+
+def _without_sweep(words: Sequence[str]) -> list[str]:
+    """Return the words of a sweep that `phalanx train` takes, without a learning rate."""
+    own, before = [], ""
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag not in ("--lr", "--force", "--plot", "--learning-rate") and before not in ("--plot", "--learning-rate"):
+            own.append(word)
+        before = word
+    return own
+
+
+def _rate_lines(found: RateSweep) -> list[str]:
+    """Return the smoothed losses of some rates as a table with bars."""
+    chosen = [*range(0, len(found.rates), max(1, len(found.rates) // _ROWS))]
+    low, high = min(found.smoothed), max(found.smoothed[place] for place in chosen)
+    rows = [("rate", "loss", "")]
+    for place in chosen:
+        share = (found.smoothed[place] - low) / ((high - low) or 1.0)
+        rows.append((f"{found.rates[place]:.1e}", f"{found.smoothed[place]:.4g}", "#" * round(_BAR * share)))
+    return [table(rows), f"{len(found.rates)} steps; the sweep ended: {found.ended}"]
+
+
+def _draw_rates(found: RateSweep, path: str, name: str) -> None:
+    from phalanx.tools.svg import COLORS, Axis, Plot, write_picture  # few commands draw
+
+    charts = []
+    for title, values in (("smoothed loss", found.smoothed), ("its slope per tenfold rate", found.slopes)):
+        rates = Axis("learning rate", found.rates[0], found.rates[-1], log=True)
+        plot = Plot(rates, Axis.of(title, values), (560, 320))
+        plot.line(list(zip(found.rates, values, strict=True)), COLORS[0], title)
+        if (best := found.suggestion) is not None:
+            plot.mark((best, values[found.rates.index(best)]), COLORS[1], f"suggested: {best:.2g}")
+        charts.append(plot.svg())
+    write_picture(path, f"{name}: loss over learning rate", charts, (560, 320), ("loss", "suggested"))
 
 
 def _summary(results: Results | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_output_flag
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
 from phalanx.runs.stored import RUNS, find_run
@@ -28,7 +29,9 @@ def parser() -> FlagParser:
     parser = FlagParser(prog="phalanx ui", usage=usage, description=_HELP)
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="*", help="--save: a name, the beginning of one, a tag, a folder, or last")
-    add("--save", metavar="FILE", help="write the page of these runs as one file, and start no server")
+    add_output_flag(
+        parser, "--save", endings=(".html",), help="write the page of these runs as one file, and start no server"
+    )
     add("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     add(
         "--host", default="127.0.0.1", metavar="HOST", help="the name or address to listen on; 0.0.0.0: all [127.0.0.1]"
@@ -84,10 +87,6 @@ def _save(names: Sequence[str], folder: Path, given: str | None) -> int:
     if given is None or not names:
         raise UsageError("--save FILE and the runs go together", hint="Write: phalanx ui last --save report.html")
     path = Path(given)
-    if path.is_dir():
-        raise UsageError(f"--save {path} is a folder", hint=f"Write --save {path / 'report.html'}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--save {path}: the folder {path.parent} does not exist")
     runs = {run.path: run for run in (find_run(name, folder) for name in names)}
     replace_file(path, page_of(list(runs.values())))
     print(path)

@@ -48,8 +48,10 @@ class CommonSettings(TypedDict, total=False):
     deterministic: bool
     drop_last: bool | None
     data_dir: str | os.PathLike[str] | None
-    eval_every: int
+    eval_every: int | float | str
     limit_val_batches: int | float | None
+    sanity_val_batches: int
+    fast_dev_run: bool | int
     max_time: int | float | str | None
     early_stopping: str | None
     patience: int
@@ -89,6 +91,7 @@ class CommonSettings(TypedDict, total=False):
     async_checkpoint: Literal[False, True, "skip"]
     keep_last: int | None
     keep_best: bool | str | None
+    load_best_at_end: bool
     resume_from_checkpoint: bool | str | os.PathLike[str]
     run_dir: str | os.PathLike[str] | None
     name: str | None

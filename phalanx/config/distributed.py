@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 RECORD_HEADER = "# The resolved settings of this run."
 """The beginning of the file that each run writes."""
+
+_LEFT_OUT = (
+    "checkpoint_dir", "checkpoint_frequency", "load_best_at_end", "max_restarts", "eval_every", "tensorboard", "mlflow",
+    "wandb", "sinks", "metrics_port", "profile", "warmup",
+)  # fmt: skip
+"""Settings that a fast_dev_run has at their defaults."""
 
 
 class DistributedConfig(Settings):
@@ -95,6 +102,23 @@ class DistributedConfig(Settings):
             raise ConfigError([message for _, message in mistakes])
         counted = {"num_workers": None} if {"num_gpus", "gpus_per_node"} & changes.keys() else {}
         return DistributedConfig(**merge({**self.to_dict(), **counted}, renamed))
+
+    @property
+    def settled(self) -> DistributedConfig:
+        """The config with what fast_dev_run means: a few steps, one evaluation, and nothing that stays."""
+        tried = int(self.fast_dev_run)
+        if not tried:
+            return self
+        given_folder = "PHALANX_RUN_DIR" in os.environ  # the process that made it removes it
+        return self.with_trusted(
+            **{name: FIELDS[name].default for name in _LEFT_OUT},
+            run_dir=self.run_dir if given_folder else None,
+            epochs=1,
+            max_steps=tried,
+            limit_val_batches=tried,
+            sanity_val_batches=0,
+            keep_best=False,
+        )
 
     def with_trusted(self, **changes: Any) -> DistributedConfig:
         """Return a copy with values that the program itself computed (the device, a folder), without a new check."""

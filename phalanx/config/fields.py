@@ -216,11 +216,27 @@ class Training:
     data_dir: str | None = option(
         None, "folder of a recipe's data files (mnist, imagefolder)", scope="machine place", keras="used"
     )
-    eval_every: int = option(1, "evaluate every this many epochs and at the end (0: never)", minimum=0, keras="ignored")
+    eval_every: int | float | str = option(
+        1,
+        "evaluate every n epochs (2), every n steps ('500 steps') or after each share of an epoch (0.25, '25%'), and "
+        "at the end; 0: never",
+        minimum=0,
+        keras="ignored",
+        expects="a number of epochs (2), '500 steps', a share of an epoch (0.25 or '25%'), or 0: never",
+    )
     limit_val_batches: int | float | None = option(
         None,
         "evaluate on the first batches only: this many per rank (50), or a share of them (0.1)",
         above=0,
+        keras="ignored",
+    )
+    sanity_val_batches: int = option(
+        2, "before the first step, try evaluation on this many batches per rank (0: do not)", minimum=0, keras="ignored"
+    )
+    fast_dev_run: bool | int = option(
+        False,
+        "try this many batches of training (true: 1) and evaluation, and keep nothing",
+        minimum=0,
         keras="ignored",
     )
     max_time: int | float | str | None = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 
 from phalanx.errors import nearest
@@ -26,7 +27,7 @@ _SETTINGS = {
     "zero_stage": "zero stage",
     "batch_size": "bs batch batchsize micro_batch_size per_device_train_batch_size train_batch_size mbs",
     "epochs": "max_epochs num_train_epochs num_epochs n_epochs",
-    "max_steps": "steps num_steps iterations iters max_iters num_train_steps",
+    "max_steps": "steps limit_train_batches num_steps iterations iters max_iters num_train_steps",
     "learning_rate": "lr base_lr max_lr peak_lr eta",
     "optimizer": "optim opt",
     "momentum": "beta1 adam_beta1 mom",
@@ -35,7 +36,10 @@ _SETTINGS = {
     "warmup": "warmup_steps warmup_ratio num_warmup_steps warmup_epochs",
     "seed": "random_seed manual_seed",
     "data_dir": "data data_path dataset_path data_root",
-    "eval_every": "eval_steps val_check_interval evaluation_strategy eval_strategy check_val_every_n_epoch",
+    "eval_every": "evaluation_strategy eval_strategy check_val_every_n_epoch",
+    "eval_every=500 steps": "eval_steps val_check_interval",
+    "sanity_val_batches": "num_sanity_val_steps sanity_val_steps",
+    "load_best_at_end": "load_best_model_at_end restore_best_weights",
     "mixed_precision": "amp precision use_amp autocast half",
     "mixed_precision=fp16": "fp16 float16",
     "mixed_precision=bf16": "bf16 bfloat16",
@@ -63,7 +67,7 @@ _SETTINGS = {
     "max_restarts": "restarts retries max_retries",
     "early_stopping": "early_stop",
     "max_time": "time_limit max_duration timeout_minutes",
-    "keep_best": "save_best monitor load_best_model_at_end metric_for_best_model save_best_only",
+    "keep_best": "save_best monitor metric_for_best_model save_best_only",
     "limit_val_batches": "max_eval_samples eval_batches validation_steps",
     "ema_decay": "ema use_ema",
     "timeout": "ddp_timeout dist_timeout",
@@ -99,7 +103,8 @@ def like(name: str, allowed: Collection[str]) -> str | None:
 def like_flag(name: str, flags: Collection[str]) -> str | None:
     """Return the flag, as it is written, that a word without its dashes means or is closest to."""
     found = like(name, {*flags, *(flag.replace("-", "_") for flag in flags)})
-    return None if found is None else "--" + found.replace("_", "-").replace("=", " ")
+    name, _, value = (found or "").partition("=")
+    return " ".join(["--" + name.replace("_", "-"), *([shlex.quote(value)] if value else [])]) if found else None
 
 
 def like_value(setting: str, value: str, allowed: Collection[str]) -> str | None:

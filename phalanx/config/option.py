@@ -27,6 +27,8 @@ _NO_URLS = (
     "files are written to folders of this machine or of a mounted file system, not to a URL. Give a path, and copy "
     "from there (or mount the bucket)."
 )
+_FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+_SHARE = re.compile(r"^\s*(\d*\.\d+|\d+(?=\s*%))\s*(%)?\s*$")
 _NO_COMMA = "a comma separates options, so their values have none"
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}
@@ -86,6 +88,35 @@ def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
             except ValueError:
                 continue
     return text
+
+
+def parse_frequency(given: float | str, expects: str, *, shares: bool = False) -> tuple[int, str]:
+    """Read a number of epochs or '500 steps'; with `shares` also 0.25 or '25%' of an epoch, as (4, "times").
+
+    ValueError says what to write.
+    """
+    if shares and isinstance(given, str) and (share := _SHARE.match(given)):
+        given = float(share[1]) / (100 if share[2] else 1)
+    if shares and isinstance(given, float) and 0 < given <= 1:
+        return round(1 / given), "times"
+    match = _FREQUENCY.match(str(given))
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"expected {expects}.")
+    return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
+
+
+def read_hosts(path: str) -> list[str]:
+    """Return the lines of a file, `node1 slots=8`, each as node1:8; # begins a comment. Or ValueError."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    words = [line.partition("#")[0].split() for line in lines]
+    if wrong := [" ".join(each) for each in words if len(each) > 2 or (each[1:] and not each[1].startswith("slots="))]:
+        raise ValueError(f"{path}: {wrong[0]!r} is not a machine and its slots: write node1 slots=8.")
+    if not any(words):
+        raise ValueError(f"{path} names no machine: write a line for each, node1 slots=8.")
+    return [":".join([each[0], *(word.removeprefix("slots=") for word in each[1:])]) for each in words if each]
 
 
 def problem(field: dataclasses.Field[Any], value: Any) -> str | None:

@@ -46,6 +46,9 @@ class Checkpointing:
         "min:val/<name> or max:val/<name>; false: only the last ones",
         keras="ignored",
     )
+    load_best_at_end: bool = option(
+        False, "after the last step, load the checkpoint of keep_best: the model then has its weights", keras="ignored"
+    )
     resume_from_checkpoint: bool | str = option(
         False, "true: the newest complete one of checkpoint_dir, if any; or a path", scope="machine place", keras="used"
     )

@@ -19,10 +19,29 @@ def watched_metrics(settings: Settings) -> Mistakes:
         except ValueError as error:
             yield settings.mistake(name, f": {error}")
             continue
-        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.eval_every == 0:
+        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.evaluate_every is None:
             yield settings.mistake(
                 name, f" with eval_every = 0, which never measures it: leave eval_every out, or {name}."
             )
+
+
+@rule("load_best_at_end", "keep_best", "eval_every")
+def load_best_at_end(settings: Settings) -> Mistakes:
+    """Report that no checkpoint will be the best."""
+    if not settings.load_best_at_end:
+        return
+    watched = settings.best_metric
+    if watched is None:
+        yield settings.mistake("load_best_at_end", " with keep_best = false: leave keep_best out.")
+    elif watched.name.startswith("val/") and settings.evaluate_every is None:
+        yield settings.mistake("load_best_at_end", " with eval_every = 0: nothing is measured. Leave one out.")
+
+
+@rule("fast_dev_run", "resume_from_checkpoint")
+def fast_dev_run(settings: Settings) -> Mistakes:
+    """Report a checkpoint that has taken more steps than are tried out."""
+    if settings.fast_dev_run and settings.resume_from_checkpoint:
+        yield settings.mistake("fast_dev_run", " with resume_from_checkpoint: it begins at step 1. Leave one out.")
 
 
 @rule("limit_val_batches")
@@ -127,6 +146,7 @@ def profile(settings: Settings) -> Mistakes:
 
 _TEXTS = {
     "checkpoint_frequency": "checkpoint_every",
+    "eval_every": "evaluate_every",
     "max_time": "max_seconds",
     "metrics_port": "metrics_address",
     "activation_checkpointing": "recompute",
@@ -192,6 +212,8 @@ def sync_batch_norm(settings: Settings) -> Mistakes:
 RUN_RULES = (
     *map(_text_rule, _TEXTS),
     watched_metrics,
+    load_best_at_end,
+    fast_dev_run,
     limit_val_batches,
     debug,
     rank_checks,

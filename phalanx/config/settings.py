@@ -23,7 +23,7 @@ from phalanx.config.fields import (
     Synchronisation,
     Training,
 )
-from phalanx.config.option import load_entry_point, read_options
+from phalanx.config.option import load_entry_point, parse_frequency, read_hosts, read_options
 from phalanx.config.run_fields import OPTIONS, AdvancedOptions, Checkpointing, Elasticity, Engines, Monitoring
 from phalanx.config.strategies import StrategyFacts, facts_of
 from phalanx.errors import nearest
@@ -36,7 +36,6 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?\]")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
 _BUDGET = re.compile(r"^\s*budget[\s=]+(0|1|[01]?\.\d+)\s*$")
-_FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
 _AUTO = re.compile(r"^\s*auto(?:[\s:]+(\S.*))?$")
 _CPU_INFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -189,10 +188,14 @@ class Settings(
         if _AUTO.match(str(self.checkpoint_frequency)):
             _ = self.mtbf_seconds  # raises for a text that is not a duration
             return 1, "auto"
-        match = _FREQUENCY.match(str(self.checkpoint_frequency))
-        if match is None or int(match[1]) == 0:
-            raise ValueError(f"expected {FIELDS['checkpoint_frequency'].metadata['expects']}.")
-        return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
+        return parse_frequency(self.checkpoint_frequency, FIELDS["checkpoint_frequency"].metadata["expects"])
+
+    @property
+    def evaluate_every(self) -> tuple[int, str] | None:
+        """Return (n, "epochs" | "steps"), or (n, "times") for n times in an epoch; ValueError says what to write."""
+        if self.eval_every in (0, "0"):
+            return None
+        return parse_frequency(self.eval_every, FIELDS["eval_every"].metadata["expects"], shares=True)
 
     @property
     def max_seconds(self) -> float | None:
@@ -351,24 +354,10 @@ def parse_duration(given: float | str) -> float:
     return seconds
 
 
-def _read_hosts(path: str) -> list[str]:
-    """Return the lines of a file, `node1 slots=8`, each as node1:8; # begins a comment."""
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    words = [line.partition("#")[0].split() for line in lines]
-    if wrong := [" ".join(each) for each in words if len(each) > 2 or (each[1:] and not each[1].startswith("slots="))]:
-        raise ValueError(f"{path}: {wrong[0]!r} is not a machine and its slots: write node1 slots=8.")
-    if not any(words):
-        raise ValueError(f"{path} names no machine: write a line for each, node1 slots=8.")
-    return [":".join([each[0], *(word.removeprefix("slots=") for word in each[1:])]) for each in words if each]
-
-
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Read machines and slots, node1:8,node2:8 or a file of them (./hosts); ValueError says what to write."""
     hosts: list[Host] = []
-    for part in _read_hosts(text) if "/" in text else text.split(","):
+    for part in read_hosts(text) if "/" in text else text.split(","):
         name, colon, slots = part.strip().partition(":")
         if not _HOST.fullmatch(name):
             raise ValueError(f"{part.strip()!r} is not the name of a machine: write node1:8,node2:8.")

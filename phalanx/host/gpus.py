@@ -38,6 +38,19 @@ def gpu_memory() -> int:
         return min((_memory_of(nvml, index) for index in range(_count(nvml))), default=0)
 
 
+def gpu_names() -> list[str]:
+    """Return the name of each GPU of this machine; empty without a driver."""
+    names = []
+    with _nvml() as nvml:
+        for index in range(_count(nvml)):
+            assert nvml is not None, "it has counted this GPU"
+            handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(_VERSION_BYTES)
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+            nvml.nvmlDeviceGetName(handle, text, _VERSION_BYTES)
+            names.append(text.value.decode())
+    return names
+
+
 def driver_version() -> str:
     """Return the version of NVIDIA's driver; "none" without one."""
     with _nvml() as nvml:

@@ -151,14 +151,16 @@ class BestCheckpoint:
 
 def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection[str] | None = None) -> None:
     """Raise for a metric of the validation data without such data, and for one that is not among the `known` ones."""
-    for setting, watched in (("keep_best", config.best_metric), ("early_stopping", config.stopping_metric)):
+    best, stopping = config.best_metric, config.stopping_metric
+    for setting, watched in (("keep_best", best), ("early_stopping", stopping), ("load_best_at_end", best)):
         given = getattr(config, setting)
-        if not isinstance(given, str) or watched is None:
+        if not (isinstance(given, str) or (given and setting == "load_best_at_end")) or watched is None:
             continue
         if watched.name.startswith("val/") and not has_val:
+            metric = "keep_best" if given is True else setting
             raise UsageError(
                 f"{setting} = {given!r}, but there is no validation data",
-                hint=f"Give fit(train, val), or write {setting}='train/loss'.",
+                hint=f"Give fit(train, val), or write {metric}='train/loss'.",
             )
-        if known is not None and watched.name not in known:
+        if known is not None and watched.name not in known and given is not True:
             raise UsageError(f"{setting}: {unknown_name('metric', watched.name, known)}")

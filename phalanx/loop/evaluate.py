@@ -15,6 +15,8 @@ from phalanx.errors import UsageError
 from phalanx.loop.best import check_metrics
 from phalanx.loop.forward import decide_forward, positional_parameters, raise_explained
 from phalanx.loop.metrics import LossFn, Metric, MetricSums
+from phalanx.torch_compat import pytree
+from phalanx.world.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -55,11 +57,13 @@ def evaluate(
     loss_fn: LossFn | None,
     metrics: Mapping[str, Metric] | None,
     limit: float | None = None,
+    unclear: list[str] | None = None,
 ) -> dict[str, float]:
     """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this.
 
     `metrics`: None for those of the data set, if it has any, else the usual ones. `limit`: the first batches only,
-    this many or (below 1, or 1.0) a share of them.
+    this many or (below 1, or 1.0) a share of them. `unclear`: gets the metrics that cannot be combined from what was
+    measured, which else raise: a few batches may be all of one class.
     """
     formation.strategy.consolidate(model)
     bare = model if formation.strategy.shards else formation.unwrap(model)
@@ -77,7 +81,7 @@ def evaluate(
             weight = forward.count_labels(batch) if by_labels else None
             current, shifts = loader.current, forward.may_shift
             sums.add(loss, output, target, current.samples, weight, may_shift=shifts, offset=current.offset)
-    return sums.result()
+    return sums.result(unclear)
 
 
 class Evaluation:
@@ -91,40 +95,109 @@ class Evaluation:
             task = loop.task
             self._loader = loop.formation.prepare_loader(task.val, training=False).augmented(task.augment)
         self._last: tuple[int, dict[str, float]] = (-1, {})
-        check_metrics(loop.config, has_val=self._loader is not None, known=self._names())
+        self._every = None if self._loader is None else loop.config.evaluate_every
+        self._done = 0
+        """How many evaluations were due up to the last one: see `_due`."""
+        self.within_epochs = self._every is not None and self._every[1] != "epochs"
+        """Whether evaluations may be due before the end of an epoch."""
+        if self._every is not None and self._every[1] == "times" and loop.train_loader.sharded.num_samples is None:
+            raise UsageError(
+                f"eval_every = {loop.config.eval_every!r} is a share of an epoch, but the training data has no length",
+                hint="Write a number of steps: eval_every='500 steps'.",
+            )
 
-    def _names(self) -> list[str] | None:
-        """The metrics that can be measured; None where one combines rows of all ranks, and names its values itself."""
-        task, own = self._loop.task, None if self._loader is None else self._loader.sharded.own_metrics
-        given = own if task.metrics is None else task.metrics
-        if any(hasattr(metric, "combine") for metric in (given or {}).values()):
-            return None
-        names = ["loss", "accuracy"] if given is None else ["loss", *given]
-        return ["train/loss", *(f"val/{name}" for name in names)]
+    def try_out(self) -> None:
+        """Measure a few batches before the first step: what is wrong with evaluation must not show after an epoch.
+
+        Nothing of it stays. All ranks call this, and after a loss of ranks it was done before.
+        """
+        loop, batches = self._loop, self._loop.config.sanity_val_batches
+        is_new = not loop.continues and (loop.step == 0 or loop.config.resume_from_checkpoint)
+        if self._every is None or not batches or not is_new:
+            return
+        assert self._loader is not None, "only with validation data"
+        task, own = loop.task, self._loader.sharded.own_metrics
+        unclear: list[str] = []
+        with _as_before(own if task.metrics is None else task.metrics):
+            found = self._measured(batches, unclear)
+        loop.formation.by_labels = None  # training decides on its own batches
+        names = None if unclear else ["train/loss", *(f"val/{name}" for name in found)]
+        check_metrics(loop.config, has_val=True, known=names)
+
+    def _due(self) -> int:
+        """Return how many evaluations should have been made by now; in samples, so equal with any number of ranks."""
+        assert self._every is not None, "asked only where something is evaluated"
+        (count, unit), loader = self._every, self._loop.train_loader
+        if unit == "times":
+            return int(count * loader.epoch + count * loader.sharded.samples_done // (loader.sharded.num_samples or 1))
+        return int((self._loop.step if unit == "steps" else loader.epoch) // count)
+
+    def after_step(self) -> None:
+        """Evaluate within an epoch where it is due."""
+        if self._due() > self._done:
+            self._loop.losses_checked()
+            if self._last[0] != self._loop.step:  # else a callback has measured these weights
+                self.run()
+            self._done = self._due()
+
+    def complete(self) -> None:
+        """Do what follows the last step, and ranks were lost in. After an epoch `after_epoch` does it."""
+        loop = self._loop
+        if self.within_epochs and loop.step and not loop.train_loader.is_consumed and not loop.is_finished():
+            self.after_step()
 
     def after_epoch(self, epoch: int, *, last: bool) -> dict[str, float]:
         """Evaluate where it is due; return the metrics. `last`: no other epoch follows."""
-        every = self._loop.config.eval_every
-        if self._loader is None or not every or not (last or (epoch + 1) % every == 0):
+        if self._every is None or not (last or self._due() > self._done):
             return {}
-        return self.run(ended_epoch=epoch)
+        metrics = self.run(ended_epoch=epoch)
+        self._done = self._due()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"every": None if self._every is None else list(self._every), "done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue after a resumption; a run that evaluates at other times begins with the next of these."""
+        if self._every is not None:
+            known = state is not None and state["every"] == list(self._every)
+            self._done = state["done"] if known and state is not None else self._due()
 
     def run(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate now, and report and judge the result; all ranks call this."""
         loop, step = self._loop, self._loop.step
         if ended_epoch is None or self._last[0] != step:  # else a callback has measured these weights
-            self._last = (step, self._measured())
+            assert self._loader is not None, "only with validation data"
+            limit = loop.config.limit_val_batches
+            with loop.report.phase("evaluate", batches_to_measure(self._loader, limit)), loop.formation.averaged():
+                self._last = (step, self._measured(limit))
             loop.judge("val", self._last[1])
         epoch = loop.epoch if ended_epoch is None else ended_epoch
         loop.report.evaluated(step, epoch, self._last[1], ends_epoch=ended_epoch is not None)
         return self._last[1]
 
-    def _measured(self) -> dict[str, float]:
-        loop, limit = self._loop, self._loop.config.limit_val_batches
+    def _measured(self, limit: float | None, unclear: list[str] | None = None) -> dict[str, float]:
+        """Evaluate; the random numbers of training stay what they were."""
+        loop, task, random = self._loop, self._loop.task, rng_state()
         assert self._loader is not None, "only with validation data"
-        total = batches_to_measure(self._loader, limit)
-        with loop.report.phase("evaluate", total), loop.formation.averaged():
-            return evaluate(loop.formation, loop.model, self._loader, loop.task.loss_fn, loop.task.metrics, limit)
+        try:
+            return evaluate(loop.formation, loop.model, self._loader, task.loss_fn, task.metrics, limit, unclear)
+        finally:
+            set_rng_state(random)
+
+
+@contextmanager
+def _as_before(metrics: Mapping[str, Metric] | None) -> Iterator[None]:
+    """Return metrics that are objects with values of their own to these, at the end."""
+    states = [getattr(metric, "__dict__", None) for metric in (metrics or {}).values()]
+    kept = [(s, pytree.tree_map_only(torch.Tensor, torch.clone, dict(s))) for s in states if isinstance(s, dict)]
+    try:
+        yield
+    finally:
+        for state, before in kept:
+            state.clear()
+            state.update(before)
 
 
 def batches_to_measure(loader: PreparedLoader, limit: float | None) -> int | None:

@@ -118,8 +118,11 @@ class MetricSums:
         row = torch.stack([total.to(self._device), units.to(self._device, torch.float64)])
         self._sums[name] = self._sums[name] + row if name in self._sums else row
 
-    def result(self) -> dict[str, float]:
-        """Return the means over every sample of every rank; all ranks must call this."""
+    def result(self, unclear: list[str] | None = None) -> dict[str, float]:
+        """Return the means over every sample of every rank; all ranks must call this.
+
+        `unclear`: gets the names of metrics whose `combine` fails, instead of the error.
+        """
         names = sorted(self._sums)
         if not names and not self._rows:
             raise ModelError("evaluation produced neither a loss nor a metric", hint="Give loss_fn or metrics.")
@@ -130,7 +133,13 @@ class MetricSums:
                 dist.all_reduce(totals)
             found = dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
         for name in sorted(self._rows):
-            found |= self._combined(name, _gathered(torch.cat(self._rows[name])))
+            rows = _gathered(torch.cat(self._rows[name]))
+            try:
+                found |= self._combined(name, rows)
+            except Exception:
+                if unclear is None:
+                    raise
+                unclear.append(name)
         raise_if_aborted()  # else a part of a sum
         return found
 

@@ -61,20 +61,22 @@ class Prepared:
     def clear(self) -> None:
         """Forget everything that was prepared."""
         self.models: list[nn.Module] = []
+        self.part_names: list[str] = []
+        """Where the models are the parts of one model: their names in it, by which a checkpoint has that one."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
-        self._weighs_labels: bool | None = None
+        self.by_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
 
-    def start_average(self) -> None:
-        """Average the weights of the model that was prepared, where `ema_decay` is set."""
+    def start_average(self, model: nn.Module) -> None:
+        """Average the weights of a model that was prepared, whole or by its parts, where `ema_decay` is set."""
         if self.config.ema_decay is not None:
             from phalanx.loop.ema import WeightAverage
 
-            self.average = WeightAverage(self.strategy.unwrap(self.models[0]), self.config.ema_decay)
+            self.average = WeightAverage(self.strategy.unwrap(model), self.config.ema_decay)
 
     def _followed(self) -> None:
         if self.average is not None:
@@ -137,11 +139,11 @@ class Prepared:
         """
         if self.config.loss_weighting == "tokens":
             return True
-        if self._weighs_labels is None:
+        if self.by_labels is None:
             # Without a wait for each other in every step, ranks cannot add up the labels of all.
             found = self.config.resolved_server_mode == "sync" and forward.averages_labels(self.unwrap(model), batch)
-            self._weighs_labels = bool(self.reduce(float(found), "max") > 0)
-        return self._weighs_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
+            self.by_labels = bool(self.reduce(float(found), "max") > 0)
+        return self.by_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
 
 
 _END = object()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
+_EARLY_STEPS = (2, 3, 5, 8)
+_UNREAD_STEPS = 50
+"""At least every so many steps losses are read, however seldom they are reported."""
 
 
 class Reporter:
@@ -104,9 +109,10 @@ class Reporter:
     def _run_started(self, model: nn.Module, parameters: int, trained: int) -> RunStarted:
         config, world, strategy = self._config, self._world, self._formation.strategy
         note = speed_note(world.ranks_per_gpu)
+        folder = None if config.fast_dev_run else self._run_dir  # it is removed at the end
         return RunStarted(
             name=self._name,
-            run_dir=str(self._run_dir),
+            run_dir=str(folder or ""),
             world_size=world.world_size,
             device=world.device.type,
             strategy=strategy.name,
@@ -121,7 +127,7 @@ class Reporter:
             mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
             first_step=self._first_step,
             tensorboard_dir=tensorboard_dir(config, self._run_dir),
-            log_dir=str(self._run_dir / "logs"),
+            log_dir=str(folder / "logs") if folder else "",
             trained_parameters=trained,
             layout=layout_words(strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
             ranks_per_gpu=world.ranks_per_gpu,
@@ -159,6 +165,10 @@ class Reporter:
     def is_due(self, step: int) -> bool:
         """Whether losses are read after this step: the first, every n-th, and the last."""
         return step % self._every == 0 or step == self._first_step + 1 or step == self._total_steps
+
+    def looks_at_losses(self, step: int) -> bool:
+        """Whether losses are read between two reports: a NaN is then found soon, mostly in one of the first steps."""
+        return step - self._first_step in _EARLY_STEPS or step % _UNREAD_STEPS == 0
 
     def count(self, samples: int) -> None:
         """Count a step's samples."""
@@ -216,6 +226,8 @@ class Reporter:
 
     def evaluated(self, step: int, epoch: int, values: dict[str, float], *, ends_epoch: bool) -> None:
         """Report what was measured on the validation data, at the end of an epoch or within one."""
+        if not ends_epoch:
+            self.history.evaluations.append({"step": step, "epoch": epoch + 1, "val": values})
         self.events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
     def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:
@@ -258,12 +270,12 @@ class Reporter:
         self._update_totals()
         self._gauges.end()
         self._speed.close(self.samples, self.history)
-        if status in ("finished", "stopped"):
+        good = status in ("finished", "stopped")
+        if good:
             event = self._formation.strategy.closing_event() if self._world.is_main else None
             if event is not None:
                 self.events.emit(event)
-        folder = tensorboard_dir(self._config, self._run_dir)
-        commands = [f"{board} --logdir {folder}"] if folder and (board := _command("tensorboard")) else []
+        commands = _what_follows(self._config, self._run_dir, checkpoint) if good else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
         own = {
@@ -288,6 +300,18 @@ def _job(model: object, config: DistributedConfig, world: World) -> dict[str, An
     if device.type == "cuda":
         gpu, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     return {"model": dimensions, "settings": config.given(), "gpu": gpu, "gpu_memory_gib": memory / 2**30}
+
+
+def _what_follows(config: DistributedConfig, run_dir: Path, checkpoint: str | None) -> list[str]:
+    """Return what can be done with a good run: its model is known to other commands where a recipe was trained."""
+    name = shlex.quote(run_dir.name if run_dir.parent.absolute() == Path("runs").absolute() else str(run_dir))
+    commands = []
+    with suppress(OSError, ValueError):  # a trainer in Python may have no folder
+        record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        usable = checkpoint is not None and record.get("recipe")
+        commands = [f"phalanx {verb} {name}" for verb in ("evaluate", "export") if usable] + ["phalanx ui"]
+    folder, board = tensorboard_dir(config, run_dir), _command("tensorboard")
+    return [*commands, f"{board} --logdir {folder}"] if folder and board else commands
 
 
 def _command(name: str) -> str | None:

@@ -34,7 +34,9 @@ def loop_state(loop: Any) -> dict[str, Any]:
         **loop.report.to_keep(),
         "schedule": loop.schedule.state_dict(),
         "watched": {"best": loop.saving.best.state_dict(), "stopping": control.pop("stopping")},
+        "evaluation": loop.evaluation.state_dict(),
         "callbacks": loop.hooks.state_dict(),
+        "classes": loop.task.classes,
         **control,
     }
 
@@ -48,6 +50,7 @@ def load_loop_state(loop: Any, state: dict[str, Any]) -> None:
     loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
     if loop.continues:  # the same run, with other ranks
         loop.saving.look_up()
+    loop.evaluation.load_state_dict(state.get("evaluation"))
     watched = state.get("watched", {})
     loop.saving.restore_best(watched.get("best"), state["path"])
     loop.control.load_state_dict({**state, "stopping": watched.get("stopping")}, loop.epoch, same_run=loop.continues)

@@ -38,6 +38,7 @@ class CheckpointPolicy:
         self.best = BestCheckpoint(config)
         self.every = config.checkpoint_every
         wanted = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
+        wanted = wanted or config.load_best_at_end
         # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
         self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
         wanted = wanted or self._for_restarts
@@ -228,6 +229,19 @@ class Saves(CheckpointPolicy):
         if self.last_step != self._loop.step or self.best.is_unsaved(self._loop.step):
             self.save()
         self.publish()
+
+    def load_best(self) -> None:
+        """Load the best checkpoint where that is asked for, after the last step; all ranks call this."""
+        loop, step = self._loop, self._loop.step
+        if not loop.config.load_best_at_end:
+            return
+        if self.best.path is None:
+            loop.report.say("load_best_at_end: there is no best checkpoint, so the last weights stay", "warning")
+            return
+        if self.best.step != step:
+            loop.formation.load(self.best.path)
+            loop.formation.gradients.steps = step  # what the run has trained, not what it has now
+        loop.history.loaded_best = True
 
     def publish(self) -> None:
         """Wait until the save in flight, if any, is published; mark it if it is the best, and report it."""

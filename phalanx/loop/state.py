@@ -161,7 +161,7 @@ def put_back(
                 for key, value in tensors.items()
                 if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
             }
-            own["model"] = tensors[f"model{number or ''}"]
+            own["model"] = _own_weights(prepared, number, tensors)
             for place, optimizer in enumerate(optimizers[number] if same_run else ()):
                 match_groups(
                     prepared.strategy.unwrap(wrapped), optimizer, own[f"optimizer{place or ''}"]["param_groups"]
@@ -195,7 +195,7 @@ def _described(prepared: Prepared) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every model tensor by name, those of all pipeline stages together."""
     here = {}
     for number, wrapped in enumerate(prepared.models):
-        prefix = f"model{number}." if number else ""
+        prefix = _prefix(prepared, number) if prepared.part_names else f"model{number}." if number else ""
         for name, tensor in prepared.strategy.state(wrapped, [])["model"].items():
             if isinstance(tensor, torch.Tensor):
                 here[prefix + name] = (tensor.shape, tensor.dtype)
@@ -217,8 +217,25 @@ def tensors_of(prepared: Prepared, *, alone: bool = False) -> dict[str, Any]:
         trained = _optimizers_of_models(prepared)
         for number, wrapped in enumerate(prepared.models):
             for key, value in state_of(wrapped, trained[number]).items():
-                state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
+                if key == "model" and prepared.part_names:
+                    prefix = _prefix(prepared, number)
+                    state.setdefault("model", {}).update({prefix + name: held for name, held in value.items()})
+                else:
+                    state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
         return state
+
+
+def _prefix(prepared: Prepared, number: int) -> str:
+    return f"{prepared.part_names[number]}."
+
+
+def _own_weights(prepared: Prepared, number: int, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of one prepared model, under its own names."""
+    if not prepared.part_names:
+        weights: dict[str, Any] = tensors[f"model{number or ''}"]
+        return weights
+    prefix = _prefix(prepared, number)
+    return {name.removeprefix(prefix): held for name, held in tensors["model"].items() if name.startswith(prefix)}
 
 
 def fill_optimizers(prepared: Prepared) -> None:

@@ -167,6 +167,9 @@ class RunControl:
         self._formation = formation
         self.stop = StopRequest(world, ranks_synced)
         self.ending = RunEnding()
+        if tried := int(config.fast_dev_run):
+            number = f"at most {tried} batch{'es' * (tried > 1)}"
+            self.ending.reason = f"fast_dev_run, {number} of training and of evaluation per rank; nothing is kept"
         self.before_stop: Callable[[], None] | None = None
         """Called when all ranks have agreed to stop, before saving; it may raise instead."""
         self._trial = self._trial_control()

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
 from phalanx.loop.prepare import Augmentation, Prepared, PreparedLoader
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
+    from phalanx.loop.training_step import TrainingStep
 
 
 @dataclass
@@ -37,6 +41,33 @@ class TrainTask:
     scheduler: Any = None
     scheduler_interval: str = "epoch"
     augment: Augmentation | None = None
+    training_step: Any = None
+    """The user's own step, `function(TrainingStep, batch) -> loss`; `optimizer` is then a dict by parts."""
+    classes: list[str] = field(default_factory=list)
+    """The names of the labels, where the training data have some: checkpoints keep them."""
+
+    def __post_init__(self) -> None:
+        self.classes = self.classes or class_names(self.train)
+
+
+def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:
+    """Prepare a task's model and optimizer, or the parts of the model for a step that the user wrote."""
+    if task.training_step is None:
+        model = formation.prepare(task.model)
+        return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
+    from phalanx.loop.training_step import TrainingStep
+
+    own_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
+    return task.model, own_step.groups, own_step
+
+
+def class_names(data: Any) -> list[str]:
+    """Return the attribute `classes` of a data set, or of the one inside a loader or subset; empty without names."""
+    found = getattr(data, "classes", None)
+    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
+        return list(found)
+    inner = getattr(data, "dataset", None)
+    return [] if inner is None else class_names(inner)
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -84,7 +115,11 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
             check_data(data, "fit")
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
-    if isinstance(task.optimizer, torch.optim.Optimizer):
+    if task.training_step is not None:
+        from phalanx.loop.training_step import check_training_step  # few tasks have one
+
+        check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
+    elif isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
     _check_optimizer(task, config)
     _check_loss(task.loss_fn)
@@ -124,6 +159,11 @@ _TAKE_SPARSE = {"sgd", "adagrad"}
 def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
     """Raise for an optimizer that wants another kind of loop, or other gradients than the model has."""
     given = task.optimizer
+    if isinstance(given, Mapping) and task.training_step is None:
+        raise UsageError(
+            f"optimizer = a dict of {len(given)} optimizers, and no training_step(step, batch) that steps them",
+            hint="Write training_step=..., or give one optimizer with several groups of parameters.",
+        )
     kind = given if inspect.isclass(given) else type(given)
     if hasattr(kind, "step"):
         _refuse_closures(kind)

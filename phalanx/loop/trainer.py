@@ -20,7 +20,7 @@ from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
-from phalanx.loop.task import TrainTask, make_optimizer, make_schedule
+from phalanx.loop.task import TrainTask, make_schedule, prepare_task
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -42,10 +42,9 @@ class TrainLoop:
         self.task = task
         self.run_dir = run_dir
         _leave_default_stream(formation)
-        self.model = formation.prepare(task.model)
-        self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
+        self.model, self.optimizer, self.own_step = prepare_task(formation, task)
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
-        self._evaluation = Evaluation(self)
+        self.evaluation = Evaluation(self)
         self.total_steps = self.count_steps()
         self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
         self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
@@ -56,7 +55,7 @@ class TrainLoop:
         synced = None if formation.strategy.in_lockstep else partial(_ranks_synced, formation)
         self.control = RunControl(formation, synced)
         self.saving = Saves(self, run_dir, synced)
-        formation.start_average()
+        formation.start_average(self.model)
         formation.clock.data_wait = lambda: self.train_loader.waited_s
         self.report = Reporter(formation, task.name, self.train_loader.sharded.layout, run_dir, events)
         self.checks = _make_checks(formation, self.model, events)
@@ -127,6 +126,7 @@ class TrainLoop:
             self.formation.average = None
             self.schedule.put_back(only_scheduled=True)
             return
+        self.evaluation.try_out()
         self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
@@ -146,7 +146,7 @@ class TrainLoop:
 
     def _epoch(self) -> Iterator[StepInfo]:
         epoch, heartbeat, average = self.epoch, current_heartbeat(), self.formation.average
-        report, hooks, checks, call = self.report, self.hooks, self.checks, self._call
+        report, hooks, checks, call, evaluation = self.report, self.hooks, self.checks, self._call, self.evaluation
         begin_training(self.model, self.formation.unwrap(self.model))
         call.begin_epoch()
         batches = call.decided(iter(self.train_loader))
@@ -160,14 +160,14 @@ class TrainLoop:
             heartbeat.beat(step)
             if average is not None:  # before what other ranks take part in: a step is complete, or was not taken
                 average.update(step)
-            samples = self.formation.gradients.current.global_samples
-            report.count(samples)
+            report.count(samples := self.formation.gradients.current.global_samples)
             info = hooks.unreported = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
             if checks is not None:
                 checks.after_step(step)
             if due:
-                skipped = self.formation.gradients.skipped_steps
-                report.step_done(info, self._losses(), outcome.grad_norm, skipped)
+                report.step_done(info, self._losses(), outcome.grad_norm, self.formation.gradients.skipped_steps)
+            elif report.looks_at_losses(step):
+                self.losses_checked()
             if hooks.wants_steps:
                 hooks.after_step(self, info)
             hooks.unreported = None
@@ -178,6 +178,8 @@ class TrainLoop:
                 self._save_or_stop(step, epochs=epoch + 1)
                 yield info
                 return
+            if evaluation.within_epochs:
+                evaluation.after_step()
             self._save_or_stop(step)
             if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
@@ -196,6 +198,7 @@ class TrainLoop:
         if self.hooks.unreported is not None:
             self.hooks.after_step(self, self.hooks.unreported)
             self.hooks.unreported = None
+        self.evaluation.complete()
         reported = [record.step for record in self.history.epochs[-1:]] == [self.step]
         closed = reported and "on_epoch_end" not in self.hooks.called
         if self.is_finished() and self.step and not closed:
@@ -223,7 +226,7 @@ class TrainLoop:
         """Evaluate and report after a whole epoch, or after the last step."""
         self.losses_checked()
         last = self.is_finished()
-        metrics = self._evaluation.after_epoch(epoch, last=last)
+        metrics = self.evaluation.after_epoch(epoch, last=last)
         self.judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.report.say(self.train_loader.sharded.problems(), "warning")
@@ -233,7 +236,7 @@ class TrainLoop:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
-        return self._evaluation.run()
+        return self.evaluation.run()
 
     def judge(self, split: str, metrics: dict[str, float]) -> None:
         """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
@@ -243,6 +246,7 @@ class TrainLoop:
 
     def _end(self) -> None:
         self.saving.save_last()
+        self.saving.load_best()
         self._take_result()
         self.hooks.fire("on_training_end", self)
         ending = self.control.ending
@@ -295,7 +299,7 @@ class ModelCall:
     def begin_epoch(self) -> None:
         """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be."""
         loop = self._loop
-        if not self._begun and (loop.formation.device.type == "cuda" or loop.config.capture):
+        if not self._begun and loop.own_step is None and (loop.formation.device.type == "cuda" or loop.config.capture):
             from phalanx.loop.capture import captured_step  # ranks without a GPU do not load it
 
             self._captured = captured_step(loop)
@@ -309,6 +313,8 @@ class ModelCall:
     def take_step(self, batches: Iterator[Any], *, measure_norm: bool) -> StepOutcome | None:
         """Take the next step, replayed or eagerly; None when the epoch has none left."""
         loop, forward, captured = self._loop, self.forward, self._captured
+        if loop.own_step is not None:
+            return loop.own_step.take(batches, loop.report.loss_log, loop.reseed)
         assert forward is not None, "decided on the first batch"
         if captured is not None and not captured.is_off:
             return captured.take(
@@ -335,7 +341,7 @@ class ModelCall:
         for first in batches:
             self.forward = decide_forward(task.model, task.loss_fn, first)
             self.by_labels = loop.formation.weighs_labels(self.forward, loop.model, first, loop.train_loader)
-            if not loop.continues:
+            if not loop.continues and loop.own_step is None:
                 loop.report.say(self.forward.note)
             loop.report.first_batch(task.model, first)
             return _chained(first, batches)

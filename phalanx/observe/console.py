@@ -130,7 +130,7 @@ class Console:
 
     def _end(self, event: events.RunEnded) -> None:
         self._view.settle()
-        rows = format.summary_rows(event, self._run)
+        rows = format.summary_rows(event, self._run, detailed=self._is_verbose)
         if not self._is_quiet:
             self._view.summary(format.summary_title(event), rows, event.next_commands)
         elif self._progress:

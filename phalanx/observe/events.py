@@ -268,6 +268,7 @@ class RunEnded(Event):
     best_metric: str = ""
     best_value: float | None = None
     best_step: int | None = None
+    loaded_best: bool = False
     goodput: dict[str, float] = field(default_factory=dict)
     whole_throughput: float | None = None
     whole_mfu: float | None = None

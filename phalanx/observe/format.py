@@ -135,6 +135,8 @@ def servers_lines(event: ServersReported) -> list[str]:
 
 _MIN_SHOWN_SECONDS = 0.5
 _MIN_SHOWN_SHARE = 0.005
+_MIN_GOODPUT_SECONDS = 60.0
+"""The time of a shorter run is mostly its start, which says nothing of a long one."""
 
 
 def summary_title(end: RunEnded) -> str:
@@ -143,8 +145,8 @@ def summary_title(end: RunEnded) -> str:
     return f"{title}: {end.reason}" if end.reason else title
 
 
-def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]:
-    """Return the rows of the summary; what is unknown has no row."""
+def summary_rows(end: RunEnded, run: RunStarted | None, *, detailed: bool = True) -> list[tuple[str, str]]:
+    """Return the rows of the summary; what is unknown has no row. Those of `detailed` are on `phalanx runs show`."""
     steps = f"{end.step:,}" + (f" of {run.total_steps:,}" if run and run.total_steps else "")
     speed = f"{rate(end.throughput)} samples/s"
     if end.tokens_per_second is not None:
@@ -157,7 +159,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     if end.mfu is not None:
         whole = "" if end.whole_mfu is None else f" ({end.whole_mfu:.1%} over the whole run)"
         rows.append(("MFU", f"{end.mfu:.1%}{whole}"))
-    if end.goodput:
+    if end.goodput and (detailed or end.goodput.get("lost") or sum(end.goodput.values()) >= _MIN_GOODPUT_SECONDS):
         rows.append(("goodput", goodput_words(end.goodput)))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first step", f"{duration(end.first_steps_seconds)}, not in the throughput"))
@@ -171,19 +173,21 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         rows.append(("checkpoints", f"waited {duration(end.checkpoint_stall)} for them, not in the throughput"))
     if run is not None:
         rows += [("", note)] if (note := speed_note(run.ranks_per_gpu)) else []
-        rows += [("layout", ", ".join(_layout(run))), ("parameters", _parameters(run).removesuffix(" parameters"))]
-    if end.sent_bytes is not None:
+        rows.append(("layout", ", ".join(_layout(run))))
+        rows += [("parameters", _parameters(run).removesuffix(" parameters"))] if detailed else []
+    if end.sent_bytes is not None and detailed:
         rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))
-    if end.exchange_hidden is not None and end.exchange_waited is not None:
-        rows.append(("on the way", f"{end.exchange_hidden:.2f} s hidden, {end.exchange_waited:.2f} s waited for"))
+    if end.exchange_hidden is not None and end.exchange_waited is not None and detailed:
+        hidden = f"{end.exchange_hidden:.2f} s of communication during computation"
+        rows.append(("exchange", f"{hidden}, {end.exchange_waited:.2f} s waited for"))
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
     best = end.best_checkpoint
     if best is not None and end.best_value is not None:
-        best += f" ({end.best_metric} {end.best_value:.4f})"
+        best += f" ({end.best_metric} {end.best_value:.4f})" + ": the model has its weights" * end.loaded_best
     places = [
         ("best checkpoint", best),
-        ("last checkpoint", end.checkpoint),
-        ("TensorBoard", run.tensorboard_dir if run else None),
+        ("last checkpoint", end.checkpoint if detailed or end.checkpoint != end.best_checkpoint else None),
+        ("TensorBoard", run.tensorboard_dir if run and detailed else None),
         ("logs", (run.log_dir or run.run_dir) if run else None),
     ]
     return rows + [(label, place) for label, place in places if place]
@@ -201,7 +205,8 @@ def goodput_words(seconds: Mapping[str, float]) -> str:
 def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
     """Return the summary as one line."""
     best = [f"best {name} {value:.4f}" for name, value in end.best.items()]
-    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *([run.run_dir] if run else [])]
+    place = [run.run_dir] if run and run.run_dir else []
+    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *place]
     return f"{summary_title(end)}: {', '.join(parts)}"
 
 

@@ -30,6 +30,8 @@ class History:
 
     epochs: list[EpochRecord] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations within epochs: `{"step": 500, "epoch": 1, "val": {"loss": 0.3}}`; those after epochs are in these."""
     status: str = "running"
     total_time: float = 0.0
     """Seconds of the whole run, evaluation and checkpoints included."""
@@ -64,6 +66,8 @@ class History:
     best_metric: str = ""
     """The metric of the setting `keep_best`, such as val/loss; empty where it was not measured."""
     best_value: float | None = None
+    loaded_best: bool = False
+    """Whether the model has the weights of the best checkpoint, as the setting load_best_at_end asks."""
     best_step: int | None = None
     sent_bytes: int | None = None
     """What rank 0 sent of its gradients since this run or its resumption began; None where that is not counted."""
@@ -83,13 +87,18 @@ class History:
     @property
     def best_accuracy(self) -> float | None:
         """The highest validation accuracy; None when none was measured."""
-        return max(_finite(record.val.get("accuracy") for record in self.epochs), default=None)
+        return max(_finite(self._measured("accuracy")), default=None)
 
     @property
     def best_loss(self) -> float | None:
         """The lowest validation loss, or training loss without validation; None before the first epoch."""
-        measured = list(_finite(record.val.get("loss") for record in self.epochs))
+        measured = list(_finite(self._measured("loss")))
         return min(measured or _finite(record.train_loss for record in self.epochs), default=None)
+
+    def _measured(self, name: str) -> list[float | None]:
+        """Return a metric's values on the validation data."""
+        found = [*(record.val for record in self.epochs), *(each["val"] for each in self.evaluations)]
+        return [values.get(name) for values in found]
 
     @property
     def final_loss(self) -> float | None:
@@ -134,15 +143,19 @@ class History:
                     begun = event.get("first_step", 0)
                     history.steps = [step for step in history.steps if step["step"] <= begun]
                     history.epochs = [epoch for epoch in history.epochs if epoch.step <= begun]
+                    history.evaluations = [each for each in history.evaluations if each["step"] <= begun]
                     history.status, history.reason = "running", ""
                 case "step":
                     history.steps.append({k: v for k, v in event.items() if k not in ("event", "time", "rank")})
+                case "metrics" if event["split"] == "val" and not event.get("ends_epoch"):
+                    kept = {"step": event["step"], "epoch": event["epoch"], "val": event["values"]}
+                    history.evaluations.append(kept)
                 case "epoch":
                     rate = history.steps[-1]["learning_rate"] if history.steps else 0.0
                     known = ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
                     history.epochs.append(EpochRecord(**{k: event[k] for k in known}, learning_rate=rate))
                 case "run_ended":
-                    names = {item.name for item in dataclasses.fields(cls)} - {"epochs", "steps"}
+                    names = {item.name for item in dataclasses.fields(cls)} - {"epochs", "steps", "evaluations"}
                     for name in names & event.keys():
                         setattr(history, name, event[name])
         return history

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.config.sources import read_settings
+from phalanx.runs.record import CHANGES, PACKAGES
 from phalanx.runs.stored import StoredRun
 
 _OF_ONE_PLACE = ("run_dir", "node_rank", "rdzv_endpoint")
@@ -23,11 +25,23 @@ def facts(run: StoredRun) -> dict[str, Any]:
     if record is not None:
         target = record.script or record.module
         found |= {"script": target, "arguments": " ".join(record.arguments), "git commit": record.commit}
-        found |= {"phalanx": record.phalanx, "python": record.python}
+        found |= {"phalanx": record.phalanx, "python": record.python, **record.environment}
     found |= {name: run.begun.get(name) for name in ("parameters", "world_size", "device", "precision")}
     found |= {"status": run.status, "steps": run.steps[0]}
     found |= {name: run.ended.get(name) for name in ("total_time", "throughput")}
     return found | {f"best {name}": value for name, value in run.ended.get("best", {}).items()}
+
+
+def surroundings(run: StoredRun) -> dict[str, Any]:
+    """Return what else a run's result may depend on: its packages, and the changes to the code since the commit."""
+    packages, changes = run.path / PACKAGES, run.path / CHANGES
+    lines = packages.read_text(encoding="utf-8").split() if packages.is_file() else []
+    found: dict[str, Any] = {
+        f"package {name}": version for name, _, version in (line.partition("==") for line in lines)
+    }
+    if changes.is_file():
+        found["changes"] = hashlib.sha256(changes.read_bytes()).hexdigest()[:8]
+    return found
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -29,6 +29,11 @@ from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.version import __version__
 
 FILE = "run.json"
+CHANGES = "changes.diff"
+"""What `git diff HEAD` gave when the run began: with the commit, the code that it ran."""
+PACKAGES = "packages.txt"
+"""The installed packages, as pip freeze writes them."""
+_LARGEST_DIFF = 1 << 20
 MODEL_FILES = "model"
 """The folder with what a run keeps of its model's own folder: config and tokenizer."""
 
@@ -53,6 +58,8 @@ class RunRecord:
     phalanx: str = ""
     commit: str | None = None
     """The git commit of the folder in which the command ran."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions of torch and CUDA, the driver and the GPUs."""
     tags: list[str] = field(default_factory=list)
     note: str = ""
     """What the user wrote about the run."""
@@ -75,7 +82,8 @@ class RunRecord:
             pid_started=began_at(os.getpid()) or 0,
             python=platform.python_version(),
             phalanx=__version__,
-            commit=_commit(),
+            commit=(_git("rev-parse", "HEAD") or "").strip() or None,
+            environment=_environment(),
             **target,
         )
 
@@ -87,6 +95,13 @@ class RunRecord:
             kept |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **kept).write(run_dir)
         _keep_model_files(self.recipe or {}, run_dir / MODEL_FILES)
+        from phalanx.host.versions import installed_packages
+
+        lines = "".join(f"{name}=={version}\n" for name, version in installed_packages().items())
+        (run_dir / PACKAGES).write_text(lines, encoding="utf-8")
+        if self.commit and (changes := _git("diff", "HEAD", "--no-color", "--no-ext-diff")):
+            cut = "" if len(changes) <= _LARGEST_DIFF else f"\n[cut: it has {len(changes):,} characters]\n"
+            (run_dir / CHANGES).write_text(changes[:_LARGEST_DIFF] + cut, encoding="utf-8")
 
     @property
     def is_alive(self) -> bool:
@@ -151,12 +166,25 @@ def is_own_file(run_dir: Path) -> bool:
         return True
 
 
-def _commit() -> str | None:
+def _git(*words: str) -> str | None:
+    """Return what git prints; None without git or a repository, and where the file system does not answer soon."""
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that does not answer
+        asked = subprocess.run(["git", *words], capture_output=True, timeout=2, check=False)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    return asked.stdout.decode(errors="replace") if asked.returncode == 0 else None
+
+
+def _environment() -> dict[str, str]:
+    """Return what the ranks compute with."""
+    from phalanx.host.gpus import driver_version, gpu_names  # a rank, whose launcher wrote the record, needs neither
+    from phalanx.host.versions import cuda_of_torch, installed_packages
+
+    found = {"torch": installed_packages().get("torch", ""), "CUDA of torch": cuda_of_torch() or ""}
+    names = gpu_names()
+    gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    driver = driver_version() if names else ""
+    return {name: value for name, value in {**found, "GPUs": gpus, "driver": driver}.items() if value}
 
 
 def make_run_dir(config: DistributedConfig, name: str) -> Path:
@@ -186,13 +214,13 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
 
 
 def discard_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> None:
-    """Remove the folder of a run that took no step, unless run_dir is set or the error names a file in it.
+    """Remove the folder of a run that took no step or is a fast_dev_run, unless run_dir is set or an error names it.
 
     Logs that the error names are moved to a temporary folder.
     """
     logs = run_dir / "logs"
     named = f"{error} {getattr(error, 'hint', '')}".replace(str(logs), "")
-    if config.run_dir is not None or str(run_dir) in named or _took_step(run_dir):
+    if config.run_dir is not None or str(run_dir) in named or (_took_step(run_dir) and not config.fast_dev_run):
         return
     if isinstance(error, PhalanxError) and str(logs) in error.message and logs.is_dir():
         kept = open_scratch("logs")

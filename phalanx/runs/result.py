@@ -14,7 +14,7 @@ from phalanx.observe.history import History
 
 RESULT_NAME = "result.pt"
 WEIGHTS_NAME = "weights.pt"
-_HEAVY = ("weights", "optimizer_state")
+_HEAVY = ("weights", "optimizers")
 """Parts of a result in a separate file, which may be too large to come back from another machine."""
 
 
@@ -26,21 +26,23 @@ class JobResult:
     metrics: dict[str, float] = field(default_factory=dict)
     predictions: Any = None
     weights: dict[str, Any] | None = None
-    optimizer_state: dict[str, Any] | None = None
-    groups: list[dict[str, list[str]]] = field(default_factory=list)
-    """The names of the parameters in each group of the user's optimizer: callbacks may have added some."""
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    """The "state" of each of the user's optimizers, and the names of the parameters in each of its "groups": callbacks
+    may have added some."""
     trained: dict[str, bool] = field(default_factory=dict)
     """Which parameters want gradients at the end, by name: callbacks may have unfrozen some."""
     scheduler_state: dict[str, Any] | None = None
     stopped: PreemptedError | None = None
     """Why training ended before its last step, where a signal stopped it; the rest is that of the last step."""
+    ended: str = ""
+    """Why and where training ended before its last step by itself, such as by `max_time`; empty: it did not."""
 
 
 def write_result(result: object, folder: Path) -> None:
     """Write the result of the main rank where the parent reads it."""
     if isinstance(result, JobResult) and result.weights is not None:
         _write({name: getattr(result, name) for name in _HEAVY}, folder / WEIGHTS_NAME)
-        result = dataclasses.replace(result, weights={}, optimizer_state=None)
+        result = dataclasses.replace(result, weights={}, optimizers=[])
     _write(result, folder / RESULT_NAME)
 
 

@@ -51,7 +51,7 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
     if config.resume_from_checkpoint:
         # `true` is for scripts that are started again after any end, also after that of a finished run.
         if settled and str(config.resume_from_checkpoint).lower() != "true":
-            _check_left(run, config)
+            check_left(config, run)
         return
     if not overwrite:
         steps, total = run.steps
@@ -65,11 +65,16 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
     run.clear()
 
 
-def _check_left(run: StoredRun, config: DistributedConfig) -> None:
-    """Refuse to resume a run that has taken all the steps that are asked for: its record would change for nothing."""
-    places = (as_path(str(config.resume_from_checkpoint)), *run.checkpoints[:-2:-1])
-    file = next((path / "manifest.json" for path in places if (path / "manifest.json").is_file()), None)
+def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
+    """Refuse to resume where all the steps that are asked for were taken: a run's record would change for nothing.
+
+    `run`: the one that continues in its folder; None for a fit that only begins with a checkpoint.
+    """
+    given = as_path(str(config.resume_from_checkpoint))
     try:
+        saved = sorted(given.glob("step-*")) if run is None else run.checkpoints
+        places = (given, *saved[:-2:-1])
+        file = next((path / "manifest.json" for path in places if (path / "manifest.json").is_file()), None)
         last = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         step, epoch = int(last["step"]), int(last["epoch"])
     except (OSError, ValueError, KeyError):  # the ranks say what is wrong with it
@@ -80,11 +85,16 @@ def _check_left(run: StoredRun, config: DistributedConfig) -> None:
     if not reached:
         return
     asked = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
-    more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
+    if run is None:
+        more = " and ".join(f"{name}={2 * have}" for name, (have, _) in reached.items())
+        hint = f"Train on with {more}. Or begin a new run with its weights: trainer.load(path)."
+    else:
+        more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
+        hint = f"Train on: {_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}"
     raise UsageError(
-        f"{run.name} has nothing left to train: {asked}, and its checkpoint is at step {step}, after {epoch} "
-        "whole epochs. Nothing was changed",
-        hint=f"Train on: {_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}",
+        f"{given if run is None else run.name} has nothing left to train: {asked}, and its checkpoint is at step "
+        f"{step}, after {epoch} whole epochs. Nothing was changed",
+        hint=hint,
     )
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, nearest
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.events import MetricsReported, StepDone, from_dict
@@ -24,13 +24,26 @@ from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.recipes import Recipe, of_earlier_run
-from phalanx.runs.record import FILE, MODEL_FILES, RunRecord, is_own_file, read_record
+from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, is_own_file, read_record
 
 RUNS = Path("runs")
+STUDY_FILE = "study.db"
+"""The record of a search, in its folder."""
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
-    *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
+    *(
+        FILE,
+        EVENTS,
+        CHANGES,
+        PACKAGES,
+        "config.toml",
+        "tracking.json",
+        "tensorboard",
+        "wandb",
+        "events.out.tfevents.*",
+        "fit-[0-9]*",
+    ),
     *("checkpoints/step-*", "checkpoints/.chunks-*", "checkpoints/.writing-*", "checkpoints/.removing-*"),
     *("checkpoints/.copying-*", "checkpoints/.run-*.lock"),
     *("logs/rank-*", "logs/heartbeats*", "profile/rank-*", "profile/trace.json.gz"),
@@ -46,8 +59,9 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        """The name that other commands take: that of the folder in ./runs, else its path."""
-        return self.path.name if self.path.parent.resolve() == RUNS.resolve() else str(self.path)
+        """The name that other commands take: the path inside ./runs (of a trial: STUDY/trials/0003), else the path."""
+        place, runs = self.path.parent.resolve() / self.path.name, RUNS.resolve()
+        return str(place.relative_to(runs)) if place.is_relative_to(runs) else str(self.path)
 
     @cached_property
     def _read(self) -> RunRecord | str | None:
@@ -316,8 +330,13 @@ def is_run(path: Path) -> bool:
     return (path / FILE).is_file() or (events.is_file() and events.stat().st_size > 0)
 
 
+def list_studies(folder: Path = RUNS) -> list[Path]:
+    """Return the folders of searches (`phalanx tune`) in a folder; the runs of each are in its folder `trials`."""
+    return sorted(path.parent for path in folder.glob(f"*/{STUDY_FILE}"))
+
+
 def list_runs(folder: Path = RUNS) -> list[StoredRun]:
-    """Return the runs in a folder, the newest first."""
+    """Return the runs in a folder, the newest first; the trials of a search are in a folder of their own."""
     if not folder.is_dir():
         return []
     found = []
@@ -352,10 +371,10 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
         raise UsageError(f"{path} is not the folder of a run: it has neither {FILE} nor {EVENTS}")
     if not runs:
         raise UsageError(f"there is no run '{name}': {folder.resolve()} holds no runs")
-    names = [run.path.name for run in runs]
-    raise UsageError(
-        unknown_name("run", str(name), names[:10]).replace("Allowed", "The latest"), hint="See: phalanx runs"
-    )
+    names = [run.path.name for run in runs[:10]]
+    close = nearest(str(name), names)
+    guess = f" Did you mean '{close}'?" if close else ""
+    raise UsageError(f"unknown run '{name}'.{guess} The latest: {', '.join(names)}.", hint="See: phalanx runs")
 
 
 def with_located_sources(recipe: Recipe) -> Recipe:

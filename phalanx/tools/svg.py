@@ -50,12 +50,6 @@ def html_page(title: str, parts: Iterable[str], style: str = "") -> str:
     )
 
 
-def check_picture(path: str) -> None:
-    """Raise for the name of a picture that is not SVG, before anything is measured."""
-    if not path.endswith(".svg"):
-        raise UsageError(f"--plot {path}: pictures are SVG", hint=f"Write --plot {Path(path).with_suffix('.svg')}")
-
-
 def write_picture(path: str, title: str, charts: Sequence[str], cell: tuple[int, int], names: Sequence[str]) -> None:
     """Write charts of one size as a file, two in a row, below a title and a legend of these names."""
     width, height = 2 * cell[0], 56 + -(-len(charts) // 2) * cell[1]

@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,12 +41,19 @@ class _Outputs(nn.Module):
 
 
 def export_model(
-    model: nn.Module, path: Path, format: str, data: Any = None, augment: Any = None, recipe: Recipe | None = None
+    model: nn.Module,
+    path: Path,
+    format: str,
+    data: Any = None,
+    augment: Any = None,
+    recipe: Recipe | None = None,
+    classes: Sequence[str] = (),
 ) -> None:
     """Write a whole model on the CPU, its adapters merged, which other programs do not know.
 
     `data`: what a sample of inputs is taken from, for ONNX and TorchScript; `augment`: makes inputs of its batches.
     `recipe`: that of the run; a Hugging Face folder gets the tokenizer and the template of its conversations.
+    `classes`: the names of the labels, which a Hugging Face folder keeps as id2label.
     """
     chat = _chat_of(recipe) if format == "hf" and recipe is not None else None
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,11 +72,22 @@ def export_model(
         _copy_tokenizer(Path(str(getattr(model, "name_or_path", "") or path)), path)
         if chat is not None:
             chat.write(path)
+        if classes:
+            _name_labels(path / "config.json", classes)
     else:
         inputs = example_inputs(data, augment)
         write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
         with own_modes(model):
             write(_Outputs(model.eval()), inputs, path)
+
+
+def _name_labels(config: Path, classes: Sequence[str]) -> None:
+    """Write the names of labels as transformers has them, where the model has as many outputs."""
+    document = read_json(config)
+    if len(document.get("id2label", classes)) == len(classes):
+        document["id2label"] = {str(number): name for number, name in enumerate(classes)}
+        document["label2id"] = {name: number for number, name in enumerate(classes)}
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(source: Path, target: Path, *, replace: bool = False) -> None:

@@ -29,6 +29,7 @@ from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.guard import say_to_user
+from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
@@ -106,13 +107,17 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
             result.weights = whole_weights(job.task.model, keep=keep)
             result.trained = {name: p.requires_grad for name, p in job.task.model.named_parameters()}
             # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
-            if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, torch.optim.Optimizer):
-                result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
-                result.groups = named_groups(job.task.model, formation.optimizers[0])
+            if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, (torch.optim.Optimizer, Mapping)):
+                names = list(job.task.optimizer) if isinstance(job.task.optimizer, Mapping) else [""]
+                for name, optimizer in zip(names, formation.optimizers, strict=True):
+                    groups = named_groups(getattr(job.task.model, name) if name else job.task.model, optimizer)
+                    state = whole_state(optimizer.state_dict(), keep=keep)
+                    result.optimizers.append({"state": state, "groups": groups})
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
-            result.optimizer_state = whole_state(job.task.optimizer.state_dict(), keep=keep)
+            state = whole_state(job.task.optimizer.state_dict(), keep=keep)
+            result.optimizers.append({"state": state, "groups": []})
     return result
 
 
@@ -131,7 +136,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
-    profile = stopped = None
+    profile = stopped = loop = None
     plan = _fault_plan(job, formation)
     try:
         if survivor is not None:
@@ -160,6 +165,10 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
                 torch.save(weights, plan.weights_path)
     except Exception as original:
         error = memory.explained(original)
+        if job.gives_back and formation.world_size == 1 and loop is not None and loop.step:
+            last = loop.saving.last_path
+            kept = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
+            error.add_note(f"after step {loop.step}, {came_back(job.task)}, and {kept}")
         if formation.is_main and not _is_given(job):
             _note_failure(job, run_dir, error)
         if error is not original:
@@ -169,10 +178,24 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         if profile is not None:
             profile.close()
         events.close()
+        if job.config.fast_dev_run and formation.is_main and not _is_given(job):
+            discard_unused(job.config, run_dir)
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     if job.gives_back and stopped is None and loop.stop.from_outside == "SIGINT":  # in the last step, or after it
         stopped = preempted_error(BY_CTRL_C, loop.step, loop.saving.last_path)
-    return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own), stopped=stopped)
+    ending = loop.control.ending
+    ended = preempted_error(ending.reason, loop.step, loop.saving.last_path).message if ending.early else ""
+    state = None if own is None else scheduler_state(own)
+    return JobResult(history=history, scheduler_state=state, stopped=stopped, ended=ended)
+
+
+def came_back(task: TrainTask, history: History | None = None) -> str:
+    """Say what the caller of a fit that ended early has."""
+    has_optimizer, several = isinstance(task.optimizer, torch.optim.Optimizer), isinstance(task.optimizer, Mapping)
+    where = "the model" + (" and the optimizers" if several else " and the optimizer" * has_optimizer)
+    if history is not None and history.loaded_best:
+        return f"the state of step {history.best_step}, the best, is in {where}"
+    return f"what was trained is in {where}"
 
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:

@@ -77,7 +77,7 @@ def _like_run(path: Path, own: Mapping[str, Any], *, weights: bool) -> tuple[nn.
         return new, {}
     checkpoint = checkpoint or run.best_checkpoint or next(iter(reversed(run.checkpoints)), None)
     if checkpoint is None:
-        raise CheckpointError(f"model.pretrained = '{path}' has no checkpoint in {run.checkpoint_dir}")
+        raise UsageError(f"model.pretrained = '{path}' has no checkpoint in {run.checkpoint_dir}")
     load_weights(source, checkpoint)
     return new, source.state_dict()
 

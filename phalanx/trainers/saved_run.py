@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.data.sets import takes
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
 from phalanx.models.contract import WrapsModel, implements
@@ -25,7 +25,7 @@ from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
 from phalanx.trainers.pretrained import tokenizer_of, with_tokenizer
 from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_metrics, recipe_parts
-from phalanx.trainers.torch import PyTorchDDPTrainer
+from phalanx.trainers.torch import Trainer
 from phalanx.trainers.weights import load_weights
 
 _LARGEST_EXPONENT = 700
@@ -60,11 +60,16 @@ class SavedRun(StoredRun):
         if self._checkpoint is not None:
             return self._checkpoint
         if not self.checkpoints:
-            raise CheckpointError(
+            raise UsageError(
                 f"{self.name} has no checkpoint in {self.checkpoint_dir}",
                 hint="Train with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
             )
         return self.best_checkpoint or self.checkpoints[-1]
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the labels that it was trained with; empty where the data had none."""
+        return list(read_manifest(self.checkpoint).shared.get("values", {}).get("classes", ()))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -97,7 +102,7 @@ class SavedRun(StoredRun):
         recipe.check()
         return recipe_parts(recipe, self.config.data_dir)
 
-    def trainer(self, **settings: Any) -> PyTorchDDPTrainer:
+    def trainer(self, **settings: Any) -> Trainer:
         """Return a trainer of the model, with the run's settings and these."""
         base = _without_engine(self.config) if self.config.changed("backend") else self.config
         parts: dict[str, Any] = {}
@@ -108,7 +113,7 @@ class SavedRun(StoredRun):
                 "augment": recipe_augment(self.recipe, self.model),
             }
         config = base.replace(**settings) if settings else base
-        return PyTorchDDPTrainer(self.model, config, **parts)
+        return Trainer(self.model, config, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
         """Return the loss and metrics on data; without any, on the run's validation data.
@@ -201,6 +206,9 @@ def open_run(
     if named and takes(str(recipe.data["name"]), "val_fraction"):
         # Without a split of its own, everything that was named is measured: nothing of it was trained on.
         recipe = replace(recipe, data={**recipe.data, "val_fraction": 0.0})
+    if named and run.classes and takes(str(recipe.data["name"]), "class_names"):
+        # A label's number is that of the training data, also where a file lacks some of the labels.
+        recipe = replace(recipe, data={**recipe.data, "class_names": run.classes})
     if run.recipe is not None and named:
         # Other texts are cut into the tokens that the model knows.
         recipe = replace(recipe, data=with_tokenizer(recipe.data, tokenizer_of(run.recipe, own_dir)))

@@ -33,7 +33,7 @@ from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job, came_back, run_job
 from phalanx.trainers.session import settle_strategy
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
@@ -41,6 +41,7 @@ from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
+    from phalanx.trainers.rate_finder import RateSweep
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
 _REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
@@ -63,6 +64,7 @@ class TorchTrainer:
         optimizer: Any = None,
         scheduler: Any = None,
         scheduler_interval: str = "epoch",
+        training_step: Any = None,
         metrics: Mapping[str, Metric] | None = None,
         callbacks: list[Any] | None = None,
         augment: Augmentation | None = None,
@@ -87,6 +89,7 @@ class TorchTrainer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
+        self.training_step = training_step
         self.metrics = metrics
         self.augment = augment
         self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
@@ -146,6 +149,11 @@ class TorchTrainer:
         __tracebackhide__ = True
         config = self.config.replace(**settings) if settings else self.config
         config.refuse_unused(settings)
+        config = config.settled
+        if isinstance(config.resume_from_checkpoint, str) and read_rank_env() is None:
+            from phalanx.runs.resume import check_left  # the parent's side: a rank does not load it
+
+            check_left(config)
         adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
@@ -155,6 +163,16 @@ class TorchTrainer:
         history = self._run("fit", task, config).history
         assert history is not None, "a fit always has a history"
         return history
+
+    def find_lr(self, train: Any, *, low: float = 1e-6, high: float = 10.0, steps: int = 100) -> RateSweep:
+        """Train a copy of the model while the learning rate grows, and return the losses and a suggested rate.
+
+        It ends where the loss diverges. The model, the optimizer and ./runs stay as they are.
+        """
+        __tracebackhide__ = True
+        from phalanx.trainers.rate_finder import find_rate  # few trainers need it
+
+        return find_rate(self, train, low, high, steps)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the mean loss and metrics over every sample of `data`."""
@@ -203,7 +221,8 @@ class TorchTrainer:
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
         parts = (self.loss_fn, self.optimizer, self.metrics, self.callbacks)
-        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval, self.augment)
+        rest = (self.scheduler, self.scheduler_interval, self.augment, self.training_step)
+        return TrainTask(self.model, train, val, *parts, name, *rest)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run the job; a run that was asked to stop ends the process with a separate exit code.
@@ -215,10 +234,13 @@ class TorchTrainer:
             result = self._run_or_send(action, task, config)
             self.history = result.history or self.history
             if result.stopped is None:
+                env = read_rank_env()
+                if result.ended and (env is None or env.rank == 0):
+                    say_to_user(f"{result.ended}; {came_back(task, result.history)}")
                 return result
+            result.stopped.message += f"; {came_back(task, result.history)}"
             if result.stopped.message.startswith(BY_CTRL_C):
-                where = "the model and the optimizer" if self.optimizer is not None else "the model"
-                raise KeyboardInterrupt(f"{result.stopped.message}; what was trained is in {where}")
+                raise KeyboardInterrupt(result.stopped.message)
             raise result.stopped
         except PreemptedError as error:
             env = read_rank_env()
@@ -275,13 +297,17 @@ class TorchTrainer:
                 if run_dir.is_dir():
                     error.add_note(_nothing_came(run_dir))
             raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
+        if run_dir is not None and config.fast_dev_run:
+            discard_unused(config, run_dir)
         if result.weights is not None:
             return_weights(self.model, result.weights)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(result.trained.get(name, parameter.requires_grad))
-        if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
-            match_groups(self.model, self.optimizer, result.groups)
-            self.optimizer.load_state_dict(result.optimizer_state)
+        given = self.optimizer if isinstance(self.optimizer, Mapping) else {"": self.optimizer}
+        for (name, optimizer), returned in zip(given.items(), result.optimizers, strict=False):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                match_groups(getattr(self.model, name) if name else self.model, optimizer, returned["groups"])
+                optimizer.load_state_dict(returned["state"])
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
@@ -296,7 +322,7 @@ def _nothing_came(run_dir: Path) -> str:
     return f"the model is as it was before fit, and {kept}"
 
 
-class PyTorchDDPTrainer(TorchTrainer):
+class Trainer(TorchTrainer):
     """Trains a model on all ranks as if they were one, by torch's DistributedDataParallel or any other strategy.
 
     Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`), or give a whole
@@ -305,3 +331,7 @@ class PyTorchDDPTrainer(TorchTrainer):
     """
 
     backend = "pytorch-ddp"
+
+
+PyTorchDDPTrainer = Trainer
+"""The same by another name."""

@@ -120,7 +120,7 @@ def test_ranks_that_torchrun_started(tmp_path):
         (("--num-workers", "0"), "--num-workers is 0"),
         (("--ranks-per-host", "0"), "--ranks-per-host is 0"),
         (("--sise", "3"), "Did you mean --sizes?"),
-        (("--plot", "picture"), "Write --plot picture.svg"),
+        (("--plot", "picture"), "Write: --plot picture.svg"),
         (("--plot", "/no/such/folder/x.svg"), "there is no folder /no/such/folder"),
         (("--json", "-"), "--json takes no file"),
     ],

@@ -182,7 +182,7 @@ def test_links_of_a_job_are_named_rightly_where_a_node_does_not_answer(tmp_path,
 
 def test_links_are_not_measured_where_no_host_answers():
     found = phalanx("doctor", "--hosts", "a,b", "--ssh", "false", "--measure")
-    assert (found.code, found.out.count("it could not be checked")) == (3, 2), found.err
+    assert (found.code, found.out.count("it could not be checked")) == (1, 2), found.err
     assert "no link was measured: that needs two hosts" in found.out
 
 
@@ -192,7 +192,7 @@ def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
     assert phalanx("doctor", "--record", path).code == 0
     assert "hidden" not in path.read_text()
     answer = phalanx("doctor", "--replay", path, "--json")
-    assert answer.code in (0, 1, 3)
+    assert answer.code in (0, 1)
     (results,) = json.loads(answer.out).values()
     assert {"GPUs", "CPU", "cores", "memory"} <= {each["topic"] for each in results}
     assert "errors," in phalanx("doctor", "--problems").out or "error," in phalanx("doctor", "--problems").out

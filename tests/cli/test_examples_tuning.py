@@ -38,7 +38,7 @@ def test_the_function_saves_epochs(tmp_path):
 
 @long_proof
 def test_the_population_exchanges_weights(tmp_path):
-    text = run("bash", EXAMPLES / "population.sh", "--num-samples", 3, "--epochs", 2, cwd=tmp_path)
+    text = run("bash", EXAMPLES / "population.sh", "--trials", 3, "--epochs", 2, cwd=tmp_path)
     trials = json.loads((tmp_path / "population/trials.json").read_text())
     assert [len(trial["lineage"]) for trial in trials].count(1) == 1
     assert "continues from trial" in text

@@ -110,7 +110,7 @@ def test_help_and_completion_are_quick_and_import_no_torch(words):
         ("strategies fs", ["fsdp"]),
         ("config ", ["show"]),
         ("config show dig", ["digits"]),
-        ("runs s", ["show", "scale"]),
+        ("runs s", ["show", "stop", "scale"]),
         ("runs show ", ["new", "old"]),
         ("resume o", ["old"]),
         ("ckpt pru", ["prune"]),

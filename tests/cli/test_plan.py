@@ -263,7 +263,7 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--max-tensor-parallel", 0), "must be 1 or more"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--deadline", "soon"), "such as 30d, 72h"),
         (("llama-7b", "--gpus", 8, "--gpu", "measured"), "phalanx bench machine"),
-        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--html", "/nowhere/x.html"), "No such file"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--html", "/nowhere/x.html"), "there is no folder /nowhere"),
         (("torch.nn:Bilinear", "--gpus", 8, "--gpu", "h100"), "torch.nn:Bilinear"),
         (("--calibrate-from", "never"), "never"),
     ],

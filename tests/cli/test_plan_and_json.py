@@ -169,7 +169,7 @@ def test_tune_prints_its_trials_as_json(tmp_path, monkeypatch, fork_server):
         "digits",
         "--space",
         "space.toml",
-        "--num-samples",
+        "--trials",
         2,
         "--max-steps",
         2,

@@ -53,6 +53,11 @@ def test_a_masked_run_becomes_an_exported_model_of_answers(tmp_path):
     assert set(own) == {"exact", "f1", "loss"}
     assert load_run("last").history.epochs[-1].val["f1"] == pytest.approx(own["f1"])
     assert metrics("last", "--data", "./set/dev.json") == pytest.approx(own), "with the tokenizer of the run"
+    rows = json.loads(phalanx("predict", "last", "--num-workers", 1, "--json").out)["rows"]
+    asked = json.loads(Path("set/dev.json").read_text())["data"]
+    texts = {part["context"] for article in asked for part in article["paragraphs"]}
+    assert len(rows) == 12
+    assert all(any(row["answer"] in text for text in texts) for row in rows), "an answer is a part of a context"
     Path("other").mkdir()
     Path("other/dev.json").write_text(Path("set/dev.json").read_text())
     Path("other/train.json").write_text(Path("set/dev.json").read_text())

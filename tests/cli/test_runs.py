@@ -279,10 +279,13 @@ def test_predict_writes_one_output_per_sample_in_order(inside):
     run = px.load_run("last")
     _, val = run.data()
     expected = run.model(val[:][0])
-    lines = ran("predict", "last", "--num-workers", 2).out.splitlines()
-    torch.testing.assert_close(torch.tensor([json.loads(line) for line in lines]), expected, rtol=1e-5, atol=1e-5)
+    lines = ran("predict", "last", "--num-workers", 2, "--raw").out.splitlines()
+    outputs = torch.tensor([json.loads(line)["output"] for line in lines])
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
     ran("predict", "last", "-o", "out.pt", "--num-workers", 1)
     torch.testing.assert_close(torch.load("out.pt"), expected, rtol=1e-5, atol=1e-5)
+    again = phalanx("predict", "last", "-o", "out.pt", "--num-workers", 1)
+    assert (again.code, "out.pt: it exists already" in again.err, "--force" in again.err) == (2, True, True)
     assert "unknown ending '.xls'" in phalanx("predict", "last", "-o", "out.xls").text
 
 

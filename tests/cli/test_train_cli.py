@@ -57,6 +57,29 @@ def test_the_real_command_trains_the_digits_well(tmp_path):
     assert run.name.startswith("digits-")
 
 
+def test_a_fast_dev_run_leaves_nothing(tmp_path):
+    answer = trained(
+        "train", "digits", "--device", "cpu", "--fast-dev-run", "2", "--tensorboard", "--max-restarts", "2"
+    )
+    said = "Training finished: fast_dev_run, at most 2 batches of training and of evaluation per rank; nothing is kept"
+    assert said in answer.text
+    assert "steps          2 of 2" in answer.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluation_inside_an_epoch_is_shown_and_recorded():
+    answer = trained(*DIGITS, "--epochs", "1", "--eval-every", "10 steps", "--early-stopping", "val/accuracy")
+    assert [event["step"] for event in of_kind("metrics") if event["split"] == "val"] == [10, 20, 23]
+    assert re.search(r"val step 10 epoch 1/1 accuracy 0\.\d+ loss \d", answer.text)
+    assert 10 in [event["step"] for event in of_kind("checkpoint")], "the best so far"
+
+
+@pytest.mark.parametrize("flag", ["--val-check-interval", "--eval-steps"])
+def test_the_names_of_others_for_it_are_answered_with_its_form(flag):
+    answer = phalanx("train", "digits", flag, "10")
+    assert (answer.code, "Did you mean --eval-every '500 steps'?" in answer.text) == (2, True)
+
+
 def test_a_run_leaves_its_config_events_logs_checkpoint_and_curves():
     answer = trained(*DIGITS, "--max-steps", 3, "--log-every-n-steps", 1)
     assert [event["step"] for event in of_kind("step")] == [1, 2, 3]

@@ -326,7 +326,7 @@ def test_a_missing_package_is_named(monkeypatch):
     [
         (["first", "second"], "phalanx ui last --save report.html"),
         (["first", "--save", "."], "is a folder"),
-        (["first", "--save", "missing/report.html"], "does not exist"),
+        (["first", "--save", "missing/report.html"], "there is no folder missing"),
         (["config", "--save", "x.html"], "is not the folder of a run"),
     ],
 )

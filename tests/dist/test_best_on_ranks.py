@@ -25,13 +25,13 @@ class SlowOnRankOne(Callback):
             time.sleep(0.02)
 
 
-def train(folder: str, callbacks: tuple = (), **settings):
+def train(folder: str, callbacks: tuple = (), dropout: float = 0.0, **settings):
     """Return the history, the number of steps and the whole weights of this rank."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :3].argmax(1))
-    config = DistributedConfig(device="cpu", progress=False, run_dir=folder, batch_size=8, **settings)
+    config = DistributedConfig(device="cpu", progress=False, run_dir=folder, **{"batch_size": 8, **settings})
     task = TrainTask(model, data, data, callbacks=list(callbacks))
     history = run_job(Job("fit", task, config), in_place=True).history
     return history, whole_weights(model)
@@ -53,10 +53,35 @@ def test_the_best_checkpoint_has_the_weights_that_were_evaluated(ranks, tmp_path
     best = find_best(tmp_path / "kept")
     assert (best.step, best.value) == (step, min(accuracies))
     assert len(list((tmp_path / "kept").glob("step-*"))) == 1 + (step != found[0][0].epochs[-1].step)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Identity(), nn.Linear(8, 3))
     load_weights(model, best.path)
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     assert (model(x).argmax(1) == x[:, :3].argmax(1)).double().mean().item() == pytest.approx(best.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_evaluation_inside_an_epoch_changes_no_bit_of_training(ranks, tmp_path, strategy):
+    def both():
+        settings = {"strategy": strategy, "epochs": 2, "batch_size": 2, "dropout": 0.5, "learning_rate": 0.05}
+        history, often = train(str(tmp_path / "often"), eval_every=0.25, **settings)
+        _, never = train(str(tmp_path / "never"), eval_every=0, **settings)
+        return history, often, never
+
+    for history, often, never in ranks(both, world_size=2):
+        assert [each["step"] for each in history.evaluations] == [2, 4, 6, 10, 12, 14]
+        assert all(torch.equal(often[name], never[name]) for name in often)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_have_the_best_weights_at_the_end(ranks, tmp_path, strategy):
+    settings = {"strategy": strategy, "learning_rate": 0.05, "epochs": 3, "keep_best": "max:val/loss"}
+    settings |= {"load_best_at_end": True, "eval_every": "1 steps", "batch_size": 4}
+    found = ranks(lambda: train(str(tmp_path / "run"), **settings), world_size=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Identity(), nn.Linear(8, 3))
+    load_weights(model, find_best(tmp_path / "run/checkpoints").path)
+    for history, weights in found:
+        assert (history.best_step, history.loaded_best, history.epochs[-1].step) == (1, True, 12)
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
 def test_all_ranks_stop_early_after_the_same_evaluation(ranks, tmp_path):

@@ -100,7 +100,7 @@ def test_trials_are_shown_below_their_search_in_a_local_store(tmp_path):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
     import mlflow
 
-    tuner = DistributedTuner(train_line, {"rate": choice([0.1, 0.01])}, metric="val/loss", search="grid", trials=2,
+    tuner = DistributedTuner(train_line, {"rate": choice([0.1, 0.01])}, metric="val/loss", search="grid", parallel=2,
                              mlflow_experiment="tuning", scheduler="asha")  # fmt: skip
     tuner.tune()
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")

@@ -36,7 +36,7 @@ def train_on_workers(config):
 @long_proof
 def test_asha_stops_all_workers_of_a_bad_trial():
     space = {"rate": choice([0.01, 1e-5, THIRD])}
-    tuner = DistributedTuner(train_on_workers, space, metric="train/loss", search="grid", scheduler="asha", trials=1,
+    tuner = DistributedTuner(train_on_workers, space, metric="train/loss", search="grid", scheduler="asha", parallel=1,
                              backend="tensorflow", num_workers=2)  # fmt: skip
     assert tuner.tune() == {"rate": 0.01}
     states = [(str(trial.state), trial.cause) for trial in tuner.results.trials]
@@ -82,7 +82,7 @@ def rate_of(trial, epoch):
 def test_a_population_copies_weights_and_each_member_keeps_its_rate(monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")  # as on several workers: TensorFlow need not be imported again
     space = {"rate": choice([0.01, 1e-6])}
-    tuner = DistributedTuner(train_and_watch, space, metric="train/loss", search="grid", scheduler="pbt", trials=2,
+    tuner = DistributedTuner(train_and_watch, space, metric="train/loss", search="grid", scheduler="pbt", parallel=2,
                              backend="tensorflow")  # fmt: skip
     tuner.tune()
     results = tuner.results

@@ -35,7 +35,7 @@ def told(tuner):
 
 def test_asha_saves_the_steps_of_bad_trials():
     space = {"rate": choice([0.1, 1e-5, 3e-4, 2e-5])}
-    tuner = DistributedTuner(train_line, space, metric="val/loss", search="grid", scheduler="asha", trials=2)
+    tuner = DistributedTuner(train_line, space, metric="val/loss", search="grid", scheduler="asha", parallel=2)
     assert tuner.tune() == {"rate": 0.1}
     states = [str(trial.state) for trial in tuner.results.trials]
     assert states == ["finished", "stopped", "stopped", "stopped"]
@@ -54,7 +54,7 @@ def last_step(folder):
 def test_a_search_is_repeated_whichever_trial_is_faster(scheduler, monkeypatch):
     def search(slow):
         monkeypatch.setenv("SLOW", slow)
-        tuner = DistributedTuner(curve, {"x": uniform(-3, 3)}, scheduler=scheduler, search="optuna", trials=2, seed=4)
+        tuner = DistributedTuner(curve, {"x": uniform(-3, 3)}, scheduler=scheduler, search="optuna", parallel=2, seed=4)
         best = tuner.tune(num_samples=7)
         return best, told(tuner)
 
@@ -69,7 +69,7 @@ def test_a_search_is_repeated_whichever_trial_is_faster(scheduler, monkeypatch):
 def test_another_seed_is_another_search_and_a_search_can_be_made_longer():
     def search(seed, samples, **more):
         space = {"x": uniform(-1, 1)}
-        tuner = DistributedTuner(lambda config: config["x"] ** 2, space, seed=seed, trials=2, **more)
+        tuner = DistributedTuner(lambda config: config["x"] ** 2, space, seed=seed, parallel=2, **more)
         tuner.tune(num_samples=samples)
         return [trial.params for trial in tuner.results.trials]
 
@@ -84,7 +84,7 @@ def test_another_seed_is_another_search_and_a_search_can_be_made_longer():
 
 def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
     space = {"how": choice(["crash", "memory", "killed", "nan", "well", "other"])}
-    tuner = DistributedTuner(ends_badly, space, search="grid", trials=2, study_dir="study")
+    tuner = DistributedTuner(ends_badly, space, search="grid", parallel=2, study_dir="study")
     assert tuner.tune() == {"how": "well"}
     causes = {trial.params["how"]: trial.cause for trial in tuner.results.failed}
     assert causes["crash"] == "RuntimeError: the disk is on fire"
@@ -100,14 +100,14 @@ def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
 
 
 def test_when_all_fail_the_common_cause_is_reported():
-    tuner = DistributedTuner(ends_badly, {"how": choice(["crash"]), "x": uniform(0, 1)}, trials=2)
+    tuner = DistributedTuner(ends_badly, {"how": choice(["crash"]), "x": uniform(0, 1)}, parallel=2)
     with pytest.raises(SearchFailedError, match="all 3 trials failed; all of them: RuntimeError: the disk is on fire"):
         tuner.tune(num_samples=3)
 
 
 def test_the_only_metric_that_is_returned_is_taken(capsys):
     space = {"x": choice([0.1, 0.9, 0.5, 0.3])}
-    tuner = DistributedTuner(returns_accuracy, space, search="grid", trials=2, study_dir="study")
+    tuner = DistributedTuner(returns_accuracy, space, search="grid", parallel=2, study_dir="study")
     assert tuner.tune(num_samples=3) == {"x": 0.9}
     assert "metric: accuracy, the only one returned; more is better" in capsys.readouterr().out
     assert (tuner.results.objective.metric, tuner.results.best_value) == ("accuracy", 0.9)
@@ -155,7 +155,7 @@ def test_a_script_on_two_ranks_gets_settings_and_arguments(tmp_path):
     (tmp_path / "space.toml").write_text(SPACE)
     answer = phalanx(
         "tune", "--script", "train.py", "--space", "space.toml", "--search", "grid", "--num-workers", 2,
-        "--trials", 1, "--epochs", 3, "--batch-size", 4, "--study-dir", "study", "--threads-per-rank", 1,
+        "--parallel", 1, "--epochs", 3, "--batch-size", 4, "--study-dir", "study", "--threads-per-rank", 1,
     )  # fmt: skip
     assert answer.code == 0, answer.text
     assert "4 trials of train, 1 trial at once" in answer.out
@@ -180,7 +180,7 @@ def test_the_best_values_of_a_recipe_are_a_recipe_and_the_next_command_trains_it
     (tmp_path / "space.toml").write_text(
         'learning_rate = { choice = [0.001, 0.01] }\nbatch_size = 128\n"model.width" = { choice = [4] }\n'
     )
-    words = ("--search", "grid", "--trials", 1, "--max-steps", 4, "--num-workers", 1, "--study-dir", "study")
+    words = ("--search", "grid", "--parallel", 1, "--max-steps", 4, "--num-workers", 1, "--study-dir", "study")
     answer = phalanx("tune", "digits", "--space", "space.toml", *words)
     assert answer.code == 0, answer.text
     document = tomllib.loads((tmp_path / "study/best.toml").read_text())
@@ -200,7 +200,7 @@ def test_the_best_values_of_a_recipe_are_a_recipe_and_the_next_command_trains_it
 def test_a_script_that_sets_what_is_searched_is_an_error(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace("{more}", ", learning_rate=0.1"))
     (tmp_path / "space.toml").write_text(SPACE)
-    answer = phalanx("tune", "--script", "train.py", "--space", "space.toml", "--epochs", 1, "--num-samples", 1)
+    answer = phalanx("tune", "--script", "train.py", "--space", "space.toml", "--epochs", 1, "--trials", 1)
     assert answer.code == 2
     assert "the script sets learning_rate (it was 0.1) itself, and that wins" in answer.err
 
@@ -213,7 +213,7 @@ def test_an_interrupted_search_resumes_and_ends_as_if_it_had_not_been(tmp_path):
     )
     (tmp_path / "space.toml").write_text("x = { choice = [1.0, 2.0, 3.0, 4.0, 0.5] }\n")
     words = ("tune", "--script", "slow.py", "--space", "space.toml", "--metric", "loss", "--search", "grid",
-             "--scheduler", "median", "--trials", 1)  # fmt: skip
+             "--scheduler", "median", "--parallel", 1)  # fmt: skip
     process = start(*words, "--study-dir", "study", cwd=tmp_path, PHALANX_DEVICE="cpu")
     third = tmp_path / "study/trials/0002/events.jsonl"
     until(third.exists)
@@ -264,15 +264,6 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_search_in_the_record_of_ray_tune_is_refused(tmp_path, resume):
-    (tmp_path / "study/ray").mkdir(parents=True)
-    (tmp_path / "study/ray/tuner.pkl").touch()
-    tuner = DistributedTuner(curve, {"x": uniform(0, 1)}, study_dir="study", resume=resume)
-    with pytest.raises(UsageError, match="an earlier version recorded by Ray Tune; it cannot be resumed"):
-        tuner.tune()
-
-
 def test_values_that_are_neither_number_nor_text_come_back_from_the_record(tmp_path):
     from phalanx.tools.tune.space import SearchSpace
     from phalanx.tools.tune.trial import Objective
@@ -296,7 +287,7 @@ def test_a_function_is_needed():
 
 def test_the_page(tmp_path):
     space = {"x": uniform(-3, 3), "kind": choice(["a", "b"]), "y": uniform(0, 1, when={"kind": "a"})}
-    tuner = DistributedTuner(curve, space, scheduler="asha", trials=2, study_dir="study")
+    tuner = DistributedTuner(curve, space, scheduler="asha", parallel=2, study_dir="study")
     tuner.tune(num_samples=4)
     page = (tmp_path / "study/study.html").read_text()
     best = tuner.results.best

@@ -23,7 +23,7 @@ def searched(tmp_path_factory, fork_server):
         for name in ("one", "two"):
             folder = tmp_path_factory.mktemp(name) / "study"
             tuner = DistributedTuner(
-                train, SPACE, metric="val/loss", scheduler="pbt", trials=2, study_dir=str(folder), seed=3
+                train, SPACE, metric="val/loss", scheduler="pbt", parallel=2, study_dir=str(folder), seed=3
             )
             tuner.tune(num_samples=4)
             found.append(tuner.results)
@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_population(searched):
 def test_reports_without_a_step_count_on_from_generation_to_generation(tmp_path, monkeypatch, fork_server):
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     tuner = DistributedTuner(
-        count_on, {"rate": choice([1.0, 2.0])}, metric="loss", scheduler="pbt", search="grid", trials=2, interval=2,
+        count_on, {"rate": choice([1.0, 2.0])}, metric="loss", scheduler="pbt", search="grid", parallel=2, interval=2,
         study_dir=str(tmp_path / "study"),
     )  # fmt: skip
     tuner.tune()

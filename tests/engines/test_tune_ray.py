@@ -63,15 +63,15 @@ def told(tuner):
 
 
 def halving(**more):
-    tuner = DistributedTuner(curve, {"x": tune.choice([1, 4, "bad"])}, search="grid", scheduler="asha", trials=1,
+    tuner = DistributedTuner(curve, {"x": tune.choice([1, 4, "bad"])}, search="grid", scheduler="asha", parallel=1,
                              engine="ray", study_dir="asha", **more)
     tuner.tune()
     return told(tuner)
 
 
-def race(engine, folder, trials=2, **more):
+def race(engine, folder, parallel=2, **more):
     tuner = DistributedTuner(uneven, {"x": tune.choice([3, 1, 2])}, search="grid", scheduler="asha", eta=2,
-                             trials=trials, engine=engine, study_dir=folder, **more)
+                             parallel=parallel, engine=engine, study_dir=folder, **more)
     tuner.tune()
     return told(tuner)
 
@@ -89,18 +89,19 @@ def rest_of_race():
         race("ray", "broken-off")
     except KeyboardInterrupt:
         before = file.read_text().count("loss")
-        return [before, race("ray", "broken-off", trials=1, resume=True), file.read_text().count("loss")]
+        return [before, race("ray", "broken-off", parallel=1, resume=True), file.read_text().count("loss")]
 
 
 def lost():
-    tuner = DistributedTuner(dies, {"x": tune.choice([1, 2])}, search="grid", trials=1, engine="ray", study_dir="lost")
+    space = {"x": tune.choice([1, 2])}
+    tuner = DistributedTuner(dies, space, search="grid", parallel=1, engine="ray", study_dir="lost")
     tuner.tune()
     return told(tuner)
 
 
 def learnt(engine):
     space = {"x": tune.uniform(0, 1), "shape": tune.choice([(1, 2), (3, 4)])}
-    tuner = DistributedTuner(lambda config: config["x"] + config["shape"][0], space, search="optuna", trials=2,
+    tuner = DistributedTuner(lambda config: config["x"] + config["shape"][0], space, search="optuna", parallel=2,
                              engine=engine, study_dir=f"learnt-{engine}")
     tuner.tune(num_samples=3)
     return told(tuner)

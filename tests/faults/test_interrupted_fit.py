@@ -102,10 +102,48 @@ def test_a_second_ctrl_c_ends_one_rank_at_once():
     assert [run.status for run in list_runs()] == ["interrupted"]
 
 
+class Terminates(Callback):
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == 3 and trainer.formation.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_line_says_what_a_fit_has_left_after_sigterm(capfd):
+    trainer = trainer_of(1, callbacks=[Terminates()], checkpoint_dir="kept")
+    with pytest.raises(SystemExit):
+        trainer.fit(DATA, epochs=100_000)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("phalanx: stopped by SIGTERM")]
+    assert (
+        "stopped by SIGTERM after step 3: checkpoint kept/step-00000003; what was trained is in the model and" in line
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_line_says_what_a_fit_has_left_after_max_time(ranks, capfd):
+    trainer = trainer_of(ranks, callbacks=[])
+    step = trainer.fit(DATA, epochs=100_000, max_time=0.5).epochs[-1].step
+    states = trainer.optimizer.state
+    assert [int(states[each]["step"]) for each in trainer.model.parameters()] == [step, step]
+    ended = f"max_time of 0.5 s reached after step {step}: no checkpoint was saved, for no checkpoint_dir was set; "
+    assert ended + "what was trained is in the model and the optimizer" in capfd.readouterr().err
+
+
 class Raises(Callback):
     def on_step_end(self, trainer, info) -> None:
         if info.step == 20:
             raise ValueError("of the user")
+
+
+def test_an_error_on_one_rank_says_what_the_caller_has():
+    trainer = trainer_of(1, callbacks=[Raises()], checkpoint_frequency="15 steps", async_checkpoint=False)
+    with pytest.raises(ValueError, match="of the user") as failed:
+        trainer.fit(DATA, epochs=5)
+    (note,) = failed.value.__notes__
+    assert note.startswith(
+        "after step 20, what was trained is in the model and the optimizer, and the last checkpoint is "
+    )
+    assert note.endswith("step-00000015")
+    assert int(trainer.optimizer.state[trainer.model.weight]["step"]) == 20
 
 
 def test_an_error_on_ranks_says_what_the_caller_has():

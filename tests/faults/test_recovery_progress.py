@@ -73,7 +73,7 @@ def recovered(tmp_path: Path, val: Dataset | None = None, **settings) -> list[di
         num_workers=settings.pop("num_workers", 2),
         device="cpu",
         batch_size=1,
-        strategy="ddp",
+        strategy=settings.pop("strategy", "ddp"),
         loss_fn="mse",
         max_restarts=2,
         threads_per_rank=1,
@@ -87,10 +87,22 @@ def recovered(tmp_path: Path, val: Dataset | None = None, **settings) -> list[di
     return [event for event in events if event["event"] == "recovered"]
 
 
-def test_an_evaluation_is_left_at_once(tmp_path, fork_server):
-    (event,) = recovered(tmp_path, Rows(tmp_path / "killed"), epochs=2)
-    assert (event["step"], event["lost_steps"]) == (32, 0)
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [32, 64]),
+        ({"eval_every": "20 steps"}, [20, 40, 60, 64]),
+        ({"eval_every": 0.25, "strategy": "fsdp", "epochs": 1, "memory_frequency": 1}, [8, 16, 24, 32]),
+    ],
+)
+def test_an_evaluation_is_left_at_once_and_made_once(tmp_path, settings, steps, fork_server):
+    (event,) = recovered(tmp_path, Rows(tmp_path / "killed"), sanity_val_batches=0, **{"epochs": 2, **settings})
+    assert event["step"] + event["lost_steps"] == steps[0]
+    assert event["lost_steps"] <= ("strategy" in settings), "a shard of the last step may be on its way to a neighbour"
     assert event["seconds"] < LONG / 2
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    measured = [event["step"] for event in events if event["event"] == "metrics" and event["split"] == "val"]
+    assert measured == steps
 
 
 @pytest.mark.parametrize("foreground", [False, True])

@@ -143,7 +143,7 @@ def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path
 @long_proof
 def test_a_search_is_split_over_an_array(phalanx, tmp_path):
     (tmp_path / "space.toml").write_text("learning_rate = { loguniform = [1e-4, 1e-1] }\n")
-    search = ("digits", "--space", "space.toml", "--num-samples", "3", "--max-steps", "4")
+    search = ("digits", "--space", "space.toml", "--trials", "3", "--max-steps", "4")
     phalanx("submit", "slurm", "--tune", *search, "--array", "0-1", "--job-name", "search")
     wait_for(phalanx, "search", "finished")
     parts = [sorted((tmp_path / f"runs/search/{part}/trials").iterdir()) for part in (0, 1)]

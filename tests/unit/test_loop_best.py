@@ -287,7 +287,7 @@ def test_an_evaluation_that_is_repeated_counts_once():
 @pytest.mark.parametrize(
     ("given", "metrics", "allowed"),
     [
-        ("max:val/acc", None, "train/loss, val/accuracy, val/loss"),
+        ("max:val/acc", None, "train/loss, val/loss"),
         ("max:val/accuracy", {"f1": error}, "train/loss, val/f1, val/loss"),
     ],
 )

@@ -210,7 +210,7 @@ def test_modules_keep_their_modes(whole):
     data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
     trainer(model, loss_fn="mse", epochs=2).fit(data, data)
     steps, evaluations = [(True, whole)] * 2, [(False, False)] * 2
-    assert seen == (steps + evaluations) * 2
+    assert seen == evaluations + (steps + evaluations) * 2  # first the batches that are tried
     assert [module.training for module in model.modules()] == modes
     assert model[0].num_batches_tracked.item() == (4 if whole else 0)
     assert kept_in_eval(model) == (

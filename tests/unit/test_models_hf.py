@@ -176,7 +176,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 
 def test_what_has_no_layout_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(ModelError, match="a ViT has no Hugging Face layout here, GPT, Llama, Bert, T5 have"):
+    with pytest.raises(UsageError, match="a ViT has no Hugging Face layout here, GPT, Llama, Bert, T5 have"):
         save_pretrained(build("vit"), tmp_path / "m")
     with pytest.raises(ModelError, match="bias=False"):
         save_pretrained(build("gpt", bias=False), tmp_path / "m")

@@ -11,7 +11,7 @@ from phalanx.runs.result import RESULT_NAME, WEIGHTS_NAME, JobResult, read_resul
 
 
 def trained() -> JobResult:
-    return JobResult(history=History(), weights={"bias": torch.ones(2)}, optimizer_state={"state": {}})
+    return JobResult(history=History(), weights={"bias": torch.ones(2)}, optimizers=[{"state": {}}])
 
 
 def test_a_result_comes_back_whole(tmp_path, capsys):
@@ -19,7 +19,7 @@ def test_a_result_comes_back_whole(tmp_path, capsys):
     result = read_result(tmp_path)
     assert result.history == History()
     assert torch.equal(result.weights["bias"], torch.ones(2))
-    assert result.optimizer_state == {"state": {}}
+    assert result.optimizers == [{"state": {}}]
     assert capsys.readouterr().err == ""
 
 

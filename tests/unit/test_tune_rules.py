@@ -149,7 +149,7 @@ def test_the_live_table_draws_and_leaves_the_best_first(capsys):
 
 def test_a_population_of_one_is_refused():
     with pytest.raises(UsageError, match="a population has 2 members or more"):
-        SearchRequest(metric="loss", scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
+        SearchRequest(metric="loss", scheduler="pbt", trials=1).check(SearchSpace({"x": uniform(0, 1)}))
 
 
 def test_gpus_are_divided_among_slots(monkeypatch):
@@ -164,8 +164,8 @@ def test_gpus_are_divided_among_slots(monkeypatch):
     with pytest.raises(UsageError, match="num_gpus = 32, but this machine has 4 GPUs"):
         plan_slots(two_ranks, num_gpus=32, gpus_here=4)
     with pytest.raises(UsageError, match="trials_per_gpu=2"):
-        plan_slots(two_ranks, trials=4, gpus_here=4)
-    assert "no GPU was found" in plan_slots(two_ranks, num_gpus=32, gpus_here=0, trials=1).summary
+        plan_slots(two_ranks, parallel=4, gpus_here=4)
+    assert "no GPU was found" in plan_slots(two_ranks, num_gpus=32, gpus_here=0, parallel=1).summary
 
 
 def test_a_trial_without_the_metric_ends_the_search_only_while_no_other_measures_it():

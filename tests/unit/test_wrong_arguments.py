@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, PyTorchDDPTrainer
+from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, Trainer
 from phalanx.data.sets import load
 from phalanx.errors import ModelError, PhalanxError, UsageError
 from phalanx.loop.metrics import LOSSES, find_loss
@@ -27,22 +27,20 @@ def numbers(width: int = 4, *, labels: bool = True) -> DataLoader:
 
 
 def test_a_trainer_without_a_model_says_what_to_write():
-    assert "PyTorchDDPTrainer needs a model\n  Write: PyTorchDDPTrainer(model, num_workers=2)" in refused(
-        PyTorchDDPTrainer
-    )
+    assert "Trainer needs a model\n  Write: Trainer(model, num_workers=2)" in refused(Trainer)
 
 
 def test_the_class_of_a_model_is_not_a_model():
-    message = refused(lambda: PyTorchDDPTrainer(nn.Linear))
+    message = refused(lambda: Trainer(nn.Linear))
     assert "model = Linear is the class, not a model" in message
-    assert "PyTorchDDPTrainer(Linear(...)" in message
+    assert "Trainer(Linear(...)" in message
 
 
 def test_an_optimizer_as_second_argument_is_taken_and_a_dict_is_refused():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert PyTorchDDPTrainer(model, optimizer).optimizer is optimizer
-    assert "Name it: loss_fn=..., optimizer=..." in refused(lambda: PyTorchDDPTrainer(model, {"lr": 1}))
+    assert Trainer(model, optimizer).optimizer is optimizer
+    assert "Name it: loss_fn=..., optimizer=..." in refused(lambda: Trainer(model, {"lr": 1}))
 
 
 @pytest.mark.parametrize(
@@ -64,27 +62,27 @@ def test_every_named_loss_gives_one_number():
 
 def test_a_named_loss_trains_and_others_are_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn="mse", device="cpu", progress=False)
+    trainer = Trainer(nn.Linear(4, 2), loss_fn="mse", device="cpu", progress=False)
     assert trainer.fit(numbers(labels=False)).status == "finished"
-    message = refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn="msee"))
+    message = refused(lambda: Trainer(nn.Linear(4, 2), loss_fn="msee"))
     assert "unknown loss 'msee'. Did you mean 'mse'?" in message
-    assert "Write: loss_fn=MSELoss()" in refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn=nn.MSELoss))
-    assert "loss_fn = 3 is a int" in refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn=3))
+    assert "Write: loss_fn=MSELoss()" in refused(lambda: Trainer(nn.Linear(4, 2), loss_fn=nn.MSELoss))
+    assert "loss_fn = 3 is a int" in refused(lambda: Trainer(nn.Linear(4, 2), loss_fn=3))
 
 
 def test_the_class_of_a_callback_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), callbacks=[Callback], device="cpu")
+    trainer = Trainer(nn.Linear(4, 2), callbacks=[Callback], device="cpu")
     assert "Callback is the class, not a callback\n  Write: callbacks=[Callback()]" in refused(
         lambda: trainer.fit(numbers())
     )
-    assert "expected a list" in refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), callbacks=Callback()))
+    assert "expected a list" in refused(lambda: Trainer(nn.Linear(4, 2), callbacks=Callback()))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", ["predict", "evaluate"])
 def test_a_number_is_not_data(method):
-    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), num_workers=2, device="cpu")
+    trainer = Trainer(nn.Linear(4, 2), num_workers=2, device="cpu")
     message = refused(lambda: getattr(trainer, method)(3))
     assert f"{method}(3): data is a int" in message
     assert "Give a torch DataLoader" in message
@@ -101,7 +99,7 @@ def test_prepare_names_what_it_got():
 def test_a_batch_of_the_wrong_shape_is_named_with_the_layer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    trainer = PyTorchDDPTrainer(model, loss_fn="cross_entropy", device="cpu", progress=False)
+    trainer = Trainer(model, loss_fn="cross_entropy", device="cpu", progress=False)
     for call in (trainer.fit, trainer.evaluate, trainer.predict):
         with pytest.raises(ModelError) as caught:
             call(numbers(width=5))
@@ -115,7 +113,7 @@ def test_a_batch_of_the_wrong_shape_is_named_with_the_layer(tmp_path, monkeypatc
 def test_outputs_and_targets_that_do_not_fit_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 3)), batch_size=4)
-    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn=nn.L1Loss(), device="cpu", progress=False)
+    trainer = Trainer(nn.Linear(4, 2), loss_fn=nn.L1Loss(), device="cpu", progress=False)
     with pytest.warns(UserWarning, match="target size"):
         message = refused(lambda: trainer.fit(data), ModelError)
     assert "the loss got an output float32 [4, 2] and a target float32 [4, 3]" in message
@@ -129,7 +127,7 @@ def test_other_errors_of_a_model_stay_as_they_are(tmp_path, monkeypatch):
             raise RuntimeError("the user's own")
 
     with pytest.raises(RuntimeError, match="the user's own"):
-        PyTorchDDPTrainer(Broken(4, 2), device="cpu", progress=False).fit(numbers())
+        Trainer(Broken(4, 2), device="cpu", progress=False).fit(numbers())
 
 
 class Scaled(nn.Module):
@@ -150,7 +148,7 @@ class Scaled(nn.Module):
 )
 def test_parameters_that_cannot_be_sharded_are_named_before_the_start(model, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = PyTorchDDPTrainer(model, num_workers=2, strategy="fsdp", device="cpu")
+    trainer = Trainer(model, num_workers=2, strategy="fsdp", device="cpu")
     message = refused(lambda: trainer.fit(numbers()), ModelError)
     assert all(word in message for word in words)
     assert not list(tmp_path.iterdir())
@@ -159,7 +157,7 @@ def test_parameters_that_cannot_be_sharded_are_named_before_the_start(model, wor
 def test_parametrized_modules_are_named_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
-    message = refused(lambda: PyTorchDDPTrainer(model, num_workers=2, device="cpu").fit(numbers()))
+    message = refused(lambda: Trainer(model, num_workers=2, device="cpu").fit(numbers()))
     assert "weight_norm, spectral_norm or another parametrization are not" in message
     assert "phalanx train --script train.py --num-workers 2" in message
     assert "https://" not in message
@@ -178,7 +176,7 @@ def test_a_tuple_in_a_search_space_is_answered_in_python():
     assert "write phalanx.tune.choice(['sgd', 'adam'])" in message
 
 
-@pytest.mark.parametrize("kind", [lambda: PyTorchDDPTrainer(nn.Linear(4, 2)), Formation])
+@pytest.mark.parametrize("kind", [lambda: Trainer(nn.Linear(4, 2)), Formation])
 def test_a_backend_of_the_command_line_for_keras_models_is_refused_for_torchs(kind, monkeypatch):
     monkeypatch.setenv("PHALANX_BACKEND", "tensorflow")
     assert "backend = 'tensorflow' trains Keras models" in refused(kind)
@@ -187,9 +185,9 @@ def test_a_backend_of_the_command_line_for_keras_models_is_refused_for_torchs(ki
 @pytest.mark.parametrize(("backend", "strategy"), [("pytorch-fsdp", "fsdp"), ("horovod", "horovod"), ("ray", "ddp")])
 def test_a_trainer_follows_the_backend_of_the_command_line_or_says_what_it_uses(backend, strategy, monkeypatch, capsys):
     monkeypatch.setenv("PHALANX_BACKEND", backend)
-    assert PyTorchDDPTrainer(nn.Linear(4, 2)).config.resolved_strategy == strategy
+    assert Trainer(nn.Linear(4, 2)).config.resolved_strategy == strategy
     assert capsys.readouterr().err == ""
-    PyTorchDDPTrainer(nn.Linear(4, 2), DistributedConfig(strategy="ring"))
-    said = f"phalanx: backend = '{backend}' is not used by PyTorchDDPTrainer, whose own settings in the script have "
+    Trainer(nn.Linear(4, 2), DistributedConfig(strategy="ring"))
+    said = f"phalanx: backend = '{backend}' is not used by Trainer, whose own settings in the script have "
     said += "backend = 'pytorch-ddp': it trains with ring.\n"
     assert capsys.readouterr().err == (said if strategy != "ddp" else "")  # Ray says only what starts the ranks

@@ -49,6 +49,7 @@ def files(
     seq_len: int = 128,
     size: int = 224,
     val_fraction: float = 0.1,
+    class_names: Sequence[str] | None = None,
 ) -> Any:
     """Return one split of the data in a file or folder.
 
@@ -56,6 +57,7 @@ def files(
     `tokenizer`). Rows of tables become (inputs, target): `inputs` and `target` name columns, and without them the
     column "label" or the like is the target and all numbers are inputs. Rows of texts (the column `text`, or with a
     `tokenizer` the first one) become dicts with input_ids, attention_mask and labels. Images are resized to `size`.
+    `class_names`: all labels in their order, where the files may lack some.
     """
     if root is None:
         raise UsageError("the data set 'files' needs to know where the files are", hint="Write: --data ./my-files")
@@ -64,7 +66,7 @@ def files(
     path = Path(root).expanduser()
     found, kind = _survey(path)
     if kind == "images":
-        return _images(path, split, size, val_fraction)
+        return _images(path, split, size, val_fraction, class_names)
     chosen, part = of_split(path, found, split)
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
@@ -76,7 +78,9 @@ def files(
         return _windows(_tokens("\n".join(table[text]), tokenizer), seq_len, part, val_fraction, tokenizer)
     target = target or next((name for name in _TARGETS if name in table.column_names), None)
     training = of_split(path, found, "train")[0]
-    classes = _classes(kind, training, table, target, of_texts=text is not None) if target else []
+    classes = list(class_names or ())
+    if target and class_names is None:
+        classes = _classes(kind, training, table, target, of_texts=text is not None)
     rows = TableDataset(table, path, inputs, target, classes, tokenizer=tokenizer, text=text, length=seq_len)
     return _held_out(rows, part, val_fraction)
 
@@ -150,11 +154,11 @@ def _held_out(rows: Any, part: str | None, fraction: float) -> Any:
     return kept
 
 
-def _images(path: Path, split: str, size: int, fraction: float) -> Any:
+def _images(path: Path, split: str, size: int, fraction: float, classes: Sequence[str] | None) -> Any:
     for name in ("train",) if split == "train" else ("val", "valid", "validation", "test"):
         if (path / name).is_dir():
-            return ImageFolder(path / name, size=size)
-    return _held_out(ImageFolder(path, size=size), split, fraction)
+            return ImageFolder(path / name, size=size, classes=classes)
+    return _held_out(ImageFolder(path, size=size, classes=classes), split, fraction)
 
 
 def _tokens(text: str, tokenizer: str | None) -> torch.Tensor:

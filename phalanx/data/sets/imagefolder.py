@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,25 @@ class ImageFolder(Dataset[tuple[Any, int]]):
     to 1.
     """
 
-    def __init__(self, root: Path, *, size: int = 224, transform: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        size: int = 224,
+        transform: Callable[[Any], Any] | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        """`classes`: the names of all labels in their order, where the folder may lack some."""
         import_pillow()
         self.root = root
         self.size = size
         self.transform = transform
         self.deterministic = transform is None
-        self.classes, self.samples = list_classes(root)
+        found, samples = list_classes(root)
+        self.classes = list(classes or found)
+        if strange := sorted(set(found) - set(self.classes)):
+            raise DataError(f"{root} has classes that were not trained: {', '.join(strange[:5])}.")
+        self.samples = [(file, self.classes.index(found[label])) for file, label in samples]
 
     def __len__(self) -> int:
         return len(self.samples)

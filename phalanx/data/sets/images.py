@@ -30,7 +30,9 @@ def digits(split: str = "train") -> TensorDataset:
         images, labels = arrays["images"], arrays["labels"]
     part = slice(TRAIN_SIZE) if split == "train" else slice(TRAIN_SIZE, None)
     scaled = torch.from_numpy(images[part]).unsqueeze(1).float() / 16
-    return TensorDataset(scaled, torch.from_numpy(labels[part]).long())
+    found = TensorDataset(scaled, torch.from_numpy(labels[part]).long())
+    found.classes = [str(digit) for digit in range(10)]  # type: ignore[attr-defined]
+    return found
 
 
 _PREFIXES = {"train": "train", "val": "t10k"}

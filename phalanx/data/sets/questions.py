@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,15 @@ class QuestionWindows(GatherDataset):
             labels = [len(asked) + token - window.first for token in answer]
         return asked, [*context, self._separator], [*labels, len(asked), len(asked) + len(context) - 1]
 
+    def predictions(self, outputs: Tensor) -> list[dict[str, Any]]:
+        """Return what a model's outputs for all windows say of each question, for `phalanx predict`."""
+        samples, scores = torch.arange(len(self)), self.metrics["answers"]
+        answers = scores.answers(scores(outputs, self.gather(samples)["labels"]), samples)
+        return [
+            {"row": number, "id": self.questions[number].key, "question": self.questions[number].text, "answer": given}
+            for number, given in sorted(answers.items())
+        ]
+
     def answer_text(self, window: Window, first: int, last: int) -> str:
         """Return the text from one position of a window to another."""
         shift = window.first - len(self._asked[window.question].tokens) - 2
@@ -152,20 +161,24 @@ class AnswerScores:
 
     def combine(self, rows: Tensor, samples: Tensor) -> dict[str, float]:
         """Return the means over the questions all of whose windows were measured."""
+        golds = self._data.questions
+        answers = self.answers(rows, samples).items()
+        scores = [answer_scores(given, [gold.text for gold in golds[number].answers]) for number, given in answers]
+        means = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2).mean(0).tolist()
+        return dict(zip(("exact", "f1"), means, strict=True))
+
+    def answers(self, rows: Tensor, samples: Tensor) -> dict[int, str]:
+        """Return the answer to each question all of whose windows were measured; empty texts where there is none."""
         found: dict[int, list[tuple[float, float, Window, int, int]]] = defaultdict(list)
         for sample, (score, first, last, none) in zip(samples.tolist(), rows.tolist(), strict=True):
             window = self._data.windows[sample]
             found[window.question].append((score, none, window, int(first), int(last)))
-        whole = {number: parts for number, parts in found.items() if len(parts) == self._windows[number]}
-        scores = [self._score(number, parts) for number, parts in whole.items()]
-        means = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2).mean(0).tolist()
-        return dict(zip(("exact", "f1"), means, strict=True))
+        return {number: self._best(parts) for number, parts in found.items() if len(parts) == self._windows[number]}
 
-    def _score(self, number: int, parts: list[tuple[float, float, Window, int, int]]) -> tuple[float, float]:
+    def _best(self, parts: list[tuple[float, float, Window, int, int]]) -> str:
         best, _, window, first, last = max(parts, key=lambda part: part[0])
         abstains = self._may_abstain and min(part[1] for part in parts) > best
-        given = "" if abstains else self._data.answer_text(window, first, last)
-        return answer_scores(given, [answer.text for answer in self._data.questions[number].answers])
+        return "" if abstains else self._data.answer_text(window, first, last)
 
 
 def questions(

@@ -24,7 +24,7 @@ class HorovodTrainer(TorchTrainer):
     """Trains a model on all ranks as if they were one, by Horovod's all-reduce.
 
     Works in a rank that horovodrun started, with hvd.init() called before or not, and in a plain script, where `fit`
-    starts horovodrun itself (`num_workers=4`, `hosts="node1:8,node2:8"`). Arguments are those of `PyTorchDDPTrainer`;
+    starts horovodrun itself (`num_workers=4`, `hosts="node1:8,node2:8"`). Arguments are those of `Trainer`;
     `backward_passes_per_step` is Horovod's name for `gradient_accumulation_steps`; `verbose=False` shows no progress.
     """
 

@@ -36,14 +36,14 @@ def open_executor(subject: Trainable, request: SearchRequest, notice: Callable[[
     config = subject.resolved.config
     ranks = config.total_ranks or 1
     needed = {"CPU": float(ranks)}
-    num_cpus = max(len(os.sched_getaffinity(0)), ranks * (request.trials or 1))
+    num_cpus = max(len(os.sched_getaffinity(0)), ranks * (request.parallel or 1))
     with open_cluster(request.address, num_cpus=num_cpus, notice=notice) as cluster:
         if config.device != "cpu" and any(node.get("GPU") for node in cluster.nodes()):
             needed["GPU"] = ranks / request.trials_per_gpu
         count = check_resources(cluster, needed, what="trials")
         if request.num_gpus is not None and "GPU" in needed:
             count = min(count, max(1, int(request.num_gpus / needed["GPU"] + 1e-9)))
-        count = min(count, request.trials or count)
+        count = min(count, request.parallel or count)
         slots = tuple(Slot(number) for number in range(count))
         summary = slots_text(count, f"on {cluster.name}", ranks)
         yield RayExecutor(subject, Slots(slots, config.threads_per_rank or 1, summary), needed)

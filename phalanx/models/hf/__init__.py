@@ -126,9 +126,10 @@ def _layout_of(model: nn.Module) -> HFMapping:
         if isinstance(model, layout.model):
             return layout
     names = ", ".join(layout.model.__name__ for layout in LAYOUTS.values())
-    raise ModelError(
+    wrapped = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), "")
+    raise UsageError(
         f"a {type(model).__name__} has no Hugging Face layout here, {names} have.",
-        hint="Give the model itself: unwrap it from DDP or torch.compile first.",
+        hint=f"Give the model inside it: model.{wrapped}" if wrapped else "Write its weights: --format safetensors",
     )
 
 

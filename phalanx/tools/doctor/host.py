@@ -16,11 +16,24 @@ _LITTLE_PER_CORE = 0.5 * _GB
 
 def check_host(machine: HostReader) -> Iterator[CheckResult]:
     """Check what ranks on any machine need."""
+    yield from _software(machine)
     yield from _cpu(machine)
     yield from _cores(machine)
     yield from _memory(machine)
     yield from _limits(machine)
     yield from _tuning(machine)
+
+
+def _software(machine: HostReader) -> Iterator[CheckResult]:
+    """Say what is installed: with this, a report about a fault is complete."""
+    versions = machine.fact("versions") or {}
+    yield CheckResult("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    lacking = machine.fact("extras") or {}
+    if complete := [name for name, missing in lacking.items() if not missing]:
+        yield CheckResult("ok", "extras", f"installed: {', '.join(complete)}")
+    if absent := {name: missing for name, missing in lacking.items() if missing}:
+        text = "; ".join(f"{name} ({', '.join(missing)})" for name, missing in absent.items())
+        yield CheckResult("ok", "extras", f"not installed: {text}")
 
 
 def _cpu(machine: HostReader) -> Iterator[CheckResult]:
@@ -43,6 +56,8 @@ def _cpu(machine: HostReader) -> Iterator[CheckResult]:
 
 def _cores(machine: HostReader) -> Iterator[CheckResult]:
     all_of_them, allowed = machine.fact("cpus") or 1, machine.fact("allowed_cpus") or 1
+    if load := machine.fact("load"):
+        yield CheckResult("ok", "load", f"{load[0]:.2f}, {load[1]:.2f}, {load[2]:.2f} in the last 1, 5 and 15 minutes")
     quota = _quota(machine)
     usable = min(allowed, quota or allowed)
     yield CheckResult("ok", "cores", f"{usable:g} of {all_of_them} can be used")

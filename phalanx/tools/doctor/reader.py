@@ -6,12 +6,9 @@ that is elsewhere.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import re
 import resource
 import socket
 import subprocess
@@ -25,12 +22,11 @@ from typing import Any, Literal
 from phalanx.errors import UsageError
 from phalanx.host.addresses import ssh_address
 from phalanx.host.processes import host_memory
+from phalanx.host.versions import cuda_of_torch, extras, installed_packages
 from phalanx.version import __version__
 
 Level = Literal["ok", "note", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
-EXIT_CODES: dict[Level, int] = {"ok": 0, "note": 0, "warning": 1, "error": 3}
-"""2 is the exit code of wrong flags."""
 
 
 @dataclass(frozen=True)
@@ -148,20 +144,12 @@ def _environment() -> dict[str, str]:
 def _versions() -> dict[str, str]:
     """Return versions by importlib's records: importing torch would take seconds."""
     found = {"phalanx": __version__, "python": platform.python_version(), "kernel": platform.release()}
-    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions() if each.name}
+    installed = installed_packages()
     found |= {name: installed[name] for name in _PACKAGES if name in installed}
-    if (cuda := _cuda_of_torch()) is not None:
+    if (cuda := cuda_of_torch()) is not None:
         found["cuda of torch"] = cuda
     nccl = [version for name, version in installed.items() if name.startswith("nvidia-nccl-cu")]
     return {**found, "nccl": nccl[0]} if nccl else found
-
-
-def _cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch was built for, "none" for the CPU; None where torch is not installed."""
-    spec = importlib.util.find_spec("torch")
-    text = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else None
-    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text or "", re.MULTILINE)
-    return None if found is None else found[1] or "none"
 
 
 def _own_addresses() -> list[str]:
@@ -183,6 +171,8 @@ _FACTS: dict[str, Callable[[], Any]] = {
     "limits": _limits,
     "environment": _environment,
     "versions": _versions,
+    "extras": lambda: extras(installed_packages()),
+    "load": os.getloadavg,
     "addresses_of_own_name": _own_addresses,
     "root": lambda: os.geteuid() == 0,
     "executable": lambda: sys.executable,

@@ -71,17 +71,17 @@ def plan_slots(
     *,
     num_gpus: int | None = None,
     trials_per_gpu: int = 1,
-    trials: int | None = None,
+    parallel: int | None = None,
     gpus_here: int | None = None,
 ) -> Slots:
-    """Divide this machine into slots; `trials` sets how many run at once."""
+    """Divide this machine into slots; `parallel` sets how many run at once."""
     here = count_gpus() if gpus_here is None else gpus_here
     ranks = config.total_ranks or 1
-    for name, value in (("trials_per_gpu", trials_per_gpu), ("trials", trials), ("num_gpus", num_gpus)):
+    for name, value in (("trials_per_gpu", trials_per_gpu), ("parallel", parallel), ("num_gpus", num_gpus)):
         if value is not None and value < 1:
             raise UsageError(f"{name} = {value}: must be 1 or more")
     if config.device == "cpu" or here == 0:
-        return _on_cpu(config, ranks, trials, asked_gpus=num_gpus)
+        return _on_cpu(config, ranks, parallel, asked_gpus=num_gpus)
     if num_gpus is not None and num_gpus > here:
         raise UsageError(
             f"num_gpus = {num_gpus}, but this machine has {here} GPU{'s' * (here > 1)}",
@@ -91,20 +91,20 @@ def plan_slots(
     if ranks > usable:
         raise UsageError(f"a trial of {ranks} ranks needs {ranks} GPUs, but {usable} are there")
     most = usable // ranks * trials_per_gpu
-    count = trials or most
+    count = parallel or most
     if count > most:
         raise UsageError(
-            f"trials = {count} at once need {count * ranks} GPUs, but {usable} are there",
-            hint=f"Write trials={most}, or let trials share GPUs: trials_per_gpu={-(-count * ranks // usable)}.",
+            f"parallel = {count} trials at once need {count * ranks} GPUs, but {usable} are there",
+            hint=f"Write parallel={most}, or let trials share GPUs: trials_per_gpu={-(-count * ranks // usable)}.",
         )
     groups = usable // ranks  # consecutive slots have different GPUs: the first trials spread over all of them
     slots = tuple(Slot(n, tuple(range(n % groups * ranks, (n % groups + 1) * ranks))) for n in range(count))
     return Slots(slots, config.threads_per_rank, slots_text(count, f"on {usable} GPU{'s' * (usable > 1)}", ranks))
 
 
-def _on_cpu(config: DistributedConfig, ranks: int, trials: int | None, asked_gpus: int | None) -> Slots:
+def _on_cpu(config: DistributedConfig, ranks: int, parallel: int | None, asked_gpus: int | None) -> Slots:
     cores = len(os.sched_getaffinity(0))
-    count = trials or max(1, cores // ranks)
+    count = parallel or max(1, cores // ranks)
     threads = config.threads_per_rank
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, cores // (count * ranks))

@@ -262,7 +262,7 @@ def _trials(results: Results) -> str:
 
 
 def _links(folder: Path, root: Path) -> str:
-    """Return links to a trial's files that exist."""
-    found = [(name, folder / name) for name in ("logs", "config.toml", "events.jsonl")]
+    """Return links to a trial's run folder and its files, those that exist."""
+    found = [("run", folder), *((name, folder / name) for name in ("logs", "config.toml", "events.jsonl"))]
     relative = [(name, os.path.relpath(path, root)) for name, path in found if path.exists()]
     return " ".join(f'<a href="{escape(path)}">{escape(name)}</a>' for name, path in relative)

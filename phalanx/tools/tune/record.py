@@ -11,12 +11,12 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.mlflow import import_mlflow
+from phalanx.runs.stored import STUDY_FILE
 from phalanx.tools.tune.domains import import_optuna
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.trial import Objective, State, Trial
 
-FILE = "study.db"
 _STUDY = "phalanx"
 
 
@@ -27,7 +27,7 @@ class Record:
         """`settings`: must be the same when the search is resumed."""
         self._optuna = import_optuna("tuning")
         self._folder, self._space, self._objective = folder, space, objective
-        path = folder / FILE
+        path = folder / STUDY_FILE
         existed = path.exists()
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path}")
         if existed and objective.is_open:  # the metric may have been settled before the interruption

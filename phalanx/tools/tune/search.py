@@ -19,12 +19,12 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
 from phalanx.runs.spec import engine_environment
-from phalanx.runs.stored import StoredRun
+from phalanx.runs.stored import STUDY_FILE, StoredRun
 from phalanx.tools.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tools.tune.executor import Executor, LocalExecutor, plan_slots
 from phalanx.tools.tune.page import PAGE_FILE, axes_and_lines, command_words, page
 from phalanx.tools.tune.population import Population
-from phalanx.tools.tune.record import FILE, Record, open_tracking
+from phalanx.tools.tune.record import Record, open_tracking
 from phalanx.tools.tune.results import (
     LiveTable,
     PlainTable,
@@ -42,8 +42,6 @@ from phalanx.tools.tune.trial import Objective, Trial
 
 ENGINES = ("auto", "local", "ray")
 _DEFAULT_SAMPLES = 10
-_OLD_RAY_RECORD = "ray/tuner.pkl"
-"""The record of searches on Ray before they had the same record as others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +50,13 @@ class SearchRequest:
 
     metric: str | None
     mode: str | None = None
-    num_samples: int | None = None
+    trials: int | None = None
     scheduler: str = "none"
     search: str = "random"
     engine: str = "auto"
     address: str | None = None
     """The Ray cluster to search on."""
-    trials: int | None = None
+    parallel: int | None = None
     num_gpus: int | None = None
     trials_per_gpu: int = 1
     grace: int = 1
@@ -81,10 +79,10 @@ class SearchRequest:
             )
             if name not in allowed
         ]
-        if self.num_samples is not None and self.num_samples < 1:
-            wrong.append(f"num_samples = {self.num_samples}: must be 1 or more.")
-        if self.scheduler == "pbt" and self.num_samples == 1:
-            wrong.append("scheduler = 'pbt' with num_samples = 1: a population has 2 members or more, better 4.")
+        if self.trials is not None and self.trials < 1:
+            wrong.append(f"trials = {self.trials}: must be 1 or more.")
+        if self.scheduler == "pbt" and self.trials == 1:
+            wrong.append("scheduler = 'pbt' with trials = 1: a population has 2 members or more, better 4.")
         if self.scheduler == "pbt" and self.search == "optuna":
             wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' with it.")
         unknown = [name for name in self.mutate or () if name not in space.domains]
@@ -135,12 +133,12 @@ def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Re
 def _method(subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest) -> tuple[Search, int]:
     """Return where the points come from, and how many trials were asked for."""
     method = make_search(request.search, space, subject.resolved.config.seed, objective)
-    total = request.num_samples or method.size or _DEFAULT_SAMPLES
+    total = request.trials or method.size or _DEFAULT_SAMPLES
     if request.part is None:
         return method, total
     total = len(range(request.part[0], total, request.part[1]))
     if total == 0:
-        raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
+        raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --trials.")
     return PartOfSearch(method, *request.part), total
 
 
@@ -152,17 +150,19 @@ def _open_executor(
         on_ray: AbstractContextManager[Executor] = find_engine("ray").executor(subject, request, notice)
         return on_ray
     config = subject.resolved.config
-    slots = plan_slots(config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, trials=request.trials)
+    slots = plan_slots(
+        config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, parallel=request.parallel
+    )
     prestart(engine_environment(config, "cuda" if slots.slots[0].gpus else "cpu"))
     return nullcontext(LocalExecutor(subject, slots))
 
 
 def _check_draws(space: SearchSpace, request: SearchRequest, origins: Mapping[str, str]) -> None:
     """Raise where nothing is drawn, and where a value is both given and searched."""
-    if not space.domains and request.num_samples != 1:
+    if not space.domains and request.trials != 1:
         raise UsageError(
             "the space draws nothing: all its values are fixed, so all trials would be the same",
-            hint="Give a value a range, such as { uniform = [0.1, 0.9] }, or ask for one trial: --num-samples 1.",
+            hint="Give a value a range, such as { uniform = [0.1, 0.9] }, or ask for one trial: --trials 1.",
         )
     twice = [name for name in space.domains if origins.get(name) in ("flag", "argument")]
     if twice:
@@ -287,12 +287,7 @@ def _study_folder(request: SearchRequest, name: str) -> Path:
         folder = Path("runs") / f"tune-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     else:
         folder = Path(request.study_dir)
-    exists = (folder / FILE).exists()
-    if not exists and (folder / _OLD_RAY_RECORD).exists():
-        raise UsageError(
-            f"{folder} holds a search that an earlier version recorded by Ray Tune; it cannot be resumed",
-            hint="Its trials are in trials/*/events.jsonl. Begin another search in a new folder (--study-dir).",
-        )
+    exists = (folder / STUDY_FILE).exists()
     if request.resume and not exists:
         raise UsageError(f"{folder} holds no search that could go on", hint="Leave --resume out to begin one there.")
     if exists and not request.resume:

@@ -37,7 +37,7 @@ class DistributedTuner:
         mode: str | None = None,
         num_gpus: int | None = None,
         trials_per_gpu: int = 1,
-        trials: int | None = None,
+        parallel: int | None = None,
         scheduler: str = "none",
         search: str = "random",
         engine: str = "auto",
@@ -53,7 +53,7 @@ class DistributedTuner:
         self.space = _as_space(search_space)
         self._subject = _subject(train_fn, script, recipe, metric, settings)
         self._request = SearchRequest(
-            metric=metric, mode=mode, num_gpus=num_gpus, trials_per_gpu=trials_per_gpu, trials=trials,
+            metric=metric, mode=mode, num_gpus=num_gpus, trials_per_gpu=trials_per_gpu, parallel=parallel,
             scheduler=scheduler, search=search, engine=engine, address=address, grace=grace, eta=eta, interval=interval,
             mutate=None if mutate is None else tuple(mutate), study_dir=study_dir, resume=resume,
         )  # fmt: skip
@@ -62,7 +62,7 @@ class DistributedTuner:
 
     def tune(self, num_samples: int | None = None) -> dict[str, Any]:
         """Run the trials and return the best one's hyperparameters; `results` has all of them."""
-        self.results = search(self._subject, self.space, replace(self._request, num_samples=num_samples))
+        self.results = search(self._subject, self.space, replace(self._request, trials=num_samples))
         return self.results.best_params
 
 

@@ -10,9 +10,9 @@ import sys
 import torch
 from project import Texts, build
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import Trainer
 
 if __name__ == "__main__":
     model, _, _, loss_of = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    PyTorchDDPTrainer(model, loss_fn=loss_of, optimizer=optimizer, batch_size=int(sys.argv[1])).fit(Texts())
+    Trainer(model, loss_fn=loss_of, optimizer=optimizer, batch_size=int(sys.argv[1])).fit(Texts())

@@ -10,7 +10,7 @@ from slow_trainer import Pictures, SlowTrainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import Trainer
 
 
 class Decoded(Dataset[tuple[Tensor, Tensor]]):
@@ -29,7 +29,7 @@ class Decoded(Dataset[tuple[Tensor, Tensor]]):
 if __name__ == "__main__":
     torch.manual_seed(1)
     model = SlowTrainer.make_model()
-    trainer = PyTorchDDPTrainer(
+    trainer = Trainer(
         model,
         batch_size=32,
         epochs=2,
