@@ -16,7 +16,7 @@ from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
 from phalanx.runs.stored import RUNS, find_run
 
-_HELP = """Show all runs of a folder as a web page: curves compared, system metrics, ranks, time, events, settings.
+_HELP = """Show all runs of a folder as a web page: a table, each run with its logs, runs compared, and searches.
 
 The page follows runs while they go on. It listens on this machine alone; with another --host it needs a token, which is
 part of the address that is printed. From elsewhere, without opening a port: ssh -L 7007:localhost:7007 HOST"""

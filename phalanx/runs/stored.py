@@ -131,17 +131,6 @@ class StoredRun:
         return self._last("step")
 
     @property
-    def values(self) -> dict[str, float]:
-        """The last value of each curve that the latest events are points of, by the names that dashboards show."""
-        last = {(event["event"], event.get("split")): event for event in self._ends}
-        found: dict[str, float] = {}
-        for (kind, _), event in last.items():
-            with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
-                point = from_dict(event) if kind in ("step", "metrics") else None
-                found |= point.scalars() if isinstance(point, StepDone | MetricsReported) else {}
-        return found
-
-    @property
     def last_report(self) -> dict[str, Any]:
         """The last event `ranks`; empty before the first."""
         return self._last("ranks")
@@ -322,6 +311,17 @@ def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and key in event and "time" in event else None
+
+
+def last_values(run: StoredRun) -> dict[str, float]:
+    """Return the last value of each curve that a run's latest events are points of, by the names of dashboards."""
+    last = {(event["event"], event.get("split")): event for event in run._ends}
+    found: dict[str, float] = {}
+    for (kind, _), event in last.items():
+        with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
+            point = from_dict(event) if kind in ("step", "metrics") else None
+            found |= point.scalars() if isinstance(point, StepDone | MetricsReported) else {}
+    return found
 
 
 def is_run(path: Path) -> bool:

@@ -85,6 +85,17 @@ def test_a_tag_and_the_beginning_of_a_name_find_a_run(inside):
         find_run("good")
 
 
+def test_a_note_stays_with_the_run(inside):
+    run = only_run()
+    ran("runs", "note", "last", "  lr too high  ")
+    assert "lr too high" in ran("runs", "show", "last").out
+    assert json.loads((run.path / "run.json").read_text())["note"] == "lr too high"
+    ran("resume", run.name, "--epochs", 3)
+    assert only_run().record.note == "lr too high"
+    ran("runs", "note", run.name, "")
+    assert only_run().record.note == ""
+
+
 def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
     run = only_run()
     ran("resume", run.name, "--epochs", 4)

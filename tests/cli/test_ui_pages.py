@@ -84,15 +84,15 @@ def test_the_table_sorts_groups_filters_and_keeps_its_state_in_the_address(page,
     assert page.run("document.querySelector('.runs .best').innerText") in ("0.2", "50"), "the best value is marked"
     page.run("document.getElementById('sort val/loss').click()")
     page.run("document.getElementById('run c-poor').click()")
-    page.run("document.getElementById('group').value = 'recipe'")
-    page.run("document.getElementById('group').dispatchEvent(new Event('change'))")
+    choose = "const box = document.getElementById('{}'); box.value = '{}'; box.dispatchEvent(new Event('{}'))"
+    page.run(f"(() => {{ {choose.format('group', 'recipe', 'change')} }})()")
     page.wait("document.querySelectorAll('tr.group').length === 3")
+    page.wait("state.sort === '-val/loss' && state.selected.has('c-poor')")
     assert names(page) == ["c-poor", "d-diverged", "b-fair", "a-good"], "ticked, then the largest loss of each group"
     kept = page.run("location.href")
     opened(page, kept)
     assert names(page) == ["c-poor", "d-diverged", "b-fair", "a-good"]
-    page.run("Object.assign(document.getElementById('filter'), {value: 'digits fair'})")
-    page.run("document.getElementById('filter').dispatchEvent(new Event('input'))")
+    page.run(f"(() => {{ {choose.format('filter', 'digits fair', 'input')} }})()")
     page.wait("document.querySelectorAll('.runs tr[id]').length === 1")
     assert names(page) == ["b-fair"]
     page.run("location.hash = '#page=runs&filter=&columns=train/loss'")
@@ -107,7 +107,7 @@ def test_a_diverged_run_does_not_flatten_the_others_and_every_line_has_a_name(pa
     box = "document.querySelector('[aria-label=\"train/loss\"]')"
     assert page.run(f"[...{box}.querySelectorAll('.who')].map(each => each.innerText)") == list(LOSSES)[::-1]
     assert page.run("new Set(chosen().map(run => JSON.stringify(look(run.id)))).size") == 4
-    assert "1 run leaves the axis" in page.run(f"{box}.innerText")
+    page.wait(f"{box}.innerText.includes('1 run leaves the axis')")
     page.run(f"{box}.querySelector('button.link').click()")
     page.wait(f"{high} > 1e9")
     page.run("set('train/loss', {log: true})")
@@ -237,6 +237,7 @@ def test_changes_are_taken_from_the_page_alone_and_files_of_runs_only(address, r
     (runs / "a-good" / "logs" / "x.log").symlink_to("/etc/hostname")
     assert get(f"{address}files/a-good/events.jsonl")[0] == 200
     assert get(f"{address}files/tune-x/study.html")[0] == 200
+    assert get(f"{address}files/tune-x/trials/0001")[0] == 307, "a trial's folder leads to its run"
     outside = ("a-good/../b-fair/run.json", "a-good/%2e%2e/b-fair/run.json", "a-good/logs/x.log", "a-good", "")
     for path in (*outside, "tune-x/study.db", "a-good/logs/../../../x", "config/run.json"):
         assert get(f"{address}files/{path}")[0] == 404, path

@@ -14,7 +14,7 @@ import pytest
 from phalanx.observe.events import Goodput, MetricsReported, Phase, RanksReported, RunStarted, StepDone
 from phalanx.observe.goodput import account, read_events
 from phalanx.tools.ui import columns
-from phalanx.tools.ui.columns import RunEvents
+from phalanx.tools.ui.columns import RunEvents, preview
 
 
 def started(time: float = 0.0) -> RunStarted:
@@ -170,3 +170,18 @@ def test_the_account_is_that_of_all_events(file):
     beat = [{"event": "heartbeat", "time": 400.0, "step": 130}]
     assert reader.account(beat) == account((*read_events(reader.path), *beat))
     assert len(reader._ledger) < 20
+
+
+def test_a_long_file_is_shown_before_it_is_read(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(step(number, 1.0).to_json() + "\n" for number in range(1, 100)))
+    assert preview(path, 50) == [], "a short one is read at once"
+    assert preview(tmp_path / "missing", 50) == []
+    path.write_text("".join(step(number, float(number)).to_json() + "\n" for number in range(1, 30_001)))
+    (table,) = preview(path, 50)
+    assert table["preview"]
+    assert 40 <= table["count"] <= 50
+    steps = np.frombuffer(base64.b64decode(table["step"]))
+    assert (np.diff(steps) > 0).all()
+    assert steps[0] < 100
+    assert steps[-1] > 29_900

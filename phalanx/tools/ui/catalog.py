@@ -19,8 +19,8 @@ from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
 from phalanx.runs.facts import facts
 from phalanx.runs.record import FILE
-from phalanx.runs.stored import StoredRun, is_run
-from phalanx.tools.ui.columns import RunEvents
+from phalanx.runs.stored import StoredRun, is_run, last_values
+from phalanx.tools.ui.columns import RunEvents, preview
 
 _CHANGING = ("running", "unknown")
 """Statuses that may change although no file does: the process has ended."""
@@ -162,11 +162,8 @@ class Catalog:
         return found
 
     def preview(self, name: str, width: int) -> list[dict[str, Any]]:
-        """Return curves of a long run before it has been read; nothing for one that was read, or is short."""
-        path = self.path(name) / EVENTS
-        with self._lock:
-            found = self._events.setdefault(name, RunEvents(path))
-        return found.preview(width)
+        """Return curves of a long run before it has been read; nothing of one that was asked for, or is short."""
+        return [] if name in self._events else preview(self.path(name) / EVENTS, width)
 
     def detail(self, name: str) -> dict[str, Any]:
         """Return everything about a run except its curves."""
@@ -235,7 +232,7 @@ def _summary(path: Path) -> dict[str, Any]:
             "recipe": (record.recipe or {}).get("name") or record.script or record.module if record else None,
             "study": path.parents[1].name if path.parent.name == "trials" else None,
             "note": record.note if record else "",
-            "values": run.values | ({} if "throughput" not in ended else {"throughput": ended["throughput"]}),
+            "values": last_values(run) | ({} if "throughput" not in ended else {"throughput": ended["throughput"]}),
             "layout": f"{layout}, {begun['world_size']} x {begun['device']}" if "device" in begun else layout,
             "tags": run.tags,
             "reason": str(ended.get("reason", "")) or _cause(run),

@@ -24,7 +24,7 @@ Column = NDArray[np.float64]
 
 _CHUNK_BYTES = 1 << 20
 _LONG_BYTES = 4 << 20
-"""Of what is longer and has not been read, a preview is shown first."""
+"""Of a file that is longer and was not read yet, a preview is shown first."""
 _LINE_BYTES = 2048
 _MOST_EVENTS = 2000
 _MOST_REPORTS = 320
@@ -256,26 +256,6 @@ class RunEvents:
                 self._reduced = asked, [_reduced(table, width, low, high, by) for table in tables if table]
             return self._reduced[1]
 
-    def preview(self, width: int) -> list[dict[str, Any]]:
-        """Return curves of lines at `width` places of a long file that was not read yet; else nothing.
-
-        A page of many long runs shows these within a second, and what lies between when the files have been read.
-        """
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return []
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if size - self._offset < _LONG_BYTES:
-                return []
-            sample, lines = RunEvents(self.path), []
-            for place in range(width):
-                file.seek(place * (size - _LINE_BYTES) // max(1, width - 1))
-                lines += file.read(_LINE_BYTES).split(b"\n")[1:2]  # the first is a part of a line
-        sample._read(lines)
-        return [{**table, "preview": True} for table in sample.curves(width)]
-
     def timeline(self) -> list[tuple[str, float, float]]:
         """Return phases as (name, begin, end); neighbours of one name that a chart cannot separate become one."""
         with self.lock:
@@ -314,6 +294,23 @@ class RunEvents:
             "counted": max(each["counted"] for each in reports),
             "gauges": {name: packed(matrix) for name, matrix in matrices.items()},
         }
+
+
+def preview(path: Path, width: int) -> list[dict[str, Any]]:
+    """Return curves of lines at `width` places of a long file; nothing of a short one, or where there is none.
+
+    A page of many long runs shows these within a second, and what lies between when the files have been read.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    if size < _LONG_BYTES:
+        return []
+    sample, lines = RunEvents(path), []
+    with path.open("rb") as file:
+        for place in range(width):
+            file.seek(place * (size - _LINE_BYTES) // max(1, width - 1))
+            lines += file.read(_LINE_BYTES).split(b"\n")[1:2]  # the first is a part of a line
+    sample._read(lines)
+    return [{**table, "preview": True} for table in sample.curves(width)]
 
 
 def packed(column: NDArray[Any]) -> str:

@@ -62,6 +62,7 @@ function draw() {
     ...chosen().filter(run => tabs().length && run.status === "unreadable").map(run =>
       `${run.id} cannot be read: ${run.reason}`)].filter(text => text && !seen.has(text) && seen.add(text));
   at("problems").replaceChildren(...problems.map(text => h("p", { className: "bad" }, text)));
+  picked = false;
   const known = needs().filter(([, id]) => state.runs.get(id)?.status !== "unreadable");
   if (asked && known.every(([kind, id]) => cache[kind].get(id)?.value || cache[kind].get(id)?.error)) {
     const began = asked;
@@ -125,8 +126,15 @@ function drawView() {
   keepFocus(body, () => body.replaceChildren(...(message ? [empty(message)] : charts || view())));
 }
 
-/** Change the page without losing the focus, the scroll positions, and which details are open. */
+let picked = false;
+window.addEventListener("change", event => { picked ||= event.target.matches?.("select"); }, true);
+
+/** Change the page without losing the focus, the scroll positions, and which details are open.
+ *
+ * A part in which the reader chooses from a list stays as it is until something is chosen: its list would close.
+ */
 function keepFocus(view, change) {
+  if (!picked && view.contains(document.activeElement) && document.activeElement.matches("select")) return;
   const focused = view.contains(document.activeElement) ? document.activeElement.id : "", scrolled = window.scrollY;
   const open = [...view.querySelectorAll("details")].map(each => each.open);
   const shifts = [...view.querySelectorAll(".scroll, pre, ul.many")].map(each => [each.scrollLeft, each.scrollTop]);
