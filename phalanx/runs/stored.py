@@ -32,18 +32,8 @@ STUDY_FILE = "study.db"
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
-    *(
-        FILE,
-        EVENTS,
-        CHANGES,
-        PACKAGES,
-        "config.toml",
-        "tracking.json",
-        "tensorboard",
-        "wandb",
-        "events.out.tfevents.*",
-        "fit-[0-9]*",
-    ),
+    *(FILE, EVENTS, CHANGES, PACKAGES, "config.toml", "tracking.json", "tensorboard", "wandb"),
+    *("events.out.tfevents.*", "fit-[0-9]*"),
     *("checkpoints/step-*", "checkpoints/.chunks-*", "checkpoints/.writing-*", "checkpoints/.removing-*"),
     *("checkpoints/.copying-*", "checkpoints/.run-*.lock"),
     *("logs/rank-*", "logs/heartbeats*", "profile/rank-*", "profile/trace.json.gz"),

@@ -296,18 +296,24 @@ class TorchTrainer:
             raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
         if run_dir is not None and config.fast_dev_run:
             discard_unused(config, run_dir)
-        if result.weights is not None:
-            return_weights(self.model, result.weights)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(result.trained.get(name, parameter.requires_grad))
-        given = self.optimizer if isinstance(self.optimizer, Mapping) else {"": self.optimizer}
-        for (name, optimizer), returned in zip(given.items(), result.optimizers, strict=False):
-            if isinstance(optimizer, torch.optim.Optimizer):
-                match_groups(getattr(self.model, name) if name else self.model, optimizer, returned["groups"])
-                optimizer.load_state_dict(returned["state"])
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
-            load_scheduler_state(self.scheduler, result.scheduler_state)
+        _take_back(self, result)
         return result
+
+
+def _take_back(trainer: TorchTrainer, result: JobResult) -> None:
+    """Give the caller's model, optimizers and scheduler what ranks of other processes have trained."""
+    model, scheduler = trainer.model, trainer.scheduler
+    if result.weights is not None:
+        return_weights(model, result.weights)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(result.trained.get(name, parameter.requires_grad))
+    given = trainer.optimizer if isinstance(trainer.optimizer, Mapping) else {"": trainer.optimizer}
+    for (name, optimizer), returned in zip(given.items(), result.optimizers, strict=False):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            match_groups(getattr(model, name) if name else model, optimizer, returned["groups"])
+            optimizer.load_state_dict(returned["state"])
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
+        load_scheduler_state(scheduler, result.scheduler_state)
 
 
 def _check_left(config: DistributedConfig) -> None:
