@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from phalanx.errors import UsageError, nearest
 from phalanx.host.remote import RemotePath, as_path
@@ -305,12 +305,11 @@ def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
 
 def last_values(run: StoredRun) -> dict[str, float]:
     """Return the last value of each curve that a run's latest events are points of, by the names of dashboards."""
-    last = {(event["event"], event.get("split")): event for event in run._ends}
+    last = {(each["event"], each.get("split")): each for each in run._ends if each["event"] in ("step", "metrics")}
     found: dict[str, float] = {}
-    for (kind, _), event in last.items():
+    for event in last.values():
         with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
-            point = from_dict(event) if kind in ("step", "metrics") else None
-            found |= point.scalars() if isinstance(point, StepDone | MetricsReported) else {}
+            found |= cast("StepDone | MetricsReported", from_dict(event)).scalars()
     return found
 
 

@@ -19,7 +19,7 @@ from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
 from phalanx.runs.facts import facts
 from phalanx.runs.record import FILE
-from phalanx.runs.stored import StoredRun, is_run, last_values
+from phalanx.runs.stored import STUDY_FILE, StoredRun, is_run, last_values
 from phalanx.tools.ui.columns import RunEvents, preview
 
 _CHANGING = ("running", "unknown")
@@ -29,8 +29,6 @@ _UNREADABLE = (OSError, PhalanxError, ValueError, KeyError, TypeError, Attribute
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 60
 _LOG_BYTES = 64 << 10
-_STUDY = "study.db"
-"""The record of a search, in its folder (`phalanx tune`); its runs are in the folder `trials` beside it."""
 _FILES = ("*.html", "*.json", "*.toml", "*.txt", EVENTS, "logs/*.log", "logs/*.json", "profile/*")
 """What the page links of a run's folder."""
 _NOT_SHOWN = ("command", "settings", "recipe", "tags", "note", "pid", "pid_started", "outcome", "started", "continued")
@@ -60,7 +58,7 @@ class Catalog:
                     known = True
                 if known:
                     found[path.name] = path
-                elif (path / _STUDY).is_file():
+                elif (path / STUDY_FILE).is_file():
                     found |= {
                         f"{path.name}/trials/{each.name}": each for each in (path / "trials").glob("*") if is_run(each)
                     }
@@ -73,7 +71,7 @@ class Catalog:
         first, *rest = name.split("/")
         wrong = any(part in ("", ".", "..") or "\0" in part for part in (first, *rest))
         path = self.folder / name
-        trial = len(rest) == 2 and rest[0] == "trials" and not wrong and (self.folder / first / _STUDY).is_file()
+        trial = len(rest) == 2 and rest[0] == "trials" and not wrong and (self.folder / first / STUDY_FILE).is_file()
         if wrong or not (trial or not rest) or not is_run(path):
             raise KeyError(name)
         return path
@@ -104,7 +102,7 @@ class Catalog:
 
     def _is_study(self, name: str) -> bool:
         plain = name not in ("", ".", "..") and os.sep not in name and "\0" not in name
-        return plain and not self._chosen and (self.folder / name / _STUDY).is_file()
+        return plain and not self._chosen and (self.folder / name / STUDY_FILE).is_file()
 
     def study(self, name: str) -> dict[str, Any]:
         """Return a search: what it looks for, and its trials with their values and runs."""
@@ -112,14 +110,14 @@ class Catalog:
             raise KeyError(name)
         path = self.folder / name
         try:
-            with closing(sqlite3.connect(f"{(path / _STUDY).resolve().as_uri()}?mode=ro", uri=True)) as base:
+            with closing(sqlite3.connect(f"{(path / STUDY_FILE).resolve().as_uri()}?mode=ro", uri=True)) as base:
                 about = {key: json.loads(text) for key, text in base.execute(_ABOUT)}
                 told: dict[int, dict[str, Any]] = {}
                 for number, key, text in base.execute(_TOLD):
                     told.setdefault(number, {})[key] = json.loads(text)
                 rows = base.execute(_TRIALS).fetchall()
         except sqlite3.Error as error:
-            raise ValueError(f"{path / _STUDY} cannot be read: {error}") from None
+            raise ValueError(f"{path / STUDY_FILE} cannot be read: {error}") from None
         trials = [
             {
                 "number": number,
