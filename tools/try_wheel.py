@@ -18,6 +18,7 @@ COMMANDS = {
     "train digits --epochs 1 --num-workers 2 --name first": "finished",
     "runs": "first",
     "evaluate last": "accuracy",
+    "ui first --save first.html": "first.html",
     "plan gpt2 --gpus 8 --gpu a100": "phalanx train",
     "learn list": "phase",
     "init my-net": "recipe.toml",

@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _save(names: Sequence[str], folder: Path, given: str | None) -> int:
-    from phalanx.tools.ui.server import page_of
+    from phalanx.tools.ui.page import page_of
 
     if given is None or not names:
         raise UsageError("--save FILE and the runs go together", hint="Write: phalanx ui last --save report.html")

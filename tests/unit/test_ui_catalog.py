@@ -14,7 +14,7 @@ from phalanx.observe.events import CheckpointSaved, RunEnded
 from phalanx.observe.rank_table import beats_of
 from phalanx.runs.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
-from phalanx.tools.ui.server import page_of
+from phalanx.tools.ui.page import page_of
 
 
 def make_run(path, *events, record=None):

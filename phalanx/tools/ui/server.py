@@ -7,9 +7,7 @@ import hmac
 import ipaddress
 import json
 import math
-import re
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -33,47 +31,13 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
 from phalanx.runs.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
+from phalanx.tools.ui.page import ALONE, STATIC, page
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-STATIC = Path(__file__).parent / "static"
-_WIDTH = 1000
-_ALONE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-
-
-def page() -> str:
-    """Return the page that loads its parts and data from the server."""
-    return (STATIC / "index.html").read_text(encoding="utf-8")
-
-
-def page_of(runs: list[StoredRun]) -> str:
-    """Return the page as one file that shows these runs, and loads nothing."""
-    catalog = Catalog(Path(), runs)
-    shown = catalog.summaries()
-    names = [run["id"] for run in shown if run["status"] != "unreadable"]
-    data = {
-        "runs": shown,
-        "detail": {name: catalog.detail(name) for name in names},
-        "curves": {name: catalog.events(name).curves(_WIDTH) for name in names},
-    }
-    text = re.sub(r'<link rel="stylesheet" href="/(static/[^"]+)">', _style, page())
-    text = re.sub(r'<script src="/(static/[^"]+)"></script>', _script, text)
-    inside = json.dumps(data).replace("<", "\\u003c")  # a name with </script> in it ends no script
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{_ALONE}">'
-    return text.replace("<!-- data -->", f'{policy}\n<script type="application/json" id="data">{inside}</script>')
-
-
-def _style(match: re.Match[str]) -> str:
-    return f"<style>\n{(STATIC.parent / match[1]).read_text(encoding='utf-8')}</style>"
-
-
-def _script(match: re.Match[str]) -> str:
-    return f"<script>\n{(STATIC.parent / match[1]).read_text(encoding='utf-8')}</script>"
-
-
-_FILE_POLICY = f"{_ALONE}; sandbox allow-scripts"
+_FILE_POLICY = f"{ALONE}; sandbox allow-scripts"
 """A file of a run may hold any script: it runs, but not as a part of this page, so that it can change nothing."""
 _POLL_SECONDS = 1.0
 _WIDEST = 4000
