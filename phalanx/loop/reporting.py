@@ -305,7 +305,9 @@ def _job(model: object, config: DistributedConfig, world: World) -> dict[str, An
 def _what_follows(config: DistributedConfig, run_dir: Path, checkpoint: str | None) -> list[str]:
     """Return what can be done with a good run: its model is known to other commands where a recipe was trained."""
     name = shlex.quote(run_dir.name if run_dir.parent.absolute() == Path("runs").absolute() else str(run_dir))
-    commands = []
+    commands: list[str] = []
+    if config.fast_dev_run:  # the folder goes
+        return commands
     with suppress(OSError, ValueError):  # a trainer in Python may have no folder
         record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
         usable = checkpoint is not None and record.get("recipe")
