@@ -49,7 +49,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace every marker of a page by its table; let the links of the course lead to the pages of this site."""
     if page.file.src_uri.startswith(_LEARN):
         return _LINK.sub(_of_site, markdown)
-    markdown = markdown.replace("](../course/", f"]({_LEARN}")
+    for above in ("../", ""):  # of a page in a folder of docs/, and of one in docs/ itself
+        markdown = markdown.replace(f"]({above}../course/", f"]({above}{_LEARN}")
     return _MARKER.sub(lambda match: _TABLES[match[1]](), markdown)
 
 
@@ -138,7 +139,7 @@ _EXTRAS = {
     "horovod": "the [Horovod](horovod.md) engine; compiles, so use the command below instead",
     "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
     "kubernetes": "[submitting to Kubernetes](clusters/kubernetes.md), Kubeflow and docker-compose",
-    "monitor": "the [dashboard](ui.md) and other tools that watch runs",
+    "monitor": "the [dashboard](runs.md#dashboard) and other tools that watch runs",
     "s3": "[checkpoints at s3:// URLs](checkpoint-tools.md#checkpoints-at-urls)",
     "wandb": "logging to [Weights & Biases](monitoring.md#weights-biases)",
     "ray": "the [Ray](ray.md) engine, and searches on a Ray cluster",

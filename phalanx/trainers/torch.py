@@ -74,6 +74,13 @@ class TorchTrainer:
         values: dict[str, Any] = dict(settings)
         if not isinstance(model, torch.nn.Module):
             raise self._not_a_model(model)
+        if loss_fn is None and training_step is None and _is_lightning(model):
+            raise UsageError(
+                f"model = {type(model).__name__} is a LightningModule: its training_step, configure_optimizers and "
+                "hooks are not called here, and no loss was given",
+                hint="Give loss_fn= and optimizer= (its forward is then used), or training_step=function. "
+                "docs/coming-from.md has both versions of a training.",
+            )
         if isinstance(config, torch.optim.Optimizer):
             if optimizer is not None:
                 raise UsageError(
@@ -346,3 +353,9 @@ class Trainer(TorchTrainer):
 
 PyTorchDDPTrainer = Trainer
 """The same by another name."""
+
+
+def _is_lightning(model: nn.Module) -> bool:
+    """Say whether a model is a LightningModule of either package, without an import of them."""
+    owners = {kind.__module__.partition(".")[0] for kind in type(model).__mro__ if kind.__name__ == "LightningModule"}
+    return bool(owners & {"lightning", "pytorch_lightning"})

@@ -29,6 +29,8 @@ _UNDER_LAUNCHER = {
     "shared.py",
 }
 """Scripts that are ranks themselves; the others start their ranks."""
+_RUN_ELSEWHERE = {"quickstart.py", "phalanx_loop.py", "phalanx_trainer.py"}
+"""The first below, with more checks; the others, which are files of `examples/`, in test_coming_from.py."""
 _NEEDS = {"with_horovod.py": ("horovod.torch", "Horovod is not built: run make horovod")}
 """What a script imports that is not always installed, and why it is skipped then."""
 
@@ -62,7 +64,7 @@ def folder(tmp_path, monkeypatch, fork_server):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py", "parts.py"}))
+@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - _RUN_ELSEWHERE))
 def test_the_script_runs(name, folder, capfd):
     if name in _NEEDS:
         package, reason = _NEEDS[name]
