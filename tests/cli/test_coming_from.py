@@ -49,7 +49,9 @@ def test_the_page_shows_the_file(name):
     assert (FOLDER / name).read_text().endswith(shown[1])
 
 
-@pytest.mark.parametrize("name", UNDER_LAUNCHER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=long_proof if name == "with_lightning.py" else ()) for name in UNDER_LAUNCHER]
+)
 def test_the_loop_runs_and_learns(name, folder):
     pytest.importorskip(UNDER_LAUNCHER[name], reason="pip install 'phalanx[bench]'")
     answer = phalanx("train", "--script", name, "--num-workers", 2, "-q")
