@@ -33,7 +33,7 @@ from phalanx.tools.submit.job import (
     records,
     write_record,
 )
-from phalanx.tools.submit.job_files import archive, check_uv
+from phalanx.tools.submit.job_files import archive, check_ship, check_uv, local_files
 from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
@@ -43,7 +43,9 @@ _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the opti
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words = list(arguments)
-    if not words or words[0] in ("-h", "--help"):
+    if not words:
+        raise UsageError("submit needs a target, which is where the run goes", hint=_examples())
+    if words[0] in ("-h", "--help"):
         print(_overview())
         return 0
     name, (ours, own) = words[0], split_own(words[1:])
@@ -128,7 +130,7 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
     if choices := field.metadata["choices"]:
-        return f"{{{','.join(choices)}}}"
+        return f"{{{','.join(filter(None, choices))}}}"
     return "N" if "int" in kinds(field) else "X" if "float" in kinds(field) else "TEXT"
 
 
@@ -192,6 +194,8 @@ def describe_job(
         directory=os.getcwd(),
         run_dir=run_dir,
         environment=_network(config),
+        files=local_files(namespace, recipe),
+        data_workers=_data_workers(recipe),
     )
     preset = None if recipe is None else recipe.model.get("preset")
     return job, namespace.config, None if recipe is None else of_recipe(recipe.name, preset)
@@ -219,6 +223,8 @@ def describe_search(words: list[str], wanted: str | None) -> tuple[ClusterJob, l
         run_dir=namespace.study_dir or f"runs/{name}",
         environment=_network(config),
         verb="tune",
+        files=(*local_files(namespace, recipe), namespace.space),
+        data_workers=_data_workers(recipe),
     )
     return job, namespace.config, None
 
@@ -226,6 +232,12 @@ def describe_search(words: list[str], wanted: str | None) -> tuple[ClusterJob, l
 def _device(config: DistributedConfig) -> str:
     """Return where ranks compute: on GPUs where these were counted."""
     return "cpu" if config.device == "auto" else config.device
+
+
+def _data_workers(recipe: Recipe | None) -> int | None:
+    """Return the processes per rank that a recipe names for its data, or None."""
+    found = None if recipe is None else recipe.data.get("workers")
+    return found if isinstance(found, int) else None
 
 
 def _network(config: DistributedConfig) -> dict[str, str]:
@@ -252,6 +264,7 @@ def hand_over(
 ) -> int:
     """Render, check, submit and record a job; `resumes`: the job that it continues."""
     check_uv(target)
+    check_ship(target, job)
     files = target.render(job)
     if namespace.render:
         print("\n".join(_with_names(files)))
@@ -289,8 +302,8 @@ def _submit(name: str, target: Target[Any], job: ClusterJob, files: dict[str, st
     try:
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
-        if target.options.ship == "archive":
-            archived, content = archive(Path.cwd())
+        if target.options.ship == "archive" and not target.is_contained:  # pods have it in a ConfigMap
+            archived, content = archive(Path.cwd(), job.files)
             (folder / archived).write_bytes(content)
         record = new_record(job, name, target.submit(job, folder), dataclasses.asdict(target.options), folder)
         record = dataclasses.replace(record, resumes=resumes)
@@ -353,13 +366,14 @@ def _with_names(files: dict[str, str]) -> list[str]:
 
 
 def _overview() -> str:
-    rows = "\n".join(f"  {name:<11} {summary}" for name, (_, summary) in TARGETS.items())
+    rows = "\n".join(f"  {name:<11} {summary}" for name, (_, summary, _) in TARGETS.items())
     return (
         f"usage: phalanx submit TARGET <recipe> | --script FILE | -m MODULE [options]\n\n{_HELP}\n\n"
-        f"targets:\n{rows}\n\n"
-        "examples:\n"
-        "  phalanx submit slurm text --num-nodes 2 --gpus-per-node 8 --partition gpu --time-limit 12h\n"
-        "  phalanx submit kubernetes text --num-nodes 2 --gpus-per-node 8 --image registry/phalanx:1 --render\n"
-        "  phalanx submit ssh digits --hosts a:8,b:8\n\n"
-        "options of a target: phalanx submit TARGET --help"
+        f"targets:\n{rows}\n\nexamples:\n  {_examples()}\n\n"
+        "--render shows what would be submitted; options of a target: phalanx submit TARGET --help"
     )
+
+
+def _examples() -> str:
+    """Return a command for each target."""
+    return "\n  ".join(f"phalanx submit {name} {example}" for name, (_, _, example) in TARGETS.items())

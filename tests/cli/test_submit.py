@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -82,7 +83,11 @@ def test_the_planner_refuses_what_does_not_fit():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ((), "phalanx submit slurm text --num-nodes 2 --gpus-per-node 8 --partition gpu --time-limit 12h\n"),
         (("slrum", "digits"), "Did you mean 'slurm'"),
+        (("slurm", "digits", "--time", "12h"), "Did you mean --time-limit?"),
+        (("slurm", "digits", "--array", "5-1"), "--array 5-1: expected numbers that rise"),
+        (("slurm", "digits", "--array", "0-7%"), "Write: --array 0-7"),
         (("slurm",), "nothing to submit was named"),
         (("slurm", "digits", "--job-name", "My Job"), "--job-name my-job"),
         (("slurm", "digits", "--env", "A"), "'A' is not NAME=value"),
@@ -134,6 +139,63 @@ def test_files_of_options_that_are_not_tables_are_refused(tmp_path):
     own.parent.mkdir(parents=True)
     own.write_text("slurm = 3\n")
     assert "the options of slurm are not a table" in refused("slurm", "digits")
+
+
+@pytest.mark.parametrize(
+    ("words", "cores"),
+    [
+        (("--gpus-per-node", "8"), 32),
+        (("--gpus-per-node", "8", "--start", "srun"), 4),
+        (("--num-workers", "3"), 3),
+        (("--num-workers", "3", "--cpus-per-rank", "5"), 15),
+        (("--num-workers", "3", "--exclusive", "--cpus-per-rank", "5", "--start", "srun"), 5),
+    ],
+)
+def test_tasks_have_cores_for_their_ranks(words, cores):
+    script = rendered("digits", *words)
+    assert re.search(rf"^#SBATCH --cpus-per-task={cores} ", script, re.M)
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in script, "srun does not take it over from sbatch"
+    assert ("ranks x (" in script) == ("--cpus-per-rank" not in words), "how they are counted"
+
+
+def test_ranks_of_exclusive_machines_get_all_cores():
+    script = rendered("digits", "--num-workers", "2", "--exclusive", "--start", "srun")
+    assert "#SBATCH --cpus-per-task" not in script
+    assert '--cpus-per-task="$((SLURM_CPUS_ON_NODE / 2))"' in script
+
+
+@pytest.mark.parametrize(
+    ("container", "image", "named"),
+    [
+        ("pyxis", "nvcr.io/nvidia/x:1", "'nvcr.io#nvidia/x:1'"),
+        ("pyxis", "docker://registry:5000/x", "'docker://registry:5000#x'"),
+        ("pyxis", "nvcr.io#nvidia/x:1", "'nvcr.io#nvidia/x:1'"),
+        ("pyxis", "org/x:1", "org/x:1"),
+        ("pyxis", "/images/x.sqsh", "/images/x.sqsh"),
+        ("apptainer", "nvcr.io#nvidia/x:1", "docker://nvcr.io/nvidia/x:1"),
+        ("apptainer", "x.sif", "x.sif"),
+    ],
+)
+def test_images_are_written_as_the_container_program_writes_them(container, image, named):
+    script = rendered("digits", "--container", container, "--image", image)
+    assert f"--container-image={named} " in script if container == "pyxis" else f" {named} phalanx train" in script
+
+
+@pytest.mark.parametrize(("container", "flag"), [("pyxis", "--container-mounts="), ("apptainer", "--bind ")])
+def test_mounts_are_added_to_the_folder(tmp_path, container, flag):
+    words = ("digits", "--container", container, "--image", "x.sif")
+    assert f"{flag}{tmp_path} " in rendered(*words)
+    assert f"{flag}{tmp_path},/data:/data,/scratch " in rendered(*words, "--mounts", "/data:/data,/scratch")
+    assert f'{flag}"$PWD",{tmp_path},/data ' in rendered(*words, "--mounts", "/data", "--ship", "archive"), (
+        "the copy of the code, and the run"
+    )
+    assert f"{flag}/else:{tmp_path} " in rendered(*words, "--mounts", f"/else:{tmp_path}"), "the user's own"
+
+
+def test_a_job_without_a_time_limit_is_warned():
+    words = ("submit", "slurm", "digits", "--render")
+    assert "trained since the last checkpoint is lost. Write: --time-limit 12h" in phalanx(*words).err
+    assert phalanx(*words, "--time-limit", "12h").err == phalanx(*words, "--sbatch=--signal=USR1@60").err == ""
 
 
 def test_requeue_can_be_switched_off():

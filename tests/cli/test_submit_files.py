@@ -65,7 +65,7 @@ def test_deploy_files_are_what_is_rendered(file):
         *FILES.values(),
         "slurm --script examples/01-ddp-basics/ddp_mnist.py --num-workers 2 --job-name job --no-requeue --exclusive "
         "--sbatch '--comment=two words' --env 'A=1,B=x y' -- --epochs 2",
-        "kubeflow digits --num-nodes 2 --num-workers 4 --image x --kind pytorchjob --job-name job",
+        "kubeflow digits --num-nodes 2 --num-workers 4 --image x --pvc c:/workspace --kind pytorchjob --job-name job",
         "ray digits --num-workers 4 --image x --kind rayjob --job-name job",
     ],
 )

@@ -70,7 +70,7 @@ def test_unknown_kinds_are_refused(capsys):
     assert main(["submit", "kubeflow", *TRAIN, *MORE, "--kind", "tfjob", "--render"]) == 2
     assert "trainjob" in capsys.readouterr().err
     assert main(["submit", "kubeflow", *TRAIN, *MORE, "--kind", "mpijob", "--ship", "archive", "--render"]) == 2
-    assert "does not ship code" in capsys.readouterr().err
+    assert "--ship archive: kind mpijob" in capsys.readouterr().err
 
 
 def test_a_trainjob_from_submission_to_its_end(capsys, tmp_path, monkeypatch):

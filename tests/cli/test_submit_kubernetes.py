@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import os
+import subprocess
 import sys
+import tarfile
 
 import pytest
 
@@ -16,8 +21,9 @@ yaml = pytest.importorskip("yaml")
 from kube_schema import validate  # noqa: E402
 from kube_server import FORBIDDEN, KubeServer, kube_server  # noqa: E402
 
-TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "4", "--image", "registry/phalanx:1"]
-GPUS = ["digits", "--num-nodes", "2", "--gpus-per-node", "8", "--device", "cuda", "--image", "registry/phalanx:1"]
+IMAGE = ["--image", "registry/phalanx:1"]
+TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "4", *IMAGE, "--pvc", "work:/workspace"]
+GPUS = ["digits", "--num-nodes", "2", "--gpus-per-node", "8", "--device", "cuda", *IMAGE]
 
 
 @pytest.fixture
@@ -44,7 +50,100 @@ def phalanx(capsys):
 
 
 def rendered(phalanx, target: str, *words: str) -> list[dict]:
-    return list(yaml.safe_load_all(phalanx("submit", target, *words, "--job-name", "demo", "--render")))
+    said = phalanx("submit", target, *words, "--job-name", "demo", "--render")
+    return list(yaml.safe_load_all(said.partition("\nphalanx: ")[0]))  # less what is said on standard error
+
+
+@pytest.fixture
+def project(phalanx, tmp_path, monkeypatch):
+    """The project that `phalanx init` writes, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    phalanx("init", "net")
+    monkeypatch.chdir(tmp_path / "net")
+    return tmp_path / "net"
+
+
+def shipped(code: dict) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(code["binaryData"]["code.tar.gz"]))) as packed:
+        return packed.getnames()
+
+
+def test_a_project_of_init_is_shipped_as_it_is_rendered(phalanx, project):
+    code, job = rendered(phalanx, "kubernetes", "recipe.toml", *IMAGE)
+    for thing in (code, job):
+        validate(thing)
+    assert {"recipe.toml", "model.py", "data.py"} <= set(shipped(code))
+    pod = job["spec"]["template"]["spec"]
+    (name,) = [each["name"] for each in pod["volumes"] if each.get("configMap") == {"name": code["metadata"]["name"]}]
+    assert {"name": name, "mountPath": "/phalanx-code"} in pod["containers"][0]["volumeMounts"]
+    assert "tar -xzf /phalanx-code/code.tar.gz" in pod["containers"][0]["command"][2]
+    assert "--run-dir /workspace/runs/demo" in pod["containers"][0]["command"][2], "not in the copy"
+    (job,) = rendered(phalanx, "kubernetes", "recipe.toml", *IMAGE, "--ship", "folder")
+    assert "tar" not in job["spec"]["template"]["spec"]["containers"][0]["command"][2], "the image has it"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--script", "model.py"],
+        ["-m", "model"],
+        ["digits", "--config", "more.toml"],
+        ["digits", "--model", "model:Net"],
+    ],
+)
+def test_what_a_command_names_is_shipped(phalanx, project, words):
+    (project / "more.toml").write_text("epochs = 2\n")
+    (project / ".gitignore").write_text("*.toml\n")
+    subprocess.run(["git", "init", "-q"], check=True)
+    names = shipped(rendered(phalanx, "kubernetes", *words, *IMAGE)[0])
+    assert "model.py" in names
+    assert ("more.toml" in names) == ("more.toml" in words), "what is named is shipped though git ignores it"
+
+
+def test_files_that_pods_would_not_have_are_refused(phalanx, project, tmp_path):
+    (tmp_path / "train.py").write_text("print(1)\n")
+    for path in ("../train.py", str(tmp_path / "train.py")):
+        said = phalanx("submit", "kubernetes", "--script", path, *IMAGE, "--render", code=2)
+        assert f"{path} is not in {project}, of which a copy is shipped" in said
+    said = phalanx("submit", "kubeflow", "recipe.toml", *IMAGE, "--kind", "mpijob", "--render", code=2)
+    assert "recipe.toml is on this machine alone: kind mpijob" in said
+    said = phalanx("submit", "ray", "recipe.toml", *IMAGE, "--kind", "rayjob", "--render", code=2)
+    assert "recipe.toml is on this machine alone: kind rayjob" in said
+    (project / "data.bin").write_bytes(os.urandom(800_000))
+    said = phalanx("submit", "kubernetes", "recipe.toml", *IMAGE, "--render", code=2)
+    assert "a ConfigMap holds 750,000" in said
+
+
+def test_pods_without_a_common_folder_are_refused(phalanx, tmp_path):
+    words = ["digits", "--num-nodes", "2", "--num-workers", "2", *IMAGE]
+    for target in ("kubernetes", "jobset", "kubeflow"):
+        said = phalanx("submit", target, *words, "--job-name", "demo", "--render", code=2)
+        assert "2 pods do not share /workspace/runs/demo/checkpoints" in said
+        assert "--pvc CLAIM:/workspace or --checkpoint-dir s3://BUCKET/demo" in said
+    assert "do not share" in phalanx("submit", "kubernetes", *words, "--pvc", "sets:/data", "--render", code=2)
+    (tmp_path / "nfs.yaml").write_text(
+        "spec: {template: {spec: {volumes: [{name: runs, emptyDir: null, nfs: {server: a, path: /b}}]}}}\n"
+    )
+    for more in (["--checkpoint-dir", "s3://b/c"], ["--overrides", str(tmp_path / "nfs.yaml")]):
+        assert len(rendered(phalanx, "kubernetes", *words, *more)) == 2
+    said = phalanx("submit", "kubernetes", "digits", *IMAGE, "--job-name", "demo", "--render")
+    assert "/workspace/runs/demo/checkpoints is removed with the pod" in said, "one pod trains, and is warned"
+
+
+def test_pods_ask_for_cores_and_memory(phalanx):
+    def asked(*words: str) -> dict:
+        *_, job = rendered(phalanx, "kubernetes", *words, "--pvc", "work:/workspace")
+        return job["spec"]["template"]["spec"]["containers"][0]["resources"]
+
+    gpus = {"nvidia.com/gpu": "8"}
+    assert asked(*GPUS) == {"requests": {"cpu": "32", "memory": "32Gi", **gpus}, "limits": gpus}
+    assert asked(*TRAIN) == {"requests": {"cpu": "2", "memory": "2Gi"}}, "without limits"
+    given = {"cpu": "3", "memory": "64Gi"}
+    assert asked(*TRAIN, "--cpu", "3", "--memory", "64Gi") == {"requests": given, "limits": given}
+    workers = ("imagenet", "--data-dir", ".", "--set", "data.workers=6", "--gpus-per-node", "2", *IMAGE)
+    assert asked(*workers)["requests"]["cpu"] == "16"
+    text = phalanx("submit", "kubernetes", *workers, "--render")
+    assert "# 2 ranks x (2 to train + 6 for data workers); --cpu" in text
 
 
 def test_the_job_is_valid_and_its_pods_find_each_other(phalanx):
@@ -69,7 +168,8 @@ def test_the_job_is_valid_and_its_pods_find_each_other(phalanx):
 
 
 def test_pods_have_few_rights(phalanx):
-    pod = rendered(phalanx, "kubernetes", *TRAIN)[1]["spec"]["template"]["spec"]
+    (job,) = rendered(phalanx, "kubernetes", "digits", *IMAGE)
+    pod = job["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["automountServiceAccountToken"] is False
     assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
@@ -88,6 +188,7 @@ def test_options_of_pods(phalanx):
         phalanx, "kubernetes", *GPUS, "--node-selector", "pool=gpu", "--tolerations", "gpu=1:NoSchedule,spot:NoExecute",
         "--priority-class", "high", "--image-pull-secret", "registry", "--rdma-resource", "rdma/hca=4", "--cpu", "32",
         "--memory", "64Gi", "--time-limit", "2h", "--checkpoint-frequency", "auto", "--env", "A=1", "--namespace", "ml",
+        "--pvc", "work:/workspace",
     )[1]  # fmt: skip
     validate(job)
     pod = job["spec"]["template"]["spec"]
@@ -98,7 +199,8 @@ def test_options_of_pods(phalanx):
     assert {"name": "A", "value": "1"} in pod["containers"][0]["env"]
 
 
-def test_claims_keep_apart_from_the_pods_own_volumes(phalanx):
+def test_claims_keep_apart_from_the_pods_own_volumes(phalanx, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = ("--pvc", "code:/workspace,my.data:/data", "--ship", "archive")
     *_, job = rendered(phalanx, "kubernetes", *TRAIN, *words)
     validate(job)
@@ -114,6 +216,10 @@ def test_a_jobset_is_valid(phalanx):
     inside = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "demo"}, "spec": inside})
     assert "--rdzv-endpoint demo-node-0-0.demo:29400" in inside["template"]["spec"]["containers"][0]["command"][2]
+    (rule,) = found["spec"]["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
+    first = inside["podFailurePolicy"]["rules"][0]
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [2]), "so that exit code 2 ends the JobSet"
 
 
 def test_rendering_is_the_same_twice_and_has_comments(phalanx):
@@ -171,6 +277,10 @@ def test_wrong_overrides_are_refused(phalanx, tmp_path, text, said):
             "it saves no checkpoints",
         ),
         ([*TRAIN, "--nmespace", "x"], "--namespace"),
+        ([*TRAIN, "--memory", "64GB"], "Write: --memory 64G (powers of 1000) or 64Gi (of 1024)"),
+        ([*TRAIN, "--memory", "512m"], "--memory 512M (powers of 1000) or 512Mi"),
+        ([*TRAIN, "--shm-size", "lots"], "--shm-size lots: not a quantity of Kubernetes"),
+        ([*TRAIN, "--cpu", "4 cores"], "--cpu 4 or 500m"),
     ],
 )
 def test_wrong_options_are_refused(phalanx, words, said):
@@ -228,7 +338,7 @@ def test_an_image_that_does_not_exist_is_said(phalanx, server: KubeServer):
 
 def test_cancel_removes_everything(phalanx, server: KubeServer, tmp_path):
     (tmp_path / "train.py").write_text("print('hi')\n")
-    words = ["--script", "train.py", "--num-nodes", "2", "--num-workers", "2", "--image", "x:1", "--ship", "archive"]
+    words = ["--script", "train.py", "--num-nodes", "2", "--num-workers", "2", *IMAGE, "--pvc", "work:/workspace"]
     phalanx("submit", "kubernetes", *words, "--job-name", "one")
     assert server.kinds() == {"Service", "Secret", "Job", "ConfigMap"}
     assert "cancelled one" in phalanx("jobs", "cancel", "one")
@@ -278,10 +388,11 @@ def test_a_name_that_exists_in_the_cluster(phalanx, server: KubeServer):
 
 def test_more_gpus_than_a_node_has(phalanx, server: KubeServer):
     server.nodes = [{"metadata": {"name": "n1"}, "status": {"allocatable": {"nvidia.com/gpu": "4", "cpu": "8"}}}]
-    said = phalanx("submit", "kubernetes", *GPUS, code=2)
+    words = [*GPUS, "--pvc", "work:/workspace"]
+    said = phalanx("submit", "kubernetes", *words, code=2)
     assert "a pod asks for 8 nvidia.com/gpu, and the largest node has 4" in said
     server.nodes[0]["status"]["allocatable"]["nvidia.com/gpu"] = "8"
-    said = phalanx("submit", "kubernetes", *GPUS, "--dry-run")
+    said = phalanx("submit", "kubernetes", *words, "--dry-run")
     assert "server-side dry run" in said
     assert "# nothing was submitted" in said
     assert not server.objects

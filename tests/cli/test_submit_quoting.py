@@ -99,7 +99,7 @@ def test_lines_of_sbatch_quote_their_values(folder):
 @pytest.mark.parametrize("target", ["kubernetes", "compose"])
 def test_commands_of_containers(folder, target):
     yaml = pytest.importorskip("yaml")
-    *_, main = yaml.safe_load_all(rendered(target, "--image", "phalanx:cpu"))
+    *_, main = yaml.safe_load_all(rendered(target, "--image", "phalanx:cpu", "--ship", "folder"))
     if target == "kubernetes":
         (container,) = main["spec"]["template"]["spec"]["containers"]
         command, variables = container["command"][2], {each["name"]: each.get("value") for each in container["env"]}

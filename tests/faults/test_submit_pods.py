@@ -36,6 +36,7 @@ class Pods:
     def __init__(self, hosts: list[HostNamespace], folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
         words = ["submit", "kubernetes", *TRAIN, "--image", "x:1", "--job-name", "pods", "--directory", str(folder)]
+        words += ["--pvc", f"work:{folder}"]
         said = subprocess.run(
             [sys.executable, "-m", "phalanx", *words, "--render"],
             capture_output=True,

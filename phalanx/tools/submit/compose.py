@@ -83,6 +83,7 @@ class Compose(Target[ComposeOptions]):
     name = "compose"
     options_class = ComposeOptions
     is_contained = True
+    lacks_ship = "compose mounts this folder; leave --ship out"
 
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the compose file."""
@@ -91,8 +92,6 @@ class Compose(Target[ComposeOptions]):
                 "compose runs containers, and --image is not given",
                 hint="docker build --target cpu -t phalanx:cpu -f deploy/Dockerfile . and then: --image phalanx:cpu",
             )
-        if self.options.ship == "archive":
-            raise UsageError("compose mounts this folder and ships no archive", hint="Leave --ship out.")
         services = {f"node{index}": self._node(job, index) for index in range(job.nodes)}
         services |= {"parameter-server": self._servers(job), **self._monitoring(job)}
         found = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)

@@ -45,6 +45,17 @@ class ClusterJob:
     """Variables of every rank: NCCL's, and those that were given."""
     verb: str = "train"
     """train, or tune: a search whose trials are spread over the tasks of an array."""
+    files: tuple[str, ...] = ()
+    """Files and modules of the submitting machine that the command names: the recipe, the script, settings."""
+    data_workers: int | None = None
+    """Processes per rank that the recipe names for its data; None: it names none."""
+
+    @property
+    def cores(self) -> tuple[int, str]:
+        """CPU cores that a rank asks for where none are given, and how they are counted."""
+        train, usual = (2, 2) if self.device == "cuda" else (1, 0)
+        workers = usual if self.data_workers is None else self.data_workers
+        return train + workers, f"{self.ranks_per_node} ranks x ({train} to train + {workers} for data workers)"
 
     def train_command(self, program: str = "phalanx", *more: str) -> list[str]:
         """Return the command of one launcher; flags in `more` take the place of the same flags of the job."""

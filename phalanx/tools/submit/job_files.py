@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import hashlib
 import io
 import re
@@ -18,6 +20,8 @@ from typing import Any
 
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_USAGE, UsageError
+from phalanx.recipes import Recipe
+from phalanx.recipes.imports import is_import_path
 from phalanx.tools.submit.job import ClusterJob
 from phalanx.tools.submit.target import CommonOptions, Target
 
@@ -147,6 +151,41 @@ def check_uv(target: Target[Any]) -> None:
         raise UsageError(f"--uv with {target.lacks_uv}", hint="Install phalanx there, or put it into the image.")
 
 
+def check_ship(target: Target[Any], job: ClusterJob) -> None:
+    """Ship the files that a command names where nodes cannot see this folder; refuse those that cannot be shipped."""
+    options = target.options
+    needs = bool(job.files) and not target.sees_folder and options.ship is None
+    if needs or options.ship == "archive":
+        if target.lacks_ship:
+            named = f"{job.files[0]} is on this machine alone" if needs else "--ship archive"
+            raise UsageError(
+                f"{named}: {target.lacks_ship}",
+                hint="Put the code where the ranks run, into the image or on a volume, and write: --ship folder",
+            )
+        # Nodes that see this machine's file system have what is named by an absolute path.
+        elsewhere = [file for file in job.files if not (target.sees_folder and Path(file).is_absolute())]
+        if outside := [file for file in elsewhere if not Path(file).resolve().is_relative_to(Path.cwd())]:
+            raise UsageError(
+                f"{outside[0]} is not in {Path.cwd()}, of which a copy is shipped",
+                hint="Give the command in the folder with all the code. Where the ranks have that file: --ship folder",
+            )
+        target.options = dataclasses.replace(options, ship="archive")
+
+
+def local_files(namespace: argparse.Namespace, recipe: Recipe | None) -> tuple[str, ...]:
+    """Return what a command names that only this machine has: files, and modules of the current folder."""
+    files = [namespace.script, *(namespace.config or [])]
+    modules = [namespace.module]
+    if recipe is not None:
+        file = namespace.recipe if Path(namespace.recipe or "").is_file() else recipe.source
+        files += [file] if Path(recipe.source).is_absolute() else []
+        named = (recipe.source, str(recipe.model["name"]), str(recipe.data["name"]))
+        modules += [text.partition(":")[0] for text in named if is_import_path(text)]
+    tops = [Path(name.partition(".")[0]) for name in modules if name]
+    found = [path.with_suffix(".py") if path.with_suffix(".py").is_file() else path for path in tops]
+    return tuple(dict.fromkeys([*filter(None, files), *(str(path) for path in found if path.exists())]))
+
+
 def uv_place(options: CommonOptions, folder: str) -> str:
     """Return where the environment is on a node, as its shell reads it; `folder`: where the ranks run there.
 
@@ -191,9 +230,14 @@ LARGEST = 200 * 2**20
 _NEVER = {".git", "__pycache__", ".venv", "venv", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
 
 
-def archive(directory: Path) -> tuple[str, bytes]:
-    """Return the name and content of an archive of a folder's code: `code-<digest>.tar.gz`, equal for equal files."""
-    files = _tracked(directory) or _walked(directory)
+def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
+    """Return the name and content of an archive of a folder's code: `code-<digest>.tar.gz`, equal for equal files.
+
+    `named`: files of the folder that belong to it also where git ignores them.
+    """
+    also = [path for file in named if (path := (directory / file).resolve()).is_file()]
+    also = [path for path in also if path.is_relative_to(directory)]
+    files = sorted({*(_tracked(directory) or _walked(directory)), *also})
     size = sum(path.stat().st_size for path in files)
     if size > LARGEST:
         largest = sorted(files, key=lambda path: -path.stat().st_size)[:3]

@@ -6,7 +6,6 @@ import shlex
 from dataclasses import dataclass
 
 from phalanx.config.option import option
-from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ClusterJob
@@ -43,6 +42,7 @@ class Kubeflow(OnKubernetes):
         self.selector = _LABELS[options.kind]
         if options.kind == "mpijob":
             self.lacks_uv = "kind mpijob: mpirun starts the ranks in the environment of the image"
+            self.lacks_ship = "kind mpijob: mpirun starts in the workers' folder"
 
     def objects(self, job: ClusterJob) -> list[Object]:
         """Return the object of the kind; v1's MPIJob needs a Service for its first worker."""
@@ -114,10 +114,6 @@ class Kubeflow(OnKubernetes):
 
     def _mpijob(self, job: ClusterJob) -> list[Object]:
         """Return an MPIJob whose mpirun starts one launcher per worker, and a Service that names the first worker."""
-        if self.options.ship == "archive":
-            raise UsageError(
-                "kind mpijob does not ship code: mpirun starts in the workers' folder", hint="--ship folder"
-            )
         names = [each["name"] for each in pods.variables(job) if "value" in each]
         shown = [word for name in [*names, VARIABLE] for word in ("-x", name)]
         endpoint = ["--rdzv-endpoint", f"{job.name}:{pods.PORT}"] if job.nodes > 1 else []

@@ -12,17 +12,19 @@ from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.observe.guard import say_to_user
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
-from phalanx.tools.submit.job_files import limit_seconds
+from phalanx.tools.submit.job_files import archive, limit_seconds
 from phalanx.tools.submit.kube_client import KubeClient, Object, follow_pods
 from phalanx.tools.submit.pods import PodOptions
 from phalanx.tools.submit.target import Status, Target
 from phalanx.tools.submit.yaml_text import dump, load, override, parse
 
-LARGEST_CODE = 1_000_000
-"""Bytes of a ConfigMap."""
+LARGEST_CODE = 750_000
+"""Bytes of shipped code: a ConfigMap holds 1 MiB, of which base64 makes a third more."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 _RETRIES = 6
 _KEEP_SECONDS = 24 * 3600
+_NEVER_AGAIN = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
+"""Without it a JobSet starts all pods again after wrong settings (exit code 2) and after its time limit."""
 _FINISHED = ("Complete", "Completed", "Succeeded")
 
 
@@ -31,6 +33,7 @@ class OnKubernetes(Target[PodOptions]):
 
     options_class = PodOptions
     is_contained = True
+    sees_folder = False
     file: ClassVar[str] = "kubernetes.yaml"
     selector: str = "app.kubernetes.io/instance"
     """The label with the job's name that its pods have."""
@@ -46,8 +49,19 @@ class OnKubernetes(Target[PodOptions]):
                 f"{self.name} runs containers, and --image is not given",
                 hint="Build one with deploy/Dockerfile, then: --image registry/phalanx:1",
             )
-        found = override(self.objects(job), self.options.overrides)
-        return {self.file: dump(found, pods.COMMENTS, job.origin(self.name, self.options))}
+        pods.check_quantities(self.options)
+        own = self.objects(job)
+        code = [_code(job, self.options)] if self.options.ship == "archive" else []
+        found = override([*code, *own], self.options.overrides)
+        if lost := pods.lost_with_pod(job, self.options, found):
+            keep = f"--pvc CLAIM:{pods.folder_of(job, self.options)} or --checkpoint-dir s3://BUCKET/{job.name}"
+            if job.nodes > 1:
+                raise UsageError(
+                    f"{job.nodes} pods do not share {lost}: each has its own, which is removed with it",
+                    hint=f"Write: {keep}. Several pods mount a claim that is ReadWriteMany.",
+                )
+            say_to_user(f"{lost} is removed with the pod, and one that replaces it starts anew. To keep it: {keep}")
+        return {self.file: dump(found, pods.comments(job, self.options), job.origin(self.name, self.options))}
 
     def limit(self, job: ClusterJob) -> dict[str, int]:
         """Return the time limit as a field of a spec."""
@@ -77,7 +91,7 @@ class OnKubernetes(Target[PodOptions]):
         """Create the objects; when one is refused, those before it are removed."""
         cluster, made = self._cluster(), list[Object]()
         try:
-            for thing in [*self._extras(job, folder), *load(folder / self.file)]:
+            for thing in [_secret(job), *load(folder / self.file)]:
                 made.append({**thing, "metadata": cluster.create(thing)["metadata"]})
             for thing in made[:-1]:  # they are removed together with the job
                 cluster.own(thing, made[-1])
@@ -89,21 +103,6 @@ class OnKubernetes(Target[PodOptions]):
                     say_to_user(f"{thing['kind']} {thing['metadata']['name']} was not removed: {error.message}")
             raise
         return f"{cluster.namespace}/{job.name}"
-
-    def _extras(self, job: ClusterJob, folder: Path) -> Iterator[Object]:
-        """Return what is not shown: the secret by which ranks sign, and shipped code."""
-        about = {"labels": pods.labels(job)}
-        secret = {"secret": secrets.token_hex(32)}
-        yield {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": job.name, **about}, "stringData": secret}
-        for path in folder.glob("code-*.tar.gz"):
-            if path.stat().st_size > LARGEST_CODE * 3 // 4:
-                raise UsageError(
-                    f"the code is {path.stat().st_size:,} bytes as an archive, and a ConfigMap holds {LARGEST_CODE:,}",
-                    hint="Put the code into the image (deploy/Dockerfile), or on a volume: --pvc CLAIM:/workspace.",
-                )
-            content = {"code.tar.gz": base64.b64encode(path.read_bytes()).decode()}
-            meta = {"name": f"{job.name}-code", **about}
-            yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "binaryData": content}
 
     def _main(self, record: JobRecord) -> Object:
         return load(Path(record.folder) / self.file)[-1]
@@ -164,8 +163,27 @@ class OnKubernetes(Target[PodOptions]):
         cluster = self._cluster()
         for thing in reversed(load(Path(record.folder) / self.file)):
             cluster.delete(thing)
-        for kind, name in (("Secret", record.name), ("ConfigMap", f"{record.name}-code")):
-            cluster.delete({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}})
+        cluster.delete({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": record.name}})
+
+
+def _secret(job: ClusterJob) -> Object:
+    """Return what is not shown: the secret by which ranks sign."""
+    secret = {"stringData": {"secret": secrets.token_hex(32)}}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": job.name, "labels": pods.labels(job)}, **secret}
+
+
+def _code(job: ClusterJob, options: PodOptions) -> Object:
+    """Return the code that is shipped; refuse more than an object of Kubernetes holds."""
+    _, content = archive(Path.cwd(), job.files)
+    if len(content) > LARGEST_CODE:
+        raise UsageError(
+            f"the code in {Path.cwd()} is {len(content):,} bytes as an archive, and a ConfigMap holds {LARGEST_CODE:,}",
+            hint="Data is not shipped: keep it outside, or list it in .gitignore. Or have the code in the image "
+            "(deploy/Dockerfile) or on a volume (--pvc CLAIM:/workspace), and write: --ship folder",
+        )
+    about = {**pods.metadata(job, options), "name": f"{job.name}-code"}
+    packed = {"binaryData": {"code.tar.gz": base64.encodebytes(content).decode()}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, **packed}
 
 
 class Kubernetes(OnKubernetes):
@@ -213,7 +231,7 @@ class JobSet(OnKubernetes):
                 "spec": {
                     "ttlSecondsAfterFinished": _KEEP_SECONDS,
                     "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
-                    "failurePolicy": {"maxRestarts": _RETRIES},
+                    "failurePolicy": {"maxRestarts": _RETRIES, "rules": [_NEVER_AGAIN]},
                     "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
                 },
             }

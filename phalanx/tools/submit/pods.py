@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -9,6 +10,7 @@ from typing import Any
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
+from phalanx.host.remote import is_url
 from phalanx.host.signed_store import VARIABLE
 from phalanx.tools.submit.job import ClusterJob
 from phalanx.tools.submit.job_files import shell_join, uv_lines
@@ -63,17 +65,26 @@ COMMENTS = {
     "workingDir": "where the ranks run",
     "limits.cpu": "CPU cores of the machine",
     "limits.memory": "memory, /dev/shm included",
-    "requests.cpu": "CPU cores of the machine",
-    "requests.memory": "memory, /dev/shm included",
     "limits.nvidia.com/gpu": "one rank for each",
     "sizeLimit": "of /dev/shm, for data workers and ranks of one pod",
     "claimName": "must exist; ReadWriteMany for more than one pod",
-    "emptyDir": "removed with the pod; checkpoints belong on a claim: --pvc CLAIM:/workspace",
+    "emptyDir": "removed with the pod",
+    "code.tar.gz": "a copy of this folder; its files: base64 --decode | tar --list --gzip",
     "medium": "in memory",
     "env": "variables of the ranks",
     "secretKeyRef": "ranks sign what they exchange; `phalanx submit` makes it",
 }
 """Ends of paths to comments, for yaml_text.dump."""
+_MEMORY = r"\d+(\.\d+)?([kMGTPE]|[KMGTPE]i)?"
+_CORES = r"\d+(\.\d+)?m?"
+
+
+def comments(job: ClusterJob, options: PodOptions) -> dict[str, str]:
+    """Return all comments; those on what a pod asks for say where the numbers come from."""
+    cpu = "CPU cores of the machine" if options.cpu else f"{job.cores[1]}; --cpu gives another number"
+    memory = f"{_gib_per_rank(job)}Gi for each rank; --memory gives another number, and a limit"
+    given = "memory, /dev/shm included"
+    return {**COMMENTS, "requests.cpu": cpu, "requests.memory": given if options.memory else memory}
 
 
 def folder_of(job: ClusterJob, options: CommonOptions) -> str:
@@ -185,15 +196,39 @@ def variables(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def resources(job: ClusterJob, options: PodOptions) -> dict[str, Any]:
-    """Return what a pod asks for."""
+    """Return what a pod asks for; what is given is a limit, too, and without it ranks use what the machine has."""
     asked = {"cpu": options.cpu, "memory": options.memory}
     found = {key: value for key, value in asked.items() if value}
+    least = {
+        "cpu": f"{job.ranks_per_node * job.cores[0]}",
+        "memory": f"{job.ranks_per_node * _gib_per_rank(job)}Gi",
+    }
     if job.device == "cuda":
         found[options.gpu_resource] = str(job.ranks_per_node)
     if options.rdma_resource:
         name, _, count = options.rdma_resource.partition("=")
         found[name] = count or "1"
-    return {"requests": dict(found), "limits": found} if found else {}
+    return {"requests": {**least, **found}, **({"limits": found} if found else {})}
+
+
+def _gib_per_rank(job: ClusterJob) -> int:
+    return 4 if job.device == "cuda" else 1
+
+
+def check_quantities(options: PodOptions) -> None:
+    """Refuse numbers that Kubernetes would not read, such as 64GB."""
+    texts = {"--memory": (options.memory, _MEMORY), "--shm-size": (options.shm_size, _MEMORY)}
+    for flag, (text, form) in {"--cpu": (options.cpu, _CORES), **texts}.items():
+        if text is not None and not re.fullmatch(form, text):
+            parts = re.match(r"(\d+(?:\.\d+)?)\s*([kmgtpe]?)", text.lower())
+            number, letter = parts.groups() if parts else ("64", "g")
+            unit = letter.upper() or "G"
+            right = (
+                f"{number} or 500m"
+                if form == _CORES
+                else f"{number}{unit} (powers of 1000) or {number}{unit}i (of 1024)"
+            )
+            raise UsageError(f"{flag} {text}: not a quantity of Kubernetes", hint=f"Write: {flag} {right}.")
 
 
 def _claims(options: PodOptions) -> dict[str, str]:
@@ -221,6 +256,22 @@ def _places(job: ClusterJob, options: PodOptions) -> dict[str, tuple[str, dict[s
     if options.ship == "archive":
         found["/phalanx-code"] = ("code", {"configMap": {"name": f"{job.name}-code"}})
     return found
+
+
+def lost_with_pod(job: ClusterJob, options: CommonOptions, objects: Any) -> str:
+    """Return the folder of the checkpoints where it is not on a volume that outlives a pod; empty where it is."""
+    kept = job.kept_flags(folder_of(job, options))[-1]
+    mounted, sources = dict[str, str](), dict[str, Any]()
+    waiting = [objects]
+    while waiting:  # pods are at different places in the objects, and overrides add volumes
+        each = waiting.pop()
+        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
+        if isinstance(each, dict):
+            mounted |= {mount["mountPath"]: mount["name"] for mount in each.get("volumeMounts") or []}
+            sources |= {volume["name"]: volume for volume in each.get("volumes") or []}
+    places = [path for path in mounted if PurePosixPath(kept).is_relative_to(path)]
+    source = sources.get(mounted[max(places, key=len)], {}) if places else {"emptyDir": {}}
+    return "" if is_url(kept) or "emptyDir" not in source else kept
 
 
 def volumes(job: ClusterJob, options: PodOptions) -> list[dict[str, Any]]:

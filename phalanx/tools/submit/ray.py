@@ -50,12 +50,17 @@ class RayJobs(Target[RayOptions]):
     options_class = RayOptions
     lacks_uv = "ray: its machines run ranks in the environment that Ray runs in"
 
+    def __init__(self, options: RayOptions) -> None:
+        super().__init__(options)
+        if options.kind != "job":
+            self.sees_folder, self.lacks_ship = False, f"kind {options.kind}: KubeRay starts pods without a copy of it"
+
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the command that the cluster runs, or KubeRay's objects."""
         if self._kuberay is not None:
             return self._kuberay.render(job)
         lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
-        if self.options.ship == "folder":
+        if self.options.ship != "archive":
             lines.append(f"cd {shlex.quote(job.directory)}")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
         words = job.train_command(program_of(self.options), *IN_CLUSTER, *own_limit(job, self.options))

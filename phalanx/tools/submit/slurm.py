@@ -14,7 +14,8 @@ from pathlib import Path
 
 from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
-from phalanx.errors import EXIT_PREEMPTED, UsageError
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.observe.guard import say_to_user
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.tools.submit.job_files import (
     follow_files,
@@ -61,7 +62,9 @@ class SlurmOptions(CommonOptions):
     qos: str | None = option(None, "sbatch --qos")
     constraint: str | None = option(None, "sbatch --constraint, for example a100|h100")
     gres: str | None = option(None, "sbatch --gres, for example gpu:a100:8 (default: --gpus-per-node from the ranks)")
-    cpus_per_rank: int | None = option(None, "CPU cores for each rank", minimum=1)
+    cpus_per_rank: int | None = option(
+        None, "CPU cores for each rank (default: some to train and for data workers; all with --exclusive)", minimum=1
+    )
     mem: str | None = option(None, "sbatch --mem: memory per node (0: all of it)")
     exclusive: bool = option(False, "do not share the nodes")
     nodelist: str | None = option(None, "sbatch --nodelist")
@@ -77,7 +80,7 @@ class SlurmOptions(CommonOptions):
         choices=("none", "pyxis", "apptainer"),
     )
     mounts: str | None = option(
-        None, "container: host paths that ranks see, /data:/data,/scratch (default: the folder)"
+        None, "container: host paths that ranks see beside the folder of the command, /data:/data,/scratch"
     )
     requeue: bool = option(True, "put the job back into the queue when it was preempted, timed out or lost a node")
     sbatch: str | None = option(None, "more options for sbatch, as they are: '--reservation=x --mail-type=END'")
@@ -98,6 +101,11 @@ class Slurm(Target[SlurmOptions]):
 
     def _check(self, job: ClusterJob) -> None:
         options = self.options
+        if options.array is not None and not _is_array(options.array):
+            raise UsageError(
+                f"--array {options.array}: expected numbers that rise, and how many run at once",
+                hint="Write: --array 0-7, --array 1,3,5-9 or --array 0-99%4.",
+            )
         if job.verb == "tune" and not re.fullmatch(r"0-\d+(%\d+)?", options.array or ""):
             raise UsageError(
                 f"--array {options.array}: a search is split over tasks that are counted from 0",
@@ -112,7 +120,11 @@ class Slurm(Target[SlurmOptions]):
             )
         if options.uv and options.image:
             raise UsageError(f"--uv with --image {options.image}, which has an environment", hint="Leave one out.")
-        limit_seconds(job, options, SIGNAL_SECONDS)
+        if limit_seconds(job, options, SIGNAL_SECONDS) is None and "--signal" not in (options.sbatch or ""):
+            say_to_user(
+                "without --time-limit the limit of the partition ends the job without a signal before it: what was "
+                "trained since the last checkpoint is lost. Write: --time-limit 12h"
+            )
 
     def _head(self, job: ClusterJob) -> Iterator[str]:
         options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
@@ -130,9 +142,10 @@ class Slurm(Target[SlurmOptions]):
             lines.append((gpus, "GPUs per machine"))
         elif options.gres:
             lines.append((f"--gres={options.gres}", "devices per machine"))
-        if options.cpus_per_rank is not None:
-            per_task = options.cpus_per_rank * job.ranks_per_node // tasks
-            lines.append((f"--cpus-per-task={per_task}", "CPU cores of each task"))
+        if not self._takes_all_cores:
+            cores, counted = (options.cpus_per_rank, "") if options.cpus_per_rank else job.cores
+            why = f"CPU cores of each task{f': {counted}; other: --cpus-per-rank' if counted else ''}"
+            lines.append((f"--cpus-per-task={cores * job.ranks_per_node // tasks}", why))
         plain = {flag: getattr(options, flag) for flag in _PLAIN}
         lines += [(f"--{flag}={value}", "") for flag, value in plain.items() if value is not None]
         if options.exclusive:
@@ -145,6 +158,11 @@ class Slurm(Target[SlurmOptions]):
         lines += [(flag, "") for flag in split_words("--sbatch", options.sbatch)]
         quoted = [(_quoted(flag), why) for flag, why in lines]
         yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in quoted)
+
+    @property
+    def _takes_all_cores(self) -> bool:
+        """Whether ranks get all cores of machines that are theirs alone."""
+        return self.options.exclusive and self.options.cpus_per_rank is None
 
     def _output(self, job: ClusterJob) -> str:
         number = "%A_%a" if self.options.array else "%j"
@@ -169,7 +187,10 @@ class Slurm(Target[SlurmOptions]):
             folder = '"$work"' if self.options.ship == "archive" else job.directory
             yield from uv_lines(self.options, folder, _EACH_NODE)
         yield "# Launchers end together and say why; killed at the first exit, the others could not report theirs."
-        yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{self._command(job)}"
+        tasks = job.ranks_per_node if self.options.start == "srun" else 1
+        cores = f"$((SLURM_CPUS_ON_NODE / {tasks}))" if self._takes_all_cores else "$SLURM_CPUS_PER_TASK"
+        step = f'srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} --cpus-per-task="{cores}"'  # it takes none from sbatch
+        yield f"{step} {self._inside(job)}{self._command(job)}"
         yield "code=$?"
         if self.options.ship == "archive":
             yield "trap - EXIT  # not at the end: a job that goes back into the queue is killed before it"
@@ -177,6 +198,7 @@ class Slurm(Target[SlurmOptions]):
         yield ""
         if self.options.requeue:
             yield f"# {EXIT_PREEMPTED}: the ranks have saved. Back into the queue; the next start continues from there."
+            yield f"# Other codes end the job, such as {EXIT_USAGE}: wrong settings, which would be wrong again."
             yield f'if [ "$code" -eq {EXIT_PREEMPTED} ]; then'
             yield '  scontrol requeue "$SLURM_JOB_ID"'
             yield "fi"
@@ -197,16 +219,18 @@ class Slurm(Target[SlurmOptions]):
             own = ["--run-dir", task, "--checkpoint-dir", f"{task}/checkpoints"]
         return shell_join(job.train_command(program, *own), _SHELL)
 
-    def _inside(self) -> str:
-        """Return what starts the command inside a container."""
+    def _inside(self, job: ClusterJob) -> str:
+        """Return what starts the command inside a container, which sees the code and the run."""
         options = self.options
+        given = [each for each in (options.mounts or "").split(",") if each]
+        seen = {each.split(":")[1 if ":" in each else 0] for each in given}
+        places = [shlex.quote(each) for each in [*({job.directory} - seen), *given]]
+        mounts = ",".join(['"$PWD"'] * (options.ship == "archive") + places)
+        image = shlex.quote(_image(options.image or "", options.container))
         if options.container == "pyxis":
-            mounts = shlex.quote(options.mounts) if options.mounts else '"$PWD"'
-            image = shlex.quote(options.image or "")
             return f'--container-image={image} --container-mounts={mounts} --container-workdir="$PWD" '
         if options.container == "apptainer":
-            bind = f" --bind {shlex.quote(options.mounts)}" if options.mounts else ""
-            return f'apptainer exec --nv{bind} --pwd "$PWD" {shlex.quote(options.image or "")} '
+            return f'apptainer exec --nv --bind {mounts} --pwd "$PWD" {image} '
         return ""
 
     def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
@@ -301,6 +325,29 @@ def _refused(program: str, ran: subprocess.CompletedProcess[str]) -> UsageError:
     absent = any(text in ran.stderr for text in ("res_nsearch", "Unable to contact", "slurm.conf"))
     hint = "Slurm's controller does not answer. Looked for: SLURM_CONF, /etc/slurm/slurm.conf, its DNS entry."
     return UsageError(f"{program}: {said[0].removeprefix(f'{program}: error: ')}", hint=hint if absent else "")
+
+
+def _is_array(text: str) -> bool:
+    """Whether sbatch takes a text as the numbers of an array: 0-7, 1,3,5-9, 0-99:10%4."""
+    numbers, _, at_once = text.partition("%")
+    found = [re.fullmatch(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?", part) for part in numbers.split(",")]
+    rises = all(each is not None and int(each[2] or each[1]) >= int(each[1]) for each in found)
+    return rises and ("%" not in text or re.fullmatch(r"[1-9]\d*", at_once) is not None)
+
+
+def _image(image: str, container: str) -> str:
+    """Return an image as the container program writes it: enroot nvcr.io#org/name, apptainer docker://nvcr.io/org/name.
+
+    Files are kept as they are.
+    """
+    if image.startswith(("/", ".", "~")) or image.endswith((".sqsh", ".sif")):
+        return image
+    scheme, separator, name = image.rpartition("://")
+    if container == "apptainer":
+        return image if separator else f"docker://{name.replace('#', '/')}"
+    registry, slash, rest = name.partition("/")
+    is_registry = bool(slash) and (registry == "localhost" or re.search("[.:]", registry) is not None)
+    return f"{scheme}{separator}{registry}#{rest}" if is_registry and "#" not in name else image
 
 
 def _quoted(flag: str) -> str:

@@ -15,16 +15,41 @@ from phalanx.config.sources import read_document
 from phalanx.errors import ConfigError, UsageError, unknown_name
 from phalanx.tools.submit.job import ClusterJob, JobRecord
 
+_PODS = "--num-nodes 2 --gpus-per-node 8 --image registry/phalanx:1 --pvc CLAIM:/workspace"
 TARGETS = {
-    "slurm": ("phalanx.tools.submit.slurm:Slurm", "a Slurm cluster, by sbatch"),
-    "kubernetes": ("phalanx.tools.submit.kubernetes:Kubernetes", "Kubernetes: an Indexed Job and a headless Service"),
-    "jobset": ("phalanx.tools.submit.kubernetes:JobSet", "Kubernetes with the JobSet controller"),
-    "kubeflow": ("phalanx.tools.submit.kubeflow:Kubeflow", "Kubeflow: a TrainJob (v2), PyTorchJob or MPIJob (v1)"),
-    "ray": ("phalanx.tools.submit.ray:RayJobs", "a Ray cluster, by its job API or as a RayJob of KubeRay"),
-    "compose": ("phalanx.tools.submit.compose:Compose", "docker-compose on this machine, with monitoring"),
-    "ssh": ("phalanx.tools.submit.ssh:Ssh", "hosts that ssh reaches, without a scheduler"),
+    "slurm": (
+        "phalanx.tools.submit.slurm:Slurm",
+        "a Slurm cluster, by sbatch",
+        "text --num-nodes 2 --gpus-per-node 8 --partition gpu --time-limit 12h",
+    ),
+    "kubernetes": (
+        "phalanx.tools.submit.kubernetes:Kubernetes",
+        "Kubernetes: an Indexed Job and a headless Service",
+        f"text {_PODS}",
+    ),
+    "jobset": ("phalanx.tools.submit.kubernetes:JobSet", "Kubernetes with the JobSet controller", f"text {_PODS}"),
+    "kubeflow": (
+        "phalanx.tools.submit.kubeflow:Kubeflow",
+        "Kubeflow: a TrainJob (v2), PyTorchJob or MPIJob (v1)",
+        f"text {_PODS}",
+    ),
+    "ray": (
+        "phalanx.tools.submit.ray:RayJobs",
+        "a Ray cluster, by its job API or as a RayJob of KubeRay",
+        "text --num-workers 16 --address http://HEAD:8265",
+    ),
+    "compose": (
+        "phalanx.tools.submit.compose:Compose",
+        "docker-compose on this machine, with monitoring",
+        "digits --num-nodes 2 --num-workers 4 --image phalanx:cpu",
+    ),
+    "ssh": (
+        "phalanx.tools.submit.ssh:Ssh",
+        "hosts that ssh reaches, without a scheduler",
+        "digits --hosts node1:8,node2:8",
+    ),
 }
-"""Name to `module:Class` and summary."""
+"""Name to `module:Class`, summary and the words of an example."""
 CANCEL = {
     "slurm": "scancel {id}",
     "kubernetes": "kubectl delete job {name}",
@@ -47,10 +72,11 @@ class CommonOptions:
     venv: str | None = option(None, "virtual environment on the nodes that has phalanx (default: this one)")
     uv: bool = option(False, "make the environment on each node by uv, from the uv.lock of this folder")
     uv_sync: str | None = option(None, "more options for `uv sync --frozen`, as they are: '--extra cu128 --no-dev'")
-    ship: str = option(
-        "folder",
-        "code: this folder, which the nodes see too (folder), or a copy of it named by its digest (archive)",
-        choices=("folder", "archive"),
+    ship: str | None = option(
+        None,
+        "code: this folder, which the nodes see too (folder), or a copy of it (archive); default: folder, and on "
+        "Kubernetes archive for a recipe, script or module of this folder",
+        choices=(None, "folder", "archive"),
     )
     gpu: str | None = option(None, "GPUs of the nodes (h100, a100-40): a run that does not fit on them is refused")
     directory: str | None = option(
@@ -83,6 +109,12 @@ class Target(Generic[Options]):
 
     lacks_uv: str = ""
     """Why --uv is refused; empty where environments can be made on the nodes."""
+
+    sees_folder: bool = True
+    """Nodes may see this folder. Where they cannot, the files that a command names are shipped."""
+
+    lacks_ship: str = ""
+    """Why --ship archive is refused; empty where code can be sent along."""
 
     has_arrays: ClassVar[bool] = False
     """One submission can be many jobs, over which --tune splits a search."""
