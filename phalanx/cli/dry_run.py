@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from phalanx.world.mesh import JobLayout
 
 
-def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what: str, *, as_json: bool) -> int:
-    """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory."""
+def print_plan(
+    recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what: str, *, missing: int, as_json: bool
+) -> int:
+    """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory.
+
+    `missing`: GPUs of a machine that this one lacks.
+    """
     config, estimate = resolved.config, None
     if recipe is not None:
         from phalanx.tools.plan.auto import estimate_recipe  # imports torch
@@ -33,6 +38,8 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what
         print_json({"run": what, **ranks, **plan, "estimate": needs, "settings": settings})
         return 0
     rows = [("run", what), ("layout", _layout_words(layout))]
+    if missing > 0:
+        rows.append(("", f"{missing} of the {layout.ranks_per_node} GPUs of a machine are not here, which a run needs"))
     chosen = estimate.strategy if estimate else config.resolved_strategy
     rows.append(("strategy", f"{chosen} (backend {config.backend})"))
     if estimate is None:
@@ -68,11 +75,12 @@ def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) ->
         steps += f" ({estimate.steps_per_epoch:,} per epoch of {estimate.samples:,} samples)"
     trained = "" if estimate.trainable == estimate.parameters else f", {estimate.trainable:,} of them trained"
     where = " (in CPU memory or on disk: offload)" if config.offload != "none" else ""
-    parts = ", ".join(f"{name} {size(count)}" for name, count in estimate.memory._asdict().items())
+    held = dict(zip(("parameters", "gradients", "optimizer"), estimate.memory, strict=True))  # the planner's words
+    parts = ", ".join(f"{name} {size(count, binary=True)}" for name, count in held.items())
     return [
         ("model", f"{estimate.model}, {estimate.parameters:,} parameters{trained}"),
         ("batch", batch),
         ("steps", steps),
-        ("memory", f"about {size(sum(estimate.memory))} per rank{where}: {parts}"),
-        ("", f"about {size(estimate.peak)} at the peak, with activations and buffers"),
+        ("memory", f"about {size(sum(estimate.memory), binary=True)} per rank{where}: {parts}"),
+        ("", f"about {size(estimate.peak, binary=True)} at the peak, with activations and buffers"),
     ]

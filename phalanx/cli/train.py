@@ -21,7 +21,7 @@ from phalanx.engine import engine_of
 from phalanx.errors import NonFiniteLossError, PhalanxError, PreemptedError, UsageError
 from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
-from phalanx.launch import ModuleTarget, ScriptTarget
+from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.spec import Target
 from phalanx.observe.goodput import EVENTS
@@ -55,9 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     config = resolved.config
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
-    if namespace.dry_run:
-        return _show_plan(recipe, resolved, target, as_json=namespace.json)
-    return start_run(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
+    start = show_plan if namespace.dry_run else start_run
+    return start(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
 
 
 def start_run(
@@ -109,16 +108,31 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
         target.check()
 
 
-def _show_plan(
-    recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None, *, as_json: bool
+def show_plan(
+    recipe: Recipe | None,
+    resolved: Resolved,
+    target: ScriptTarget | ModuleTarget | None,
+    *,
+    overwrite: bool = False,
+    as_json: bool = False,
 ) -> int:
-    """Check what would be checked before a start, and print the plan."""
-    from phalanx.cli.dry_run import show_plan
+    """Check what is checked before a start, and print the plan; GPUs that are not here are planned for."""
+    from phalanx.cli.dry_run import print_plan
 
     _check_target(recipe, resolved, target)
-    layout = plan_layout(resolved.config, count_gpus())
-    check_before_start(resolved.config.with_trusted(device=layout.device))
-    return show_plan(recipe, resolved, layout, target_name(recipe, target), as_json=as_json)
+    started = read_rank_env()
+    if isinstance(target, ScriptTarget):
+        _check_starter(Path(target.path), resolved.config, started)
+    if started is not None and _is_node_of(started, resolved.config):
+        resolved = _as_node(started, resolved)
+    config, here = resolved.config, count_gpus()
+    wanted = (config.total_ranks or 1) // config.num_nodes if config.device == "cuda" and not config.share_gpus else 0
+    layout = plan_layout(config, max(here, wanted))
+    if not overwrite:
+        check_run_dir(config, overwrite=False, settled=recipe is not None)
+    check_before_start(config.with_trusted(device=layout.device))
+    launch_spec(config, layout, target or CallTarget("phalanx.worker:run_recipe_file"), Path("logs"))  # its checks
+    return print_plan(recipe, resolved, layout, target_name(recipe, target), missing=wanted - here, as_json=as_json)
 
 
 def _names_target(namespace: argparse.Namespace) -> bool:

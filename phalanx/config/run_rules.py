@@ -44,6 +44,13 @@ def fast_dev_run(settings: Settings) -> Mistakes:
         yield settings.mistake("fast_dev_run", " with resume_from_checkpoint: it begins at step 1. Leave one out.")
 
 
+@rule("name")
+def run_name(settings: Settings) -> Mistakes:
+    """Report a name that reads as a path: it becomes a part of a folder's name."""
+    if settings.name is not None and ("/" in settings.name or settings.name.startswith(".")):
+        yield settings.mistake("name", ": a name has no '/', and does not begin with '.'. For a folder: run_dir.")
+
+
 @rule("limit_val_batches")
 def limit_val_batches(settings: Settings) -> Mistakes:
     """Check that it is a share or a number of batches."""
@@ -214,6 +221,7 @@ RUN_RULES = (
     watched_metrics,
     load_best_at_end,
     fast_dev_run,
+    run_name,
     limit_val_batches,
     debug,
     rank_checks,

@@ -65,7 +65,8 @@ def resolve(
         resolve({}, recipe=gpu_settings, recipe_name=recipe_name, environ={})  # mistakes of the recipe itself
         sources: dict[str, Any] = {"given_as": given_as, "file": file, "recipe_name": recipe_name, "environ": environ}
         found, used = resolve(given, recipe=recipe, **sources), dict(recipe or {})
-        for name, value in gpu_settings.items() if on_gpus and found.config.device != "cpu" else ():
+        wanted = found.config.device == "cuda" or (on_gpus and found.config.device != "cpu")
+        for name, value in gpu_settings.items() if wanted else ():
             with suppress(ConfigError):
                 found = resolve(given, recipe={**used, name: value}, **sources)
                 used[name] = value

@@ -234,13 +234,13 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
 
 
-def size(count: float) -> str:
-    """Write a number of bytes, as `312 MB`."""
-    for unit in ("bytes", "kB", "MB", "GB"):
+def size(count: float, *, binary: bool = False) -> str:
+    """Write a number of bytes, as `312 MB`; `binary`: as `298 MiB`, the unit of the planner."""
+    for unit in ("bytes", "KiB", "MiB", "GiB") if binary else ("bytes", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if count >= 10 or unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+        count /= 1024 if binary else 1000
+    return f"{count:.1f} {'TiB' if binary else 'TB'}"
 
 
 def duration(seconds: float) -> str:

@@ -13,11 +13,8 @@ import tomllib
 import pytest
 from command import phalanx
 
-from phalanx.cli.flags import read_target, resolve_flags
-from phalanx.cli.parsers import train_parser
 from phalanx.cli.plan import parser
 from phalanx.config import DistributedConfig
-from phalanx.recipes import Recipe
 from phalanx.tools.plan.presets import measured_file
 
 LLAMA = ("plan", "llama-70b", "--gpus", 64, "--gpu", "h100")
@@ -50,26 +47,48 @@ def test_the_printed_settings_are_accepted_by_train():
     settings = tomllib.loads(found["toml"])
     DistributedConfig(**settings)
     assert settings == found["settings"]
-    assert found["command"].startswith("phalanx train llama --preset 70b ")
+    assert found["command"].startswith("phalanx submit slurm llama --preset 70b --data ./YOUR_DATA ")
     flags = re.findall(r"--([a-z-]+)", found["command"].replace("\\\n", " "))
-    assert {flag.replace("-", "_") for flag in flags} == {"preset", "set", *settings}
+    assert {flag.replace("-", "_") for flag in flags} == {"preset", "data", "set", *settings}
+    assert not re.search(r"--[a-z-]+ \\\\\n +[^- ]", found["command"]), "a line ends between a flag and its value"
 
 
 @pytest.mark.parametrize(
-    "words", ["llama-70b --seq-len 16384", "llama-405b", "gpt3-175b", "gpt2 --gpus 8", "mixtral-8x7b"]
+    "words",
+    [
+        "llama-7b --gpus 8 --gpu a100",
+        "llama-7b --gpus 1 --gpu a100",
+        "llama-70b --gpus 64 --gpu h100 --seq-len 16384 --tokens 1T",
+        "gpt3-175b --gpus 512 --gpu h100",
+        "mixtral-8x7b --gpus 64 --gpu h100",
+        "gpt2 --gpus 2 --gpu rtx4090 --fast --memory --tokens 1B",
+    ],
 )
-def test_the_printed_command_names_a_recipe_that_train_reads(words):
-    found = json.loads(
-        phalanx(
-            "plan", *words.split(), *([] if "--gpus" in words else ["--gpus", "512"]), "--gpu", "h100", "--json"
-        ).out
-    )
-    command = shlex.split(found["command"].replace("\\\n", " "))
-    namespace = train_parser().parse_all(command[2:])
-    recipe = read_target(namespace, [], "train", "")
-    assert isinstance(recipe, Recipe)
-    resolve_flags(namespace, recipe)
-    assert recipe.data["seq_len"] == found["goal"]["seq_len"]
+def test_the_printed_command_trains_what_was_planned(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some words of a text. " * 40_000)
+    found = json.loads(phalanx("plan", *words.split(), "--json").out)
+    command = shlex.split(found["command"].replace("\\\n", " ").replace("./YOUR_DATA", "./texts"))
+    several = found["settings"].get("num_nodes", 1) > 1
+    verb = ["phalanx", "submit", "slurm"] if several else ["phalanx", "train"]
+    assert command[: len(verb)] == verb
+    if several:
+        rendered = phalanx(*command[1:], "--render")
+        assert f"#SBATCH --nodes={found['settings']['num_nodes']}" in rendered.out
+    meeting = ["--rdzv-endpoint", "localhost:29400"] if several else []  # which a job of Slurm finds itself
+    answer = phalanx("train", *command[len(verb) :], *meeting, "--dry-run", "--json")
+    assert answer.code == 0, answer.text
+    run, layout = json.loads(answer.out), found["best"]["layout"]
+    assert run["ranks"] == found["cluster"]["gpus"]
+    assert run["estimate"]["steps"] == round(found["cost"]["steps"])
+    assert run["estimate"]["global_batch"] == found["goal"]["global_batch"]
+    assert run["estimate"]["parameters"] == pytest.approx(found["model"]["parameters"], rel=0.01)
+    axes = {axis: layout[axis] for axis in ("tp", "pp", "cp", "dp_shard") if layout["ep"] == 1}
+    assert {axis: run["mesh"][axis] for axis in axes} == axes
+    assert run["strategy"] == found["settings"]["strategy"]
+    for name in ("learning_rate", "checkpoint_frequency", "mixed_precision"):
+        assert run["settings"][name] == found["settings"][name]
 
 
 def test_json_is_the_whole_plan():
@@ -194,7 +213,7 @@ def test_the_page_is_self_contained(tmp_path):
     assert {"Refused, as `phalanx train` would (number of layouts, reason)", "Engines for this job"} < set(titles)
     assert len(titles) == len(set(titles)), "every section is there once"
     assert text.count("<svg") >= 3
-    assert "phalanx train llama" in text
+    assert "phalanx submit slurm llama" in text
     assert not re.findall(r"(?:src|href)=|https?://|<script", text)
     browser = shutil.which("chromium")
     if browser is None:
@@ -218,7 +237,7 @@ def test_a_hugging_face_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 2816, **values}))
     answer = phalanx("plan", tmp_path, "--gpus", 8, "--gpu", "a100")
     assert answer.code == 0
-    assert f"phalanx train --model {tmp_path} --data YOUR_DATA" in answer.out.replace(" \\\n   ", "")
+    assert f"phalanx train --model {tmp_path} --data ./YOUR_DATA" in answer.out.replace(" \\\n   ", "")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values, "hidden_size": None}))
     answer = phalanx("plan", tmp_path, "--gpus", 8, "--gpu", "a100")
     assert answer.code == 2

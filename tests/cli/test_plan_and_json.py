@@ -54,6 +54,40 @@ def test_a_dry_run_reports_an_error_of_the_model_or_the_data_without_our_frames(
     assert "phalanx/cli" not in wrong.err + lost.err
 
 
+def test_a_dry_run_plans_for_gpus_that_are_not_here(monkeypatch):
+    monkeypatch.setattr("phalanx.cli.train.count_gpus", lambda: 0)
+    answer = phalanx("train", "llama", "--num-gpus", 8, "--dry-run")
+    assert answer.code == 0
+    assert "8 ranks on cuda" in answer.out
+    assert "8 of the 8 GPUs of a machine are not here, which a run needs" in answer.out
+    assert ["compile", "True", "recipe", "llama"] in [line.split() for line in answer.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--num-nodes", 2, "--num-workers", 2), "2 nodes need a rendezvous"),
+        (("--name", "../../evil"), "a name has no '/'"),
+    ],
+)
+def test_a_dry_run_refuses_what_train_refuses(words, message):
+    for dry in ((), ("--dry-run",)):
+        answer = phalanx("train", "digits", "--device", "cpu", *words, *dry)
+        assert answer.code == 2
+        assert message in answer.err
+
+
+@pytest.mark.parametrize("words", ["a100 --zero-stage 3", "h200 --zero-stage 2", "b200 --zero-stage 0"])
+def test_a_plan_and_a_dry_run_of_it_count_the_same_states(words):
+    found = json.loads(phalanx("plan", *f"llama-7b --gpus 8 --json --gpu {words}".split()).out)
+    settings = {name.replace("_", "-"): value for name, value in found["settings"].items()}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    memory = plan("llama", "--preset", "7b", *flags)["estimate"]["memory"]
+    planned = found["best"]["estimate"]["memory_gib"]["all"]
+    for ours, theirs in (("weights", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer")):
+        assert memory[ours] / 2**30 == pytest.approx(planned[theirs], rel=1e-3)
+
+
 def test_a_dry_run_checks_where_a_pipeline_is_cut(capsys):
     words = ["train", "gpt", "--num-workers", "2", "--pipeline-parallel", "2", "--device", "cpu", "--dry-run"]
     assert main([*words, "--pipeline-cuts", "mesured"]) == 2

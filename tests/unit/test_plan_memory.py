@@ -87,7 +87,7 @@ def test_the_worked_example_of_the_module():
     for model, activations, logits in ((ours, 2930, 1093), (SHAPES["gpt:gpt2"], 3008, 4940)):
         parts = rank_memory(model, GPU, layout, goal, reserve_gib=0.0)["all"]
         found = {name: round(size * GIB / 1e6) for name, size in parts.items() if name != "reserve"}
-        assert found["parameters"] + found["gradients"] + found["optimizer"] == 1991
+        assert (found["parameters"], found["gradients"], found["optimizer"]) == (498, 498, 996)  # as `train` keeps them
         assert (found["activations"], found["logits"], found["communication"]) == (activations, logits, 52 + 76)
 
 
@@ -129,7 +129,7 @@ def test_the_states_of_adamw8bit_have_two_bytes_and_their_scales() -> None:
     assert state_bytes("fp32", "adamw8bit") == (4, 4, 2 + 8 / 32)
     assert state_bytes("bf16", "adamw8bit") == (2, 2, 4 + 2 + 8 / 32)
     parts = rank_memory(LLAMA_70B, GPU, Layout(dp_shard=8), Goal(global_batch=8, optimizer="adamw8bit"))["all"]
-    assert parts["optimizer"] * GIB == pytest.approx((6 + 8 / 32) * LLAMA_70B.parameters / 8)
+    assert parts["optimizer"] * GIB == pytest.approx((2 + 8 / 32) * LLAMA_70B.parameters / 8)
 
 
 def test_states_of_zero_are_those_of_its_table_in_54_of_54_cells() -> None:
@@ -364,7 +364,7 @@ def test_experts_are_spread_over_expert_parallel_ranks() -> None:
     together = rank_memory(model, GPU, Layout(dp_replicate=4), goal)["all"]
     spread = rank_memory(model, GPU, Layout(dp_replicate=4, ep=4), goal)["all"]
     experts = model.layers * model.expert_parameters
-    assert together["parameters"] - spread["parameters"] == pytest.approx(2 * experts * 0.75 / GIB)
+    assert together["parameters"] - spread["parameters"] == pytest.approx(4 * experts * 0.75 / GIB)
 
 
 def test_mixed_precision_and_fp32_keep_16_bytes_per_parameter() -> None:

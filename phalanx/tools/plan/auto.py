@@ -192,4 +192,7 @@ def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, bat
         layout = layout_of(config, mesh, batch_size)
         ranks, stage = layout.dp_shard * layout.cp, layout.stage
     sizes = StateBytes(whole, trained, trained * states)
+    if stage in (1, 2) and config.mixed_precision and not config.facts.shards_by_engine:
+        # The fp32 weights are shards then, and what is whole has half precision.
+        sizes = StateBytes(whole / 2, trained / 2, trained * (1 + states))
     return StateBytes(*(round(size / (mesh.tp * mesh.pp)) for size in zero_bytes(1.0, ranks, stage, sizes)))

@@ -16,8 +16,8 @@ from phalanx.tools.plan.estimator import Estimator, check_modes, check_values
 from phalanx.tools.plan.kernels import FP8
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan, budget_of, repeated_share
-from phalanx.tools.plan.rules import accepted, settings_of
-from phalanx.tools.plan.search import HEADROOM, Constraints, Found, search, simplest
+from phalanx.tools.plan.rules import USUAL, accepted, length, settings_of, usual_rate
+from phalanx.tools.plan.search import HEADROOM, Constraints, Found, host_gib, search, simplest
 
 
 def binding(best: Estimate, layout: Layout, found: Found, estimator: Estimator) -> str:
@@ -103,8 +103,6 @@ RESTART_SECONDS = 300.0
 HOST_COPY_GBPS = 20.0
 """GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
 SHOWN_REASONS = 8
-USUAL_BATCH = ((5e8, 500_000), (2e9, 1_000_000), (2e10, 2_000_000), (math.inf, 4_000_000))
-"""Tokens per step by parameters, about as in Brown et al. 2020, table 2.1."""
 
 
 def make_plan(
@@ -130,7 +128,7 @@ def make_plan(
         "goal": goal,
         "searched": found.searched,
         "refused": tuple(found.refused.most_common(SHOWN_REASONS)),
-        "assumptions": assumptions(machines, goal, layout),
+        "assumptions": assumptions(shape, machines, goal, layout),
     }
     if layout is None:
         return Plan(best=None, smallest_change=smallest_change(shape, machines, goal, limits, found), **common)
@@ -138,15 +136,20 @@ def make_plan(
     best = estimator(layout)
     accepted(layout, goal, machines)  # what is printed as a command must start
     reliability = reliability_of(estimator, layout)
+    spent = cost(best, reliability, shape, machines, goal)
     return Plan(
         best=Candidate(layout, best),
         runners_up=_runners_up(found, layout, best, estimator),
         binding=binding(best, layout, found, estimator),
         batch=batch_words(layout, goal),
-        cost=cost(best, reliability, shape, machines, goal),
+        cost=spent,
         reliability=reliability,
         sensitivity=tuple(sensitivity(shape, machines, layout, goal)),
-        settings=settings_of(layout, goal, machines),
+        settings={
+            **settings_of(layout, goal, machines),
+            **usual_rate(shape, goal, layout),
+            **length(spent, reliability, best),
+        },
         **common,
     )
 
@@ -159,7 +162,7 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
         seq_len = model.patches + 1 if isinstance(model, ModelShape) else 1
         return Goal(global_batch=64 * cluster.gpus, seq_len=seq_len, precision=precision)
     seq_len = presets.train_names(model.name).seq_len or model.positions or 2048
-    tokens = next(tokens for size, tokens in USUAL_BATCH if model.parameters < size)
+    tokens = next(tokens for size, tokens, _ in USUAL if model.parameters < size)
     doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
     return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
 
@@ -229,7 +232,9 @@ def reliability_of(estimator: Estimator, layout: Layout) -> dict[str, float]:
     }
 
 
-def assumptions(cluster: Cluster, goal: Goal, layout: Layout | None) -> tuple[tuple[str, str, str], ...]:
+def assumptions(
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, layout: Layout | None
+) -> tuple[tuple[str, str, str], ...]:
     """Return what the numbers rest on, with its origin."""
     gpu, intra, inter = presets.parts_of(cluster)
     peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
@@ -252,6 +257,12 @@ def assumptions(cluster: Cluster, goal: Goal, layout: Layout | None) -> tuple[tu
     if learned := presets.measured("factors").get(gpu.name):
         words = f"kernels x {learned['kernels']:g}, links x {learned['links']:g}, memory {learned['memory_gib']:+g} GiB"
         rows.append(("learned", words, f"--calibrate-from {learned['run']}, {learned['date']}"))
+    if layout is not None and layout.offload == "cpu":
+        words = f"{host_gib(model, cluster):,.0f} of {cluster.host_memory_gib:,.0f} GiB per machine for states"
+        rows.append(("host memory", words, cluster.instance or "assumed"))
+    if layout is not None and (rate := usual_rate(model, goal, layout)):
+        origin = "Brown et al. 2020" if layout.lora_rank is None else "Dettmers et al. 2023"
+        rows.append(("learning rate", f"{rate['learning_rate']:g}", f"usual, {origin}; train's --learning-rate"))
     if cluster.price_per_gpu_hour is not None:
         rows.append(("price", f"{cluster.price_per_gpu_hour:.2f} per GPU and hour", cluster.instance or "as given"))
     return tuple(rows)

@@ -120,7 +120,8 @@ class Layout:
         else:
             kind = "FSDP" if self.stage == 3 else f"ZeRO{self.stage} "
             shards = self.dp_shard * self.cp
-            axes.append(f"{kind}{shards}" + (f" x {self.dp_replicate} copies" if self.dp_replicate > 1 else ""))
+            copies = f" x {self.dp_replicate} copies" if self.dp_replicate > 1 else ""
+            axes += [f"{kind}{shards}{copies}"] if self.gpus > 1 else []  # one GPU shards nothing, and offloads by fsdp
         more = [f"micro-batch {self.micro_batch}"]
         more += [self.schedule] if self.pp > 1 else []
         kept = "activation " if budget_of(self.recompute) is not None else ""

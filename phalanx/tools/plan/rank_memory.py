@@ -106,7 +106,7 @@ class _Case:
         self.half = goal.precision != "fp32"
         self.width = HALF if self.half else SINGLE
         self.shards, self.stage = layout.dp_shard * layout.cp, layout.stage
-        self.sharded = self.stage > 0 and self.shards > 1 and not published
+        self.sharded = self.stage > 0 and (self.shards > 1 or layout.offload == "cpu") and not published
         """Whether `fully_shard` gathers weights in half precision and reduces gradients in fp32, block by block."""
         stream = reference and goal.precision in ("bf16", "fp8")
         self.residual = HALF if self.half and (self.sharded or published or stream) else SINGLE
@@ -119,6 +119,8 @@ class _Case:
         self.casts = self.half and goal.master_weights and not published and not self.sharded
         """Whether autocast copies fp32 weights to half precision."""
         self.states = state_bytes(goal.precision, goal.optimizer, master_weights=goal.master_weights)
+        if not published and self.half and goal.master_weights and self.stage in (0, 3):  # fp32 weights, no second copy
+            self.states = state_bytes("fp32", goal.optimizer)
         self.gradients_stay = published or micro_batches > 1 or (self.stage == 0 and layout.dp_replicate > 1)
         """DDP's buckets are the gradients' memory, also between steps."""
 

@@ -6,6 +6,7 @@ checked one by one, so that a search can ask it about thousands of layouts. `acc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from phalanx.config.settings import Settings
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.plans import PRECISIONS, Goal, Layout, budget_of
+from phalanx.tools.plan.plans import PRECISIONS, Estimate, Goal, Layout, budget_of
 from phalanx.world.mesh import Mesh, check_device, plan_mesh
 from phalanx.world.splits import (
     SCHEDULES,
@@ -30,6 +31,19 @@ from phalanx.world.splits import (
 
 _RULES = (rules.sharding, rules.zero_stage, rules.pipeline, rules.split_adapters)
 """The rules between the settings that a layout decides; a rank count that is wrong is found before."""
+USUAL = (
+    (2.5e8, 500_000, 6e-4),
+    (5e8, 500_000, 3e-4),
+    (1e9, 1_000_000, 2.5e-4),
+    (2e9, 1_000_000, 2e-4),
+    (4.5e9, 2_000_000, 1.6e-4),
+    (9e9, 2_000_000, 1.2e-4),
+    (2e10, 2_000_000, 1e-4),
+    (math.inf, 4_000_000, 6e-5),
+)
+"""Tokens per step and learning rate of language models by parameters, about as in Brown et al. 2020, table 2.1."""
+ADAPTER_RATE = 2e-4
+"""The learning rate of LoRA's adapters, as in Dettmers et al. 2023."""
 
 
 def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
@@ -58,6 +72,21 @@ def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
     if goal.optimizer != "adamw":
         found["optimizer"] = goal.optimizer
     return found
+
+
+def usual_rate(model: ModelShape | TracedShape, goal: Goal, layout: Layout) -> dict[str, float]:
+    """Return the setting of a usual learning rate, for a language model that AdamW trains."""
+    if isinstance(model, TracedShape) or model.patches or not goal.optimizer.startswith("adam"):
+        return {}
+    usual = next(rate for size, _, rate in USUAL if model.parameters < size)
+    return {"learning_rate": usual if layout.lora_rank is None else ADAPTER_RATE}
+
+
+def length(spent: dict[str, float], reliability: dict[str, float], best: Estimate) -> dict[str, Any]:
+    """Return the settings of the training's steps, where they are known, and of those between two checkpoints."""
+    steps = {"max_steps": max(1, round(spent["steps"]))} if spent else {}
+    every = max(1, round(reliability["checkpoint_interval_seconds"] / best.step_seconds))
+    return {**steps, "checkpoint_frequency": f"{every} steps"}
 
 
 def layout_of(config: Settings, mesh: Mesh, batch_size: int) -> Layout:
@@ -191,7 +220,7 @@ def _data_axes(layout: Layout) -> Iterator[str]:
     stage, shards = layout.stage, layout.dp_shard * layout.cp
     if stage == 0 and shards > 1 and not (layout.keeps_stages_whole and layout.dp_shard == 1):
         yield f"dp_shard x cp = {shards} ranks shard the model, and zero_stage = 0 does not"
-    elif stage > 0 and shards == 1:
+    elif stage > 0 and shards == 1 and layout.offload == "none":
         yield f"zero_stage = {stage} needs ranks to shard over, and dp_shard x cp = 1"
     if layout.ep > 1 and layout.dp_shard != layout.ep:
         yield f"the model is sharded over the ranks that share the experts: dp_shard = {layout.dp_shard} is not " + (

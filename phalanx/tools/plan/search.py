@@ -84,7 +84,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
     groups = limits.recomputations if _has_blocks(model) else (("none",),)
     for offload, kinds in ((offload, kinds) for offload in offloads for kinds in groups):
         for layout in layouts:
-            if offload == "cpu" and not can_offload(layout, model, cluster):
+            if (layout.offload == "cpu" != offload) or (offload == "cpu" and not can_offload(layout, model, cluster)):
                 continue
             for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see rules.pipeline
                 _judge(estimator, replace(layout, offload=offload, recompute=kind), found)
@@ -97,8 +97,13 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
 
 def can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Cluster) -> bool:
     """Whether states can be in host memory: sharded ones that are gathered block by block, where the host has room."""
-    needed = 16 * model.parameters / 2**30 / cluster.nodes
-    return layout.stage == 3 and layout.pp * layout.tp == 1 and needed <= HOST_SHARE * cluster.host_memory_gib
+    has_room = host_gib(model, cluster) <= HOST_SHARE * cluster.host_memory_gib
+    return layout.stage == 3 and layout.pp * layout.tp == 1 and has_room
+
+
+def host_gib(model: ModelShape | TracedShape, cluster: Cluster) -> float:
+    """Return the GiB of states that a machine's memory would hold: 16 bytes per parameter."""
+    return 16 * model.parameters / 2**30 / cluster.nodes
 
 
 def _judge(estimator: Estimator, layout: Layout, found: Found) -> None:
@@ -229,6 +234,8 @@ def _data_axes(
     usual = (1, 3) if layout.pp > 1 else (1, 2, 3)  # a pipeline reduces gradients after its last micro-batch only
     stages = usual if limits.zero_stage is None else (limits.zero_stage,)
     if data * layout.cp == 1:
+        if layout.replica == 1 and limits.offload != "none":
+            yield replace(layout, zero_stage=3, offload="cpu")
         return
     inside = max(1, cluster.gpus_per_node // layout.replica)
     for stage in stages:

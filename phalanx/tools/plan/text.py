@@ -25,6 +25,9 @@ _BLOCKS = "█▓▒░▚▞▌▖▙▘▐"
 _LETTERS = "#=+*%@o:x~-"
 _MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full square; HFU: with what is recomputed"
 _SHOWN_REFUSALS = 4
+YOUR_DATA = "./YOUR_DATA"
+_DATA_NOTE = f"{YOUR_DATA} is not planned: a folder of files (tokens: `phalanx data tokenize`), or my_package.data:load"
+_LENGTH_NOTE = "how long it trains is not planned: give --tokens, or --samples and --epochs"
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def sections(plan: Plan, subject: str, *, whole: bool = False) -> Iterator[Secti
         yield Section("assumed, and where it comes from", rows, lines=lines)
     if plan.reliability:
         yield Section(f"reliability: {reliability_words(plan)}")
-    yield Section("to train it", code=train_command(plan, subject))
+    title = "to train it" if plan.cluster.nodes == 1 else "to train it (or another target of `phalanx submit`)"
+    notes = [_DATA_NOTE, *([] if "max_steps" in plan.settings else [_LENGTH_NOTE])]
+    yield Section(title, code=train_command(plan, subject), lines=[f"  {note}" for note in notes])
     yield Section("the same as a file for --config", code=settings_toml(plan.settings))
 
 
@@ -207,34 +212,42 @@ def reliability_words(plan: Plan) -> str:
 
 
 def train_command(plan: Plan, subject: str) -> str:
-    """Return the command that trains this plan."""
-    target = _target(plan, subject)
+    """Return the command that trains this plan: on several machines the one that submits it to Slurm."""
+    verb = ("train",) if plan.cluster.nodes == 1 else ("submit", "slurm")
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
-    words = [shlex.quote(str(word)).replace(" ", "\0") for word in ("phalanx", "train", *target, *flags)]
-    lines = textwrap.wrap(
-        " ".join(words), WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
-    return " \\\n".join(lines).replace("\0", " ")  # no line ends within a quoted word
+    units: list[str] = []
+    for word in map(shlex.quote, ("phalanx", *verb, *_target(plan, subject), *flags)):
+        if units and units[-1].startswith("--") and not word.startswith("-"):
+            units[-1] += f" {word}"  # no line ends between a flag and its value
+        else:
+            units.append(word)
+    joined = " ".join(unit.replace(" ", "\0") for unit in units)
+    lines = textwrap.wrap(joined, WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def _target(plan: Plan, subject: str) -> list[str]:
-    """Return what is trained: a recipe at the planned sequence length, the user's class or folder, or words for it."""
+    """Return what is trained: a recipe or a reference model, the user's class or folder, or words for it; and data."""
+    shape, seq_len = plan.model, plan.goal.seq_len
+    data = ["--data", YOUR_DATA]
+    if isinstance(shape, ModelShape) and not shape.patches:
+        data += ["--set", f"data.seq_len={seq_len}"]
     if is_import_path(subject) or Path(subject).exists():
-        return ["--model", subject, "--data", "YOUR_DATA"]
+        return ["--model", subject, *data]
     recipe, preset, longest = train_names(subject)
     sizes: dict[str, Any] = {}
-    shape = plan.model
     if recipe is None and isinstance(shape, ModelShape) and shape.causal and not (shape.experts or shape.patches):
         recipe = "llama" if shape.gated_mlp else "gpt"
         sizes = {"layers": shape.layers, "heads": shape.heads, "hidden": shape.hidden, "vocab_size": shape.vocab}
         sizes["tie_weights"] = str(shape.tied_embeddings).lower()
         sizes |= {"kv_heads": shape.kv_heads or shape.heads, "ffn_hidden": shape.ffn} if shape.gated_mlp else {}
-    if plan.goal.seq_len > (longest or 0) or sizes:
-        sizes["seq_len"] = plan.goal.seq_len
-    if recipe not in recipe_names():
-        return ["--model", "YOUR_PACKAGE.MODULE:CLASS", "--data", "YOUR_DATA"]
-    changes = [*(f"model.{name}={value}" for name, value in sizes.items()), f"data.seq_len={plan.goal.seq_len}"]
-    return [recipe, *(["--preset", preset] if preset else []), *(word for each in changes for word in ("--set", each))]
+    if recipe is None:
+        return ["--model", "YOUR_PACKAGE.MODULE:CLASS", *data]
+    if len(data) > 2 and (seq_len > (longest or 0) or sizes):
+        sizes["seq_len"] = seq_len
+    named = [recipe] if recipe in recipe_names() else ["--model", recipe]
+    changes = [word for name, value in sizes.items() for word in ("--set", f"model.{name}={value}")]
+    return [*named, *(["--preset", preset] if preset else []), *changes, *data]
 
 
 def _flag(name: str, value: Any) -> list[str]:
