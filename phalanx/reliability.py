@@ -84,7 +84,7 @@ class Fault:
             raise UsageError(unknown_name("fault", str(kind), KINDS), hint=_SYNTAX)
         for name in values:
             if name not in known:
-                raise UsageError(unknown_name(f"field of the fault {kind}", name, known), hint=_SYNTAX)
+                raise UsageError(unknown_name("field", name, known, of=f"the fault {kind}"), hint=_SYNTAX)
         if "step" not in values:
             raise UsageError(f"fault {kind}: after which step?", hint=_SYNTAX)
         return cls(**values)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError, unknown_name
+from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError
 from phalanx.host.processes import process_began
 from phalanx.observe.guard import discard_output, say_to_user
 from phalanx.version import __version__
@@ -53,19 +53,6 @@ GROUPS = {
     },
 }
 VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}
-OLD_VERBS = {
-    "cancel": "runs stop RUN",
-    "chaos": "verify RECIPE --faults N",
-    "completion": "",
-    "logs": "runs logs RUN",
-    "nccl-env": "doctor --nccl-env KIND",
-    "scale": "runs scale RUN N",
-    "simulate": "plan --failures RATE --gpus N",
-    "status": "runs show RUN",
-    "trace": "report RUN --profile",
-}
-"""What to write instead of verbs that were renamed."""
-
 _RUN_USERS_CODE = ("evaluate", "predict", "serve", "export")
 """Verbs that run the model and data of the user in this process: what these raise is shown without our frames."""
 
@@ -139,6 +126,8 @@ def _is_about_output(error: OSError) -> bool:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [*words[1:], "--help"]
     if not words or words[0] in {"-h", "--help", "help"}:
         print(_help())
         return 0
@@ -146,9 +135,9 @@ def _dispatch(words: list[str]) -> int:
         print(f"phalanx {__version__}")
         return 0
     if words[0] not in VERBS:
-        new = OLD_VERBS.get(words[0])
-        instead = 'eval "$(register-python-argcomplete phalanx)"' if new == "" else f"phalanx {new}"
-        say_to_user(unknown_name("command", words[0], VERBS) if new is None else f"{words[0]!r} is now: {instead}")
+        from phalanx.cli.mistakes import unknown_verb
+
+        say_to_user(unknown_verb(words[0], words[1:], VERBS))
         return EXIT_USAGE
     if {"-h", "--help", "--help-all"} & set(words[1 : words.index("--") if "--" in words else None]):
         print_help(words[0], words[1:])

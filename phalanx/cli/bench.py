@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     subject = arguments[0]
     if subject not in SUBJECTS:
-        raise UsageError(unknown_name("subject of bench", subject, SUBJECTS))
+        raise UsageError(unknown_name("subject", subject, SUBJECTS, of="phalanx bench"))
     asked = parser(subject).parse_all(arguments[1:])
     return {"comm": _comm, "machine": _machine, "compression": _compression}[subject](asked)
 

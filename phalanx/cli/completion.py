@@ -16,7 +16,8 @@ from typing import Any
 
 from phalanx.cli import VERBS
 from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
-from phalanx.recipes import load_recipe, recipe_names
+from phalanx.config.renamed import NAMES
+from phalanx.recipes import TABLES, Recipe, load_recipe, recipe_names
 
 
 def complete() -> None:
@@ -115,6 +116,18 @@ def _presets(parsed: Any) -> list[str]:
     return list(dict.fromkeys(preset for name in named for preset in load_recipe(name).presets))
 
 
+def _changes(parsed: Any) -> list[str]:
+    """Return the values of the named recipe's tables, as --set takes them, and the settings."""
+    named = [load_recipe(name) for name in recipe_names() if name == getattr(parsed, "recipe", None)]
+    tables = {f"{table}.{key}=": None for recipe in named for table in TABLES for key in _keys(recipe, table)}
+    return [*tables, *(f"{name}=" for name in NAMES)]
+
+
+def _keys(recipe: Recipe, table: str) -> list[str]:
+    values = getattr(recipe, table)
+    return [key for key in values if key != "name"] if isinstance(values, dict) and "settings" not in table else []
+
+
 def _planned(kind: str) -> Callable[[Any], list[str]]:
     def names(parsed: Any) -> list[str]:
         from phalanx.tools.plan.presets import names as preset_names
@@ -128,6 +141,7 @@ _BY_NAME: dict[str, Callable[[Any], list[str]]] = {
     "recipe": lambda parsed: recipe_names(),
     "subject": lambda parsed: recipe_names(),
     "preset": _presets,
+    "changes": _changes,
     "run": run_names,
     "runs": run_names,
     "job": _job_names,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config import GROUPS, Resolved, write_toml
+from phalanx.config import FIELDS, GROUPS, Resolved, write_toml
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
 
@@ -16,9 +16,12 @@ _HELP = "Show every setting, its value and where it comes from: default, recipe,
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx config show", description=_HELP)
+    usage = "phalanx config show [RECIPE] [--changed | --toml | --json] [settings]"
+    parser = FlagParser(prog="phalanx config show", usage=usage, description=_HELP)
     parser.add_argument("recipe", nargs="?", help="show the settings as this recipe would run")
-    parser.add_argument("--toml", action="store_true", help="write TOML that --config reads back")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--changed", action="store_true", help="show only what differs from the defaults")
+    form.add_argument("--toml", action="store_true", help="write TOML that --config reads back")
     add_json_flag(parser, "each setting with its value and origin")
     add_config_flags(parser)
     return parser
@@ -30,28 +33,36 @@ def run(arguments: Sequence[str]) -> int:
     if not words or words[0] in {"-h", "--help", "--help-all"}:
         parser().parse_all(words or ["--help"])
     if words[0] != "show":
-        raise UsageError(unknown_name("config command", words[0], ["show"]), hint="Write: phalanx config show")
+        raise UsageError(
+            unknown_name("action", words[0], ["show"], of="phalanx config"), hint="Write: phalanx config show"
+        )
     namespace = parser().parse_all(words[1:])
     recipe = load_recipe(namespace.recipe) if namespace.recipe else None
     resolved = resolve_flags(namespace, recipe)
+    values, every = resolved.config, resolved.origins.keys()
+    shown = [name for name in every if not namespace.changed or getattr(values, name) != FIELDS[name].default]
     if namespace.json:
-        values = resolved.config.to_dict()
-        print_json({name: {"value": values[name], "origin": origin} for name, origin in resolved.origins.items()})
+        plain = values.to_dict()
+        print_json({name: {"value": plain[name], "origin": resolved.origins[name]} for name in shown})
     elif namespace.toml:  # defaults as comments: in a file they would win over a recipe's values
         defaults = {name for name, origin in resolved.origins.items() if origin == "default"}
-        print(write_toml(resolved.config, as_comments=defaults), end="")
+        print(write_toml(values, as_comments=defaults), end="")
     else:
-        _print_table(resolved)
+        _print_table(resolved, shown)
     return 0
 
 
-def _print_table(resolved: Resolved) -> None:
+def _print_table(resolved: Resolved, shown: Collection[str]) -> None:
+    if not shown:
+        print("every setting has its default")
     for group in GROUPS:
-        print(_bold(group.__name__))
-        for name in group.__dataclass_fields__:
+        names = [name for name in group.__dataclass_fields__ if name in shown]
+        if names:
+            print(_bold(group.__name__))
+        for name in names:
             value, origin = getattr(resolved.config, name), resolved.origins[name]
-            shown = "-" if value is None else str(value)
-            print(f"  {name:<28} {shown:<24} {origin if origin == 'default' else _bold(origin)}")
+            text = "-" if value is None else str(value)
+            print(f"  {name:<28} {text:<24} {origin if origin == 'default' else _bold(origin)}")
 
 
 def _bold(text: str) -> str:

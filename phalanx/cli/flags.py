@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
+from phalanx.cli.mistakes import missing_arguments, unknown_words
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
-from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
-from phalanx.config.renamed import NAMES, REMOVED, Aliases, removed
+from phalanx.config.renamed import NAMES, Aliases
 from phalanx.config.run_fields import AdvancedOptions
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
@@ -148,7 +148,9 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        raise UsageError(message, hint=f"See {self.prog} --help")
+        names = message.partition("the following arguments are required: ")[2]
+        said, example = missing_arguments(self, names) if names else (message, "")
+        raise UsageError(said, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -161,6 +163,9 @@ class FlagParser(argparse.ArgumentParser):
             end = place + 1
             while end < len(words) and is_profile_word(words[end]):
                 end += 1
+            if end < len(words) and re.fullmatch(r"\d+(:\d+)?", words[end]):
+                written = f"--profile steps={words[end]}"
+                raise UsageError(f"--profile {words[end]}: steps are written {written}", hint=f"Write: {written}")
             words[place:end] = [f"--profile={' '.join(words[place + 1 : end]) or 'true'}"]
         for flag, file in itertools.pairwise(words):
             if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
@@ -171,37 +176,13 @@ class FlagParser(argparse.ArgumentParser):
         """Parse, and name every unknown flag with the nearest known one."""
         known, unknown = self.parse_known_args(list(arguments))
         if unknown:
-            raise UsageError("\n  ".join(self.describe_unknown(unknown)), hint=f"See {self.prog} --help")
+            raise UsageError("\n  ".join(self.describe_unknown(unknown, known)), hint=f"See {self.prog} --help")
         check_outputs(self, known)
         return known
 
-    def describe_unknown(self, words: Sequence[str]) -> list[str]:
-        """Return what is wrong with each word that no flag takes."""
-        # By the name without dashes, which all flags have in common.
-        flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
-        found = []
-        for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
-            name, _, value = word.partition("=")
-            given = value or ("" if after.startswith("-") else after)
-            if message := removed(name.lstrip("-").replace("-", "_"), name, given):
-                found.append(message)
-            elif word.startswith("-"):
-                close = like_flag(name.lstrip("-"), {*flags, *REMOVED})
-                other = verb_with(name) if close is None else ""
-                more = f"Did you mean {close}?" if close else f"{other} has it." if other else ""
-                answer = removed((close or "")[2:].replace("-", "_"), close or "", given) or more
-                found.append(f"unknown flag '{name}'. {answer}".rstrip())
-            elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
-                found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
-        return found
-
-
-def verb_with(flag: str) -> str:
-    """Return the command that has a flag which another one lacks, or an empty text."""
-    from phalanx.cli.parsers import PARSERS  # it imports this file
-
-    verbs = (verb for verb, make in PARSERS.items() if any(flag in known.option_strings for known in make()._actions))
-    return f"phalanx {verb}" if (verb := next(verbs, "")) else ""
+    def describe_unknown(self, words: Sequence[str], known: argparse.Namespace | None = None) -> list[str]:
+        """Return what is wrong with each word that no flag takes; `known`: what the other words mean."""
+        return unknown_words(self, words, known)
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +208,7 @@ def take_action(words: list[str], verb: str, actions: Mapping[str, Any], form: s
     """Take the action off the words after a verb; `form`: what follows `phalanx VERB` in a right command."""
     action = words.pop(0) if words and not words[0].startswith("-") else ""
     if action not in actions:
-        given = unknown_name(f"action of phalanx {verb}", action, actions) if action else f"{verb} needs an action"
+        given = unknown_name("action", action, actions, of=f"phalanx {verb}") if action else f"{verb} needs an action"
         raise UsageError(given, hint=f"Write: phalanx {verb} {form}, with one of {', '.join(actions)}")
     return action
 
@@ -318,7 +299,8 @@ def add_config_flags(parser: FlagParser) -> None:
     for short, (word, shown) in _SHORT.items():
         text = f"show {shown} (console={word})"
         add = parser.add_argument
-        add(short, dest="verbosity", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
+        flags = (short, f"--{word}")
+        add(*flags, dest="verbosity", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
     for title, group in (*SECTIONS.items(), (ALSO_ACCEPTED, Aliases)):
         section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:

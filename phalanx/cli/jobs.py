@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     action = words.pop(0) if words and not words[0].startswith("-") else "list"
     if action not in ACTIONS:
         hint = f"To see one job: phalanx jobs show {action}"
-        raise UsageError(unknown_name("action of phalanx jobs", action, ACTIONS), hint=hint)
+        raise UsageError(unknown_name("action", action, ACTIONS, of="phalanx jobs"), hint=hint)
     namespace = parser(action).parse_all(words)
     if action != "list" and _is_run(namespace.job):
         return run_runs([next(name for name, own in OF_JOBS.items() if own == action), *words])

@@ -80,7 +80,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     action = words.pop(0) if words and not words[0].startswith("-") else "list"
     if action not in ACTIONS:
-        raise UsageError(unknown_name("action of phalanx learn", action, ACTIONS), hint="Write: phalanx learn --help")
+        raise UsageError(
+            unknown_name("action", action, ACTIONS, of="phalanx learn"), hint="Write: phalanx learn --help"
+        )
     namespace = parser(action).parse_all(words)
     doing: dict[str, Callable[[argparse.Namespace], int]] = {
         "list": _list,

@@ -51,6 +51,8 @@ def train_parser(*, with_recipes: bool = False) -> FlagParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that --run-dir holds")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and start nothing")
+    parser.add_argument("--tags", metavar="NAMES", help="names of your own for the run: --tags baseline,wide")
+    parser.add_argument("--note", metavar="TEXT", default="", help="what is to be remembered about the run")
     add_json_flag(parser, "the summary of the run")
     add_config_flags(parser)
     return parser
@@ -98,11 +100,8 @@ class VerifyParser(FlagParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, with a --faults without a number at the end, where it takes no other word."""
         words = list(args or ())
-        after = [*words[1:], ""]
-        is_bare = [
-            word == "--faults" and not next_word.lstrip("-").isdecimal()
-            for word, next_word in zip(words, after, strict=True)
-        ]
+        pairs = zip(words, [*words[1:], ""], strict=False)
+        is_bare = [word == "--faults" and not after.lstrip("-").isdecimal() for word, after in pairs]
         kept = [word for word, bare in zip(words, is_bare, strict=True) if not bare]
         return super().parse_known_args([*kept, *(["--faults"] if any(is_bare) else [])], namespace)
 

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     action = words.pop(0) if words and not words[0].startswith("-") else "list"
     if action not in ACTIONS:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
-        raise UsageError(unknown_name("action of phalanx runs", action, ACTIONS), hint=hint)
+        raise UsageError(unknown_name("action", action, ACTIONS, of="phalanx runs"), hint=hint)
     namespace = parser(action).parse_all(words)
     if action in OF_JOBS and _names_job(namespace.run, Path(namespace.runs_dir)):
         from phalanx.cli.jobs import run as run_jobs  # it imports this file, too

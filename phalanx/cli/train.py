@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
-from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
+from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
 from phalanx.runs.stored import RUNS, StoredRun, find_run
@@ -55,8 +55,14 @@ def run(arguments: Sequence[str]) -> int:
     config = resolved.config
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
-    start = show_plan if namespace.dry_run else start_run
-    return start(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
+    tags = [word.strip() for word in namespace.tags.split(",")] if namespace.tags is not None else []
+    own_folder = None if config.run_dir is None else Path(config.run_dir)
+    for tag in tags:
+        check_tag(tag, RUNS if own_folder is None else own_folder.parent, own_folder)
+    if namespace.dry_run:
+        return show_plan(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
+    labels = {"tags": tags, "note": namespace.note}
+    return start_run(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json, labels=labels)
 
 
 def start_run(
@@ -66,8 +72,12 @@ def start_run(
     *,
     overwrite: bool = False,
     as_json: bool = False,
+    labels: Mapping[str, Any] | None = None,
 ) -> int:
-    """Train here where this process is a rank already, else on ranks that are started; return the exit code."""
+    """Train here where this process is a rank already, else on ranks that are started; return the exit code.
+
+    `labels`: tags and note of the run.
+    """
     _check_target(recipe, resolved, target)
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
@@ -83,7 +93,7 @@ def start_run(
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
     check_run_dir(resolved.config, overwrite=overwrite, settled=recipe is not None)
-    return _launch(recipe, resolved, target, layout, as_json=as_json)
+    return _launch(recipe, resolved, target, layout, as_json=as_json, labels=labels or {})
 
 
 def _run_on_hosts(words: list[str], *, dry: bool) -> int:
@@ -208,7 +218,8 @@ def _launch(
     script: ScriptTarget | ModuleTarget | None,
     layout: JobLayout,
     *,
-    as_json: bool = False,
+    as_json: bool,
+    labels: Mapping[str, Any],
 ) -> int:
     """Start the ranks, and return the exit code."""
     config = resolved.config.with_trusted(device=layout.device)
@@ -218,7 +229,7 @@ def _launch(
         check_before_start(config)
     run_dir = make_run_dir(config, target_name(recipe, script))
     if not config.node_rank:  # of several machines, the first one
-        _record(resolved, recipe, script).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+        _record(resolved, recipe, script, labels).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
     events = run_dir / EVENTS
     before = events.stat().st_size if events.exists() else 0
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
@@ -264,7 +275,12 @@ def _with_debug(run: StoredRun, *, compiled: bool) -> str:
     return shlex.join([*words[:place], "--debug", "nan", *(["--no-compile"] if compiled else []), *words[place:]])
 
 
-def _record(resolved: Resolved, recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> RunRecord:
+def _record(
+    resolved: Resolved,
+    recipe: Recipe | None,
+    target: ScriptTarget | ModuleTarget | None,
+    labels: Mapping[str, Any],
+) -> RunRecord:
     """Describe the run for `run.json`."""
     given = given_settings(resolved, resolved.config)
     settings = {name: value for name, value in given.items() if name not in ("run_dir", "resume_from_checkpoint")}
@@ -272,7 +288,7 @@ def _record(resolved: Resolved, recipe: Recipe | None, target: ScriptTarget | Mo
     if target is not None:
         key, value = ("script", str(target.path)) if isinstance(target, ScriptTarget) else ("module", target.name)
         named |= {key: value, "arguments": list(target.args)}
-    return RunRecord.of_this_process(settings, **named)
+    return RunRecord.of_this_process(settings, **named, **labels)
 
 
 def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:

@@ -128,7 +128,8 @@ def min_workers(settings: Settings) -> Mistakes:
     if most is None:
         yield "min_workers", f"min_workers = {least} without num_workers: set the largest number of ranks, too."
     elif least > most:
-        yield "min_workers", f"min_workers = {least} is more than num_workers = {most}."
+        pair = f"{least}:{most} (min_workers = {least}, num_workers = {most})"
+        yield "min_workers", f"num_workers = {pair}: the smaller one comes first. Write num_workers = {most}:{least}."
     elif not _row(settings).resizes and least < most and settings.recovery != "resize":
         yield settings.mistake(
             "min_workers",

@@ -61,7 +61,7 @@ _SETTINGS = {
     "run_dir": "output_dir out_dir log_dir logdir default_root_dir output outdir out",
     "name": "run_name experiment_name exp_name",
     "tensorboard": "tb report_to logger",
-    "wandb": "weights_and_biases use_wandb",
+    "wandb": "weights_and_biases use_wandb project wandb_project",
     "log_every_n_steps": "logging_steps log_every log_interval print_freq log_freq",
     "console": "progress_bar enable_progress_bar disable_tqdm tqdm",
     "max_restarts": "restarts retries max_retries",
@@ -99,6 +99,11 @@ def like(name: str, allowed: Collection[str]) -> str | None:
         if target.partition("=")[0] in allowed:
             return target
     return nearest(name, allowed)
+
+
+def is_known_elsewhere(name: str) -> bool:
+    """Whether other libraries call a setting by this name."""
+    return name in _BY_NAME
 
 
 def like_flag(name: str, flags: Collection[str]) -> str | None:

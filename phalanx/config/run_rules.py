@@ -216,6 +216,13 @@ def sync_batch_norm(settings: Settings) -> Mistakes:
         yield settings.mistake("sync_batch_norm", f" with {why}. Leave one of them out.")
 
 
+@rule("name")
+def name_of_run(settings: Settings) -> Mistakes:
+    """Report a path as a name: it would be the name of a folder in ./runs."""
+    if settings.name is not None and "/" in settings.name:
+        yield settings.mistake("name", ": a name has no '/'. The folder of a run is run_dir.")
+
+
 RUN_RULES = (
     *map(_text_rule, _TEXTS),
     watched_metrics,
@@ -231,4 +238,5 @@ RUN_RULES = (
     budget,
     channels_last,
     sync_batch_norm,
+    name_of_run,
 )

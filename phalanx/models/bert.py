@@ -42,7 +42,7 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
-            raise ModelError(unknown_name("task of a BERT", self.task, TASKS))
+            raise ModelError(unknown_name("task", self.task, TASKS, of="a BERT"))
         if self.hidden % self.heads:
             raise ModelError(f"hidden={self.hidden} cannot be split into heads={self.heads}: it must be a multiple.")
 

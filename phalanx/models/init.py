@@ -44,7 +44,7 @@ def init_transformer(model: nn.Module, *, layers: int, residual: Sequence[str], 
 def from_preset(model: str, presets: Mapping[str, Config], preset: str, changes: Mapping[str, Any]) -> Config:
     """Return the config `preset` of a model with some of its fields changed."""
     if preset not in presets:
-        raise UsageError(unknown_name(f"preset of model '{model}'", preset, presets))
+        raise UsageError(unknown_name("preset", preset, presets, of=f"model '{model}'"))
     fields = [field.name for field in dataclasses.fields(presets[preset])]
     for change in changes:
         if change not in fields:

@@ -44,7 +44,7 @@ class T5Config:
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
-            raise ModelError(unknown_name("activation of a T5", self.activation, ACTIVATIONS))
+            raise ModelError(unknown_name("activation", self.activation, ACTIVATIONS, of="a T5"))
 
     def num_parameters(self) -> int:
         """Return embedding and head, both stacks with their tables of distances, and the norms."""

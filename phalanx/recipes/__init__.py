@@ -22,8 +22,12 @@ GROUP = "phalanx.recipes"
 _BUILT_IN = Path(__file__).parent
 _ENDINGS = (".toml", ".yaml", ".yml")
 _PARTS = ("model", "data")
-_TABLES = ("model", "data", "settings", "gpu_settings", "sample", "metrics", "loss", "augment")
-_HINT = 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.'
+TABLES = ("model", "data", "settings", "gpu_settings", "sample", "metrics", "loss", "augment")
+_HINTS = {
+    "model": 'Write [model] with name = "my_package.nets:Net" (or gpt, convnet, ...) and its options below.',
+    "data": 'Write [data] with name = "my_package.data:load" (or digits, text, ./my-files, ...) and its options below.',
+    "loss": 'Write [loss] with name = "my_package.losses:loss" (or cross_entropy, mse, ...) and its options below.',
+}
 
 CONVERSATIONS = ("chats", "preferences")
 _OF_TEXTS = (*CONVERSATIONS, "masked", "pairs", "spans")
@@ -77,7 +81,7 @@ class Recipe:
                 hint=f"A preset of its model is an option of it: --set model.preset={preset}",
             )
         if preset not in self.presets:
-            raise UsageError(unknown_name(f"preset of the recipe '{self.name}'", preset, self.presets))
+            raise UsageError(unknown_name("preset", preset, self.presets, of=f"the recipe '{self.name}'"))
         return replace(self, model={**self.model, "preset": preset})
 
     def with_parts(self, model: str | None, data: str | None) -> Recipe:
@@ -96,9 +100,9 @@ class Recipe:
         found = self
         for path, value in changes.items():
             table, _, key = path.partition(".")
-            if table not in _TABLES or not key:
+            if table not in TABLES or not key:
                 raise UsageError(
-                    f"--set {path}: {unknown_name('table of a recipe', table, _TABLES)}",
+                    f"--set {path}: {unknown_name('table of a recipe', table, TABLES)}",
                     hint="Write --set model.dropout=0.1, --set data.seq_len=256, or --set batch_size=32.",
                 )
             before = getattr(found, table)
@@ -169,7 +173,7 @@ def _part(given: Any, part: str, name: str, base: Path) -> dict[str, Any]:
     if callable(value):
         value = import_path_of(value, part)
     if not isinstance(value, str) or not value:
-        raise UsageError(f"the recipe '{name}' does not say which {part} it has", hint=_HINT.replace("model", part, 1))
+        raise UsageError(f"the recipe '{name}' does not say which {part} it has", hint=_HINTS[part])
     return {**table, "name": _located(value, base)}
 
 
@@ -205,7 +209,7 @@ def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple
         if settings(plain):
             own[plain] = value
         elif "." not in plain:
-            close = nearest(plain, _TABLES)
+            close = nearest(plain, TABLES)
             raise UsageError(
                 f"--set {word}: '{plain}' is not a setting{f'; did you mean {close}.<name>?' if close else ''}",
                 hint="Write --set model.NAME=..., --set data.NAME=..., or a setting of `phalanx config show`.",
@@ -246,6 +250,8 @@ def load_recipe(name: str) -> Recipe:
             f"'{name}' is a script, not a recipe", hint=f"To run a script of your own: phalanx train --script {name}"
         )
     hint = ""
+    if file := next((f"{name}{ending}" for ending in _ENDINGS if Path(f"{name}{ending}").is_file()), ""):
+        raise UsageError(f"unknown recipe '{name}'. Did you mean the file {file}?", hint=f"Write: phalanx train {file}")
     if "." in name:
         module, _, last = name.rpartition(".")
         hint = f"To train a model of your own: phalanx train --model {module}:{last} --data {module}:load_data\n  "

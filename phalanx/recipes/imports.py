@@ -118,7 +118,7 @@ def unknown_option(what: str, given: str, allowed: Sequence[str]) -> UsageError:
     """Return the error about an unknown option, with its present or the nearest name."""
     if EARLIER.get(given) in allowed:
         return UsageError(f"option '{given}' of {what} is now '{EARLIER[given]}'.")
-    return UsageError(unknown_name(f"option of {what}", given, allowed))
+    return UsageError(unknown_name("option", given, allowed, of=what))
 
 
 def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, **fixed: Any) -> Any:

@@ -90,7 +90,9 @@ class RunRecord:
     def begin(self, run_dir: Path, *, resumes: bool) -> None:
         """Write it for a run that begins; a resumed one keeps command and time of its start, and its tags and note."""
         old = read_record(run_dir)
-        kept: dict[str, Any] = {"tags": old.tags, "note": old.note} if isinstance(old, RunRecord) else {}
+        kept: dict[str, Any] = {}
+        if isinstance(old, RunRecord):
+            kept = {"tags": list(dict.fromkeys([*old.tags, *self.tags])), "note": self.note or old.note}
         if isinstance(old, RunRecord) and resumes:
             kept |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **kept).write(run_dir)

@@ -115,12 +115,20 @@ def tag_run(run: StoredRun, tag: str, *, remove: bool = False) -> None:
             raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
         tags = [each for each in tags if each != tag]
     elif tag not in tags:
-        other = next((each.name for each in list_runs(run.path.parent) if tag in each.tags), None)
-        if tag == "last" or "/" in tag or not tag.strip() or other is not None:
-            why = f"{other} has it" if other else "it means something else" if tag.strip() else "it is empty"
-            raise UsageError(f"'{tag}' cannot be a tag: {why}")
+        check_tag(tag, run.path.parent)
         tags = [*tags, tag]
     _rewrite(run, tags=tags)
+
+
+def check_tag(tag: str, folder: Path, own: Path | None = None) -> None:
+    """Refuse a tag that is a path or a word with a meaning, or that a run in the folder has, other than the own one."""
+    other = next((run.name for run in list_runs(folder) if tag in run.tags and run.path != own), None)
+    if tag == "last" or "/" in tag or not tag.strip() or other is not None:
+        why = f"{other} has it" if other else "'last' is the last run" if tag == "last" else "that is a path"
+        raise UsageError(
+            f"'{tag}' cannot be a tag: {why if tag.strip() else 'it is empty'}",
+            hint="A tag has any characters but '/', and one run alone has it: phalanx runs tag RUN baseline",
+        )
 
 
 def note_run(run: StoredRun, note: str) -> None:

@@ -96,6 +96,82 @@ def test_a_misspelt_command_is_answered_with_the_nearest():
     assert "unknown command 'trian'. Did you mean 'train'?" in refused("trian", "digits")
 
 
+@pytest.mark.parametrize(
+    ("words", "write"),
+    [
+        ("launch train.py", "phalanx train --script train.py"),
+        ("run train.py", "phalanx train --script train.py"),
+        ("run", "phalanx train --script FILE"),
+        ("sweep digits", "phalanx tune RECIPE --space FILE"),
+        ("eval last", "phalanx evaluate last"),
+    ],
+)
+def test_a_command_of_another_program_is_answered_with_ours(words, write):
+    assert f"unknown command '{words.split()[0]}'. Write: {write}\n" in refused(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "needs", "example"),
+    [
+        ("resume", "resume needs RUN", "phalanx resume last"),
+        ("runs diff last", "runs diff needs RUN", "phalanx runs diff last digits"),
+        ("ckpt cp last", "ckpt cp needs DIR", "phalanx ckpt cp last kept"),
+        ("ckpt diff", "ckpt diff needs PATH, PATH", "phalanx ckpt diff last last@best"),
+        ("ckpt prune last", "ckpt prune needs --keep-last", "phalanx ckpt prune last --keep-last 4"),
+        ("runs note last", "runs note needs TEXT", "phalanx runs note last 'a larger batch'"),
+    ],
+)
+def test_a_missing_argument_is_answered_with_a_whole_command(words, needs, example):
+    first, second, *_ = refused(*words.split()).splitlines()
+    assert (first, second) == (f"phalanx: {needs}", f"  For example: {example}")
+
+
+def test_verify_alone_says_what_to_verify():
+    assert "phalanx verify digits" in refused("verify")
+
+
+def test_an_option_of_the_model_as_a_flag_is_answered_with_set():
+    assert "'--dropout'. Write: --set model.dropout=0.3\n" in refused("train", "digits", "--dropout", "0.3")
+    assert "'--model.width'. Write: --set model.width=3\n" in refused("train", "digits", "--model.width", "3")
+    message = refused("resume", "digits", "--model.width", "3")
+    assert "A run keeps its model and data; a new one takes it: phalanx train RECIPE --set model.width=3" in message
+
+
+def test_a_recipe_without_its_ending_is_answered_with_the_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('model = "mlp"\ndata = "digits"\n')
+    assert "Did you mean the file mine.toml?\n  Write: phalanx train mine.toml" in refused("train", "mine")
+
+
+def test_a_recipe_without_data_is_answered_with_data(tmp_path):
+    (tmp_path / "mine.toml").write_text('model = "mlp"\n')
+    message = refused("train", "mine.toml")
+    assert "does not say which data it has" in message
+    assert '[data] with name = "my_package.data:load" (or digits,' in message
+
+
+def test_a_path_as_name_and_a_range_the_wrong_way_round_are_refused():
+    assert "name = '../evil': a name has no '/'" in refused("train", "digits", "--name", "../evil", "--dry-run")
+    message = refused("train", "digits", "--num-workers", "4:2", "--dry-run")
+    assert "num_workers = 4:2 (min_workers = 4, num_workers = 2): the smaller one comes first." in message
+
+
+def test_steps_after_profile_are_answered_with_their_word():
+    assert "Write: --profile steps=10:15" in refused("train", "digits", "--profile", "10:15")
+
+
+def test_one_gpu_that_is_missing_is_one(monkeypatch):
+    monkeypatch.setattr("phalanx.cli.train.count_gpus", lambda: 0)
+    message = refused("train", "digits", "--num-gpus", "1", "--dry-run")
+    assert "needs 1 GPU on this machine" in message
+    assert "run it on the CPU with --device cpu" in message
+
+
+@pytest.mark.parametrize("tag", ["a/b", "last", " "])
+def test_a_tag_that_cannot_be_one_is_refused_before_anything_starts(tmp_path, tag):
+    assert "A tag has any characters but '/'" in refused("train", "digits", "--tags", f"good,{tag}")
+    assert files_under(tmp_path) == set()
+
+
 def test_a_recipe_that_reads_files_asks_where_they_are():
     assert "--data-dir" in refused("train", "mnist")
 
@@ -173,7 +249,10 @@ def test_an_unknown_cluster_is_answered_with_those_that_are_known():
 def test_a_metric_that_a_recipe_does_not_report_is_refused_before_the_search(tmp_path):
     (tmp_path / "space.toml").write_text("learning_rate = { uniform = [0.1, 0.2] }\n")
     message = refused("tune", "digits", "--space", "space.toml", "--metric", "val/foo")
-    assert "'val/foo'. Did you mean 'val/loss'? Allowed: train/loss, val/accuracy, val/loss." in message
+    assert (
+        "'val/foo' of the recipe 'digits'. Did you mean 'val/loss'? Allowed: train/loss, val/accuracy, val/loss."
+        in message
+    )
     assert files_under(tmp_path) == {"space.toml"}
 
 
@@ -215,7 +294,7 @@ def test_no_or_negative_ranks_are_refused(tmp_path, count):
 def test_more_gpus_than_there_are_says_how_to_run_on_the_cpu(tmp_path):
     many = count_gpus() + 5
     message = refused("train", "digits", "--num-gpus", many)
-    assert f"num_workers = {many} on GPUs needs {many} on this machine" in message
+    assert f"num_workers = {many} on GPUs needs {many} GPUs on this machine" in message
     assert "--device cpu" in message
     assert files_under(tmp_path) == set()
 

@@ -33,7 +33,7 @@ def test_the_short_help_shows_the_settings_used_most_and_where_the_rest_is():
     assert 18 <= len(COMMON) <= 25
     assert "phalanx train --help-all" in out
     assert "  digits " in out
-    assert re.search(r"^  -q +show errors.*\n  -v +show every event", out, re.MULTILINE)
+    assert re.search(r"^  -q, --quiet +show errors.*\n  -v, --verbose +show every event", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("verb", ["train", "tune", "verify", "config"])
@@ -52,6 +52,26 @@ def test_an_unknown_group_is_answered_with_the_nearest():
     answer = phalanx("train", "--help", "optimisation")
     assert answer.code == 2
     assert "unknown group of settings 'optimisation'. Did you mean 'optimization'?" in answer.err
+
+
+def test_help_before_a_command_is_its_help():
+    assert phalanx("help", "train").out == phalanx("train", "--help").out
+    assert phalanx("help", "ckpt").out == phalanx("ckpt", "--help").out
+
+
+@pytest.mark.parametrize("words", [(), ("show", "--help")])
+def test_the_help_of_config_begins_with_one_line_of_usage(words):
+    first, second, *_ = phalanx("config", *words).out.splitlines()
+    assert (first, second) == ("usage: phalanx config show [RECIPE] [--changed | --toml | --json] [settings]", "")
+
+
+def test_config_shows_what_differs_from_the_defaults_and_where_it_was_set():
+    out = phalanx("config", "show", "digits", "--changed", "--epochs", 3, "--no-compile").out
+    assert re.search(r"^  epochs +3 +flag$", out, re.MULTILINE)
+    assert re.search(r"^  batch_size +32 +recipe digits$", out, re.MULTILINE)
+    assert "compile" not in out  # it was given, but as the default
+    assert len(out.splitlines()) < 20
+    assert phalanx("config", "show", "--changed").out == "every setting has its default\n"
 
 
 def test_switches_show_both_forms_and_choices_are_listed():
@@ -107,6 +127,8 @@ def test_help_and_completion_are_quick_and_import_no_torch(words):
         ("train dig", ["digits"]),
         ("tune digits --scheduler a", ["asha"]),
         ("train gpt --preset gpt2-x", ["gpt2-xl"]),
+        ("train gpt --set data.", ["data.seq_len=", "data.max_bytes="]),
+        ("train gpt --set batch_", ["batch_size="]),
         ("strategies fs", ["fsdp"]),
         ("config ", ["show"]),
         ("config show dig", ["digits"]),

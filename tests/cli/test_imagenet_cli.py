@@ -126,7 +126,7 @@ def test_unknown_options_are_refused_with_the_nearest(images, changes, message):
 
 def test_a_dry_run_names_a_wrong_option(images):
     answer = phalanx(*small("imagenet", images, *SMALL_RESNET, "--set", "augment.crops=3", "--dry-run"))
-    assert (answer.code, "option of augment 'crops'. Did you mean 'crop'?" in answer.text) == (2, True), answer.text
+    assert (answer.code, "option 'crops' of augment. Did you mean 'crop'?" in answer.text) == (2, True), answer.text
 
 
 def test_a_loss_by_import_path_takes_options():

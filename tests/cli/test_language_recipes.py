@@ -51,7 +51,7 @@ def test_the_recipes_know_every_preset_of_their_model(name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gpt", "--preset", "smal"], "unknown preset of the recipe 'gpt' 'smal'. Did you mean 'small'?"),
+        (["gpt", "--preset", "smal"], "unknown preset 'smal' of the recipe 'gpt'. Did you mean 'small'?"),
         (["digits", "--preset", "small"], "the recipe 'digits' names no presets"),
         (["--script", "train.py", "--preset", "small"], "--preset is for recipes"),
     ],

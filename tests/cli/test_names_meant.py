@@ -35,6 +35,7 @@ OF_A_VERB = {"resume"}
         ("num_train_epochs", "--epochs"),
         ("clip", "--gradient-clipping"),
         ("lerning-rate", "--learning-rate"),
+        ("project", "--wandb"),
     ],
 )
 def test_a_flag_of_another_library_is_answered_with_ours(given, meant):

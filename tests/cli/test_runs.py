@@ -96,6 +96,14 @@ def test_a_note_stays_with_the_run(inside):
     assert only_run().record.note == ""
 
 
+def test_tags_and_a_note_may_be_given_at_the_start(inside):
+    words = ("train", "recipe.toml", "--max-steps", 2, "--checkpoint-frequency", 1, *FAST)
+    ran(*words, "--tags", "wide, warm", "--note", "wider")
+    record = find_run("warm").record
+    assert (record.tags, record.note) == (["wide", "warm"], "wider")
+    assert "'wide' cannot be a tag: spirals-" in phalanx(*words, "--tags", "wide").err
+
+
 def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
     run = only_run()
     ran("resume", run.name, "--epochs", 4)

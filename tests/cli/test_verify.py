@@ -190,7 +190,7 @@ def test_from_python_with_a_loader_and_its_batch_size():
     [
         ((), "nothing to verify was named"),
         (("gtp",), "Did you mean 'gpt'?"),
-        (("gpt", "--preset", "huge"), "unknown preset of model 'gpt' 'huge'"),
+        (("gpt", "--preset", "huge"), "unknown preset 'huge' of model 'gpt'"),
         (("digits", "--reshard", "fsdp"), "Write <strategy>:<ranks>"),
         (("digits", "--reshard", "fdsp:2"), "Did you mean 'fsdp'?"),
         (("digits", "--reshard", "ddp:3"), "a global batch of 64 samples cannot be split evenly over 3"),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import phalanx
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.errors import PhalanxError
 from phalanx.runs.stored import list_runs
@@ -25,6 +27,7 @@ DATA = TensorDataset(INPUTS, (INPUTS.sum(1) > 0).long())
 @pytest.fixture(autouse=True)
 def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRESSED_IN", str(tmp_path))  # a worker of Ray has a folder of its own
 
 
 class Presses(Callback):
@@ -38,7 +41,7 @@ class Presses(Callback):
             for _ in range(self.times):
                 os.kill(os.getpid(), signal.SIGINT)
         if info.step == 3:
-            Path("step-3").touch()
+            (Path(os.environ["PRESSED_IN"]) / "step-3").touch()
 
 
 def trainer_of(ranks: int, **settings) -> PyTorchDDPTrainer:
@@ -88,6 +91,23 @@ def test_what_was_trained_comes_back_and_training_goes_on(ranks, capfd):
     trainer.callbacks.clear()
     assert set(trainer.evaluate(DATA)) == {"accuracy", "loss"}
     assert trainer.fit(DATA, epochs=1).status == "finished"
+
+
+@long_proof
+@pytest.mark.parametrize(("kind", "needs"), [("HorovodTrainer", "horovod.torch"), ("RayTrainer", "ray")])
+def test_what_was_trained_comes_back_from_other_engines(kind, needs, monkeypatch):
+    for name in ("RAY_CLIENT_MODE", "PYTHONBREAKPOINT"):  # Ray sets them when it is imported
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    pytest.importorskip(needs)
+    model = nn.Linear(4, 2)
+    before, optimizer = model.weight.clone(), torch.optim.Adam(model.parameters(), lr=0.01)
+    settings = {"num_workers": 2, "batch_size": 4, "device": "cpu", "console": "plain"}
+    trainer = getattr(phalanx, kind)(model, optimizer=optimizer, callbacks=[Presses()], **settings)
+    text = interrupted(trainer, 2)
+    assert text.endswith("what was trained is in the model and the optimizer")
+    assert not torch.equal(model.weight, before)
+    assert len(optimizer.state) == 2
+    assert [run.status for run in list_runs()] == ["interrupted"]
 
 
 def test_the_text_says_that_no_checkpoint_was_saved():

@@ -64,7 +64,7 @@ def test_files_named_after_splits_are_the_splits(tmp_path):
 def test_columns_that_do_not_exist_are_named(tmp_path):
     pytest.importorskip("datasets")
     write_as(frame(), tmp_path / "rows.csv")
-    with pytest.raises(UsageError, match=r"unknown column of .*'labell'. Did you mean 'label'"):
+    with pytest.raises(UsageError, match=r"unknown column 'labell' of .* Did you mean 'label'"):
         load(str(tmp_path), target="labell")
 
 

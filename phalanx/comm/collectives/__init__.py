@@ -62,7 +62,7 @@ def find_algorithm(collective: str, algorithm: str | None = None) -> Callable[..
     if algorithm is None:
         return next(iter(known.values()))
     if algorithm not in known:
-        raise UsageError(unknown_name(f"algorithm of {collective}", algorithm, known))
+        raise UsageError(unknown_name("algorithm", algorithm, known, of=collective))
     return known[algorithm]
 
 

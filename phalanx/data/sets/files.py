@@ -225,7 +225,7 @@ def read_rows(root: str | Path | None, split: str, fraction: float) -> list[tupl
 def _check_columns(table: Any, names: Sequence[str], path: Path) -> None:
     for name in names:
         if name not in table.column_names:
-            raise UsageError(unknown_name(f"column of {path}", name, table.column_names))
+            raise UsageError(unknown_name("column", name, table.column_names, of=str(path)))
 
 
 def _is_text(feature: Any) -> bool:

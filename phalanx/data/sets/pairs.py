@@ -133,7 +133,7 @@ def pairs(
         raise UsageError("tokenizer is for texts of your own", hint="Write: --data-dir ./my-pairs, as well.")
     for task in [tasks] if isinstance(tasks, str) else tasks:
         if task not in TASKS:
-            raise UsageError(unknown_name("task of drawn pairs", task, TASKS))
+            raise UsageError(unknown_name("task", task, TASKS, of="drawn pairs"))
     drawn = _drawn(split, [tasks] if isinstance(tasks, str) else list(tasks), count, seed)
     return TextPairs(drawn, None, seq_len, target_len or seq_len, "drawn pairs")
 

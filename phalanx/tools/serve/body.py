@@ -118,7 +118,7 @@ def _includes_usage(options: Any) -> bool:
         raise BadRequest('stream_options: it must be an object such as {"include_usage": true}', "stream_options")
     for name in options:
         if name != "include_usage":
-            raise BadRequest(unknown_name("field of stream_options", name, ("include_usage",)), "stream_options")
+            raise BadRequest(unknown_name("field", name, ("include_usage",), of="stream_options"), "stream_options")
     return _flag("include_usage", options)
 
 

@@ -181,7 +181,7 @@ def read_options(
         for key, value in layer.items():
             key = key.replace("-", "_")
             if key not in fields:
-                mistakes.append(f"{unknown_name(f'option of {name}', key, fields)} ({origin})")
+                mistakes.append(f"{unknown_name('option', key, fields, of=name)} ({origin})")
                 continue
             read = parse_text(fields[key], value) if isinstance(value, str) else value
             wrong = problem(fields[key], read)

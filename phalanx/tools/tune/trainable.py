@@ -116,7 +116,7 @@ class RecipeTrainable(Trainable):
         """Raise for a metric that recipes do not report; `accuracy` means val/accuracy."""
         known = {*_REPORTED_BY_RECIPES, *(f"val/{name}" for name in self.recipe.metrics)}
         if metric is not None and not {metric, f"val/{metric}"} & known:
-            raise UsageError(unknown_name(f"metric of the recipe '{self.name}':", metric, known))
+            raise UsageError(unknown_name("metric", metric, known, of=f"the recipe '{self.name}'"))
 
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""

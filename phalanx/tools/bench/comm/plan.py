@@ -103,7 +103,7 @@ def _check_algorithm(op: str, algo: str) -> None:
     if others:
         allowed = ", ".join(ALGORITHMS_OF[op])
         raise UsageError(f"{op} has no algorithm '{algo}' ({', '.join(others)} has).", hint=f"Allowed: {allowed}.")
-    raise UsageError(unknown_name(f"algorithm of {op}", algo, ALGORITHMS_OF[op]))
+    raise UsageError(unknown_name("algorithm", algo, ALGORITHMS_OF[op], of=op))
 
 
 def parse_algorithms(text: str | None, op: str, device: str = "cpu") -> tuple[str, ...]:

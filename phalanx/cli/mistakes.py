@@ -1,0 +1,142 @@
+"""What is said about words of a command line that no command or flag takes, or that are missing. No torch.
+
+An option of a recipe's model given as a flag is the one exception: the model's module says whether it has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+from phalanx.config.meanings import is_known_elsewhere, like_flag
+from phalanx.config.renamed import REMOVED, removed
+from phalanx.errors import PhalanxError, nearest, unknown_name
+from phalanx.recipes import TABLES, find_recipe
+
+OLD_VERBS = {
+    "cancel": "phalanx runs stop RUN",
+    "chaos": "phalanx verify RECIPE --faults N",
+    "completion": 'eval "$(register-python-argcomplete phalanx)"',
+    "logs": "phalanx runs logs RUN",
+    "nccl-env": "phalanx doctor --nccl-env KIND",
+    "scale": "phalanx runs scale RUN N",
+    "simulate": "phalanx plan --failures RATE --gpus N",
+    "status": "phalanx runs show RUN",
+    "trace": "phalanx report RUN --profile",
+}
+"""What to write instead of verbs that were renamed."""
+
+_VERBS_ELSEWHERE = {
+    "train --script FILE": "run launch torchrun",
+    "train RECIPE": "fit start",
+    "tune RECIPE --space FILE": "sweep search hpo optimize",
+    "evaluate RUN": "eval test validate",
+    "predict RUN": "infer inference generate",
+    "runs": "list ls ps experiments",
+    "ui": "dashboard board tensorboard",
+    "doctor": "env info check",
+    "bench": "benchmark",
+    "ckpt ls RUN": "checkpoint checkpoints",
+}
+"""What other programs call our verbs."""
+
+_EXAMPLES = {
+    "RUN": ("last", "digits"),
+    "PATH": ("last", "last@best"),
+    "DIR": ("kept",),
+    "FOLDER": ("photos",),
+    "INPUT": ("texts",),
+    "SET": ("shapes",),
+    "TAG": ("baseline",),
+    "TEXT": ("'a larger batch'",),
+    "JOB": ("last",),
+    "PHASE": ("phase1",),
+    "EXERCISE": ("average-gradients",),
+    "N": ("4",),
+}
+"""Values of required arguments, by their metavars: of the first such argument, and of the second."""
+
+
+def unknown_verb(word: str, rest: Sequence[str], verbs: Iterable[str]) -> str:
+    """Return what is said about a command that does not exist."""
+    if word in OLD_VERBS:
+        return f"{word!r} is now: {OLD_VERBS[word]}"
+    meant = next((ours for ours, names in _VERBS_ELSEWHERE.items() if word in names.split()), None)
+    if meant is None:
+        return unknown_name("command", word, verbs)
+    given = rest[0] if rest and not rest[0].startswith("-") else ""
+    ours, _, place = meant.rpartition(" ")
+    fits = given.endswith(".py") == (place == "FILE")
+    return f"unknown command '{word}'. Write: phalanx {f'{ours} {shlex.quote(given)}' if given and fits else meant}"
+
+
+def missing_arguments(parser: argparse.ArgumentParser, names: str) -> tuple[str, str]:
+    """Return what is said where required arguments are missing, and a whole command as an example."""
+    words, seen = [parser.prog], dict.fromkeys(_EXAMPLES, 0)
+    for action in parser._actions:
+        if not action.required or action.nargs == "*":
+            continue
+        values = _EXAMPLES.get(metavar := str(action.metavar), (metavar,))
+        first = seen.get(metavar, 0)
+        seen[metavar] = first + 1
+        words += [*action.option_strings[:1], *values[first : first + (action.nargs if action.nargs == 2 else 1)]]
+    return f"{parser.prog.removeprefix('phalanx ')} needs {names}", f"For example: {' '.join(words)}"
+
+
+def unknown_words(
+    parser: argparse.ArgumentParser, words: Sequence[str], known: argparse.Namespace | None = None
+) -> list[str]:
+    """Return what is wrong with each word that no flag takes; `known`: what the other words mean."""
+    # By the name without dashes, which all flags have in common.
+    flags = {flag.lstrip("-"): flag for action in parser._actions for flag in action.option_strings}
+    found = []
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        given = value or ("" if after.startswith("-") else after)
+        if message := removed(name.lstrip("-").replace("-", "_"), name, given):
+            found.append(message)
+        elif word.startswith("-"):
+            found.append(f"unknown flag '{name}'. {_meant_flag(name, given, flags, known)}".rstrip())
+        elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
+            found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
+    return found
+
+
+def _meant_flag(name: str, given: str, flags: Mapping[str, str], known: argparse.Namespace | None) -> str:
+    """Return what to write instead of an unknown flag; empty where that is not known."""
+    plain = name.lstrip("-")
+    if option := _recipe_option(plain.replace("-", "_"), getattr(known, "recipe", None), flags):
+        change = f"--set {option}={shlex.quote(given or '...')}"
+        if "set" in flags:
+            return f"Write: {change}"
+        return f"A run keeps its model and data; a new one takes it: phalanx train RECIPE {change}"
+    close = like_flag(plain, {*flags, *REMOVED})
+    if close is None:
+        return f"{other} has it." if (other := _verb_with(name)) else ""
+    return removed(close[2:].replace("-", "_"), close, given) or f"Did you mean {close}?"
+
+
+def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
+    """Return the value of a recipe that a flag means, such as model.dropout; empty where it means none."""
+    table, dot, _ = name.partition(".")
+    if dot:
+        return name if table in TABLES else ""
+    is_misspelt = nearest(name.replace("_", "-"), flags, 0.8) is not None
+    if recipe is None or is_misspelt or is_known_elsewhere(name):
+        return ""
+    from phalanx.models.registry import build_options  # it imports torch for most models
+
+    try:
+        named = find_recipe(recipe)
+        return f"model.{name}" if named is not None and name in build_options(str(named.model["name"])) else ""
+    except PhalanxError:  # of the recipe, which is reported where it is used
+        return ""
+
+
+def _verb_with(flag: str) -> str:
+    """Return the command that has a flag which another one lacks, or an empty text."""
+    from phalanx.cli.parsers import PARSERS  # it imports this file
+
+    verbs = (verb for verb, make in PARSERS.items() if any(flag in known.option_strings for known in make()._actions))
+    return f"phalanx {verb}" if (verb := next(verbs, "")) else ""
