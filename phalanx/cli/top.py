@@ -43,6 +43,7 @@ _COLUMNS = {
     "own_seconds": ("own work", _time),
     "data_wait": ("data wait", _share),
     "communication": ("exposed comm.", _share),
+    "cpu_cores": ("cores", lambda cores: f"{cores:.1f}"),
     "memory": ("memory", size),
     "gpu_utilization": ("GPU", _share),
     "gpu_memory": ("GPU memory", size),

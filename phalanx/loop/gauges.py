@@ -49,6 +49,7 @@ class RankGauges:
         self._sensor = _sensor(world.device)
         self.gpu = GpuReading()
         self._mark = clock.read(at_last_step=True)
+        self._busy = time.process_time(), time.monotonic()
         self._due, self._report_at = _EVERY, _FIRST_REPORT
 
     def after_step(self, seconds: float) -> None:
@@ -78,10 +79,16 @@ class RankGauges:
                 gpu_temperature=_known(self.gpu.temperature),
                 data_wait_seconds=clock.data_wait(),
                 communication_seconds=_known(talked),
+                cpu_cores=self._busy_cores(),
             )
         )
         if self._emit is not None and now.seconds >= self._report_at:
             self.report()
+
+    def _busy_cores(self) -> float:
+        """Return the cores that were busy since the last call, over all of the time: evaluation uses them too."""
+        last, self._busy = self._busy, (time.process_time(), time.monotonic())
+        return (self._busy[0] - last[0]) / max(self._busy[1] - last[1], 1e-9)
 
     def report(self) -> None:
         """Report all ranks that can be seen from here; without a launcher this one."""

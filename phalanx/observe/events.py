@@ -342,6 +342,7 @@ class RanksReported(Event):
             "system/gpu_power_watts": ("gpu_power", 1),
             "system/gpu_temperature": ("gpu_temperature", -1),
             "system/gpu_memory_bytes": ("gpu_memory", -1),
+            "system/cpu_cores": ("cpu_cores", 1),
             "system/data_wait": ("data_wait", 1),
             "system/communication": ("communication", 1),
         }

@@ -62,6 +62,8 @@ class Gauges:
     data_wait_seconds: float = _UNKNOWN
     """Since the attempt began; likewise `communication_seconds`."""
     communication_seconds: float = _UNKNOWN
+    cpu_cores: float = _UNKNOWN
+    """Cores that the process kept busy, without the processes that load its data."""
 
     def known(self) -> dict[str, float]:
         """Return the values that are known, by name."""

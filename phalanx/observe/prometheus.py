@@ -24,6 +24,7 @@ _RANK_GAUGES = {
     "samples_per_second": ("phalanx_rank_samples_per_second", "Samples per second of this rank."),
     "data_wait": ("phalanx_rank_data_wait_ratio", "Share of the time in which the rank waited for data."),
     "communication": ("phalanx_rank_communication_ratio", "Share of the time in which it waited for other ranks."),
+    "cpu_cores": ("phalanx_rank_cpu_cores", "Cores that the rank's process keeps busy."),
     "memory": ("phalanx_rank_memory_bytes", "Peak memory, of the device on CUDA, of the process on the CPU."),
     "memory_limit": ("phalanx_rank_memory_limit_bytes", "What the rank may use at most."),
     # DCGM's exporter has these names; scrape one of the two.

@@ -45,7 +45,7 @@ function when(seconds) {
 const UNITS = [
   [/(samples_per_second|throughput)$/, "samples/s"], [/tokens_per_second$/, "tokens/s"], [/seconds$/, "s"],
   [/(bytes|memory|memory_limit)$/, "GiB"], [/(power|power_watts)$/, "W"], [/temperature$/, "°C"],
-  [/(utilization|data_wait|communication|mfu|accuracy|top\d+)$/, "%"], [/speedup$/, "x"],
+  [/(utilization|data_wait|communication|mfu|accuracy|top\d+)$/, "%"], [/speedup$/, "x"], [/cpu_cores$/, "cores"],
 ];
 const unitOf = name => UNITS.find(([pattern]) => pattern.test(name))?.[1] || "";
 
@@ -70,7 +70,7 @@ const GAUGES = {
   data_wait: "waiting for data", communication: "waiting for other ranks", memory: "memory at its peak",
   memory_limit: "memory it may use", gpu_utilization: "GPU utilisation", gpu_memory: "GPU memory",
   gpu_power: "GPU power", gpu_temperature: "GPU temperature", data_wait_seconds: "waited for data so far",
-  communication_seconds: "waited for other ranks so far",
+  communication_seconds: "waited for other ranks so far", cpu_cores: "busy CPU cores",
 };
 const gaugeName = name => GAUGES[name] || name.replaceAll("_", " ");
 
