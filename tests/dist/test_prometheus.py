@@ -56,6 +56,7 @@ def test_prometheus_scrapes_a_run_and_top_shows_it(tmp_path):
         assert sorted(steps) == ["0", "1"]
         assert all(int(step) > 0 for step in steps.values())
         assert query(own, "phalanx_running") == {"": "1"}
+        assert all(float(cores) > 0 for cores in query(own, "phalanx_rank_cpu_cores").values())
         shown = subprocess.run([*COMMAND, "top", "--json"], cwd=tmp_path, env=clean_environment(), capture_output=True,
                                text=True, timeout=240, check=True)  # fmt: skip
         document = json.loads(shown.stdout)
