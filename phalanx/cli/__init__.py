@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError
 from phalanx.host.processes import process_began
@@ -163,8 +164,22 @@ def _help() -> str:
         "Phalanx: one trainer, every parallelism, from a laptop to a cluster.\n\n"
         "usage: phalanx <command> [options]\n\n"
         f"{verbs}\n\n"
-        "start here:\n"
-        "  phalanx train digits                              a real model on two ranks, in seconds\n"
-        "  phalanx train --script train.py --num-workers 2   any script that runs under torchrun\n"
-        "  phalanx <command> --help                          the options of a command"
+        "next:\n" + "\n".join(f"  {command:<49} {what}" for command, what in _next(Path()))
     )
+
+
+def _next(folder: Path) -> list[tuple[str, str]]:
+    """Return what to type in a folder: what continues the work that is there, else how to begin."""
+    found = [
+        (f"phalanx train {path.name}", "the recipe of this folder") for path in sorted(folder.glob("recipe*.toml"))
+    ]
+    found = found[:1] or [("phalanx train digits", "a real model on two ranks, in seconds")]
+    if any(folder.glob("runs/*/run.json")):
+        found += [
+            ("phalanx runs", "the runs of this folder"),
+            ("phalanx resume last", "continue the last one"),
+            ("phalanx ui", "all of them in the browser"),
+        ]
+    else:
+        found.append(("phalanx train --script train.py --num-workers 2", "any script that runs under torchrun"))
+    return [*found, ("phalanx <command> --help", "the options of a command")]

@@ -54,6 +54,18 @@ def test_an_unknown_group_is_answered_with_the_nearest():
     assert "unknown group of settings 'optimisation'. Did you mean 'optimization'?" in answer.err
 
 
+def test_phalanx_alone_names_the_next_thing_to_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begin = phalanx().out.partition("next:\n")[2]
+    assert [line.split()[1:3] for line in begin.splitlines()[:2]] == [["train", "digits"], ["train", "--script"]]
+    (tmp_path / "recipe.toml").touch()
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "run.json").write_text("{}")
+    there = phalanx().out.partition("next:\n")[2]
+    assert re.findall(r"^  phalanx (\S+)", there, re.MULTILINE) == ["train", "runs", "resume", "ui", "<command>"]
+    assert "phalanx train recipe.toml" in there
+
+
 def test_help_before_a_command_is_its_help():
     assert phalanx("help", "train").out == phalanx("train", "--help").out
     assert phalanx("help", "ckpt").out == phalanx("ckpt", "--help").out
