@@ -124,6 +124,17 @@ def test_rendering_for_ssh_needs_no_host_and_is_deterministic():
     assert first == phalanx(*words).out
     assert '--node-rank "$1" --rdzv-endpoint "$2"' in first
     assert "a slots=8" in first
+    commands = first.partition("# ---- commands\n")[2]
+    assert "a free port of a" in commands
+    for host in ("a", "b"):
+        assert re.search(
+            rf"^ssh -T -o BatchMode=yes .* -- {host} '.*/python -P -m phalanx.tools.submit.node run'$", commands, re.M
+        )
+    more = ("--user", "ann", "--ship", "archive", "--rdzv-endpoint", "a:29400")
+    script, _, commands = phalanx(*words, *more).out.partition("# ---- commands\n")
+    assert '--run-dir "$HOME"/runs/same --checkpoint-dir "$HOME"/runs/same/checkpoints ' in script
+    assert "(a:29400)" in commands
+    assert re.search(r"^ssh .* -l ann -- b 'mkdir -p .*/phalanx/jobs/same-ID && tar .* < code.tar.gz$", commands, re.M)
 
 
 def test_targets_without_a_limit_let_the_run_end_itself():

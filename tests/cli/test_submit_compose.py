@@ -63,11 +63,11 @@ done
 def test_docker_compose_accepts_the_file(phalanx, tmp_path, words):
     text = phalanx("submit", "compose", *TRAIN, *words, "--render")
     (tmp_path / "docker-compose.yaml").write_text(text)
-    profiles = ["--profile", "monitoring", "--profile", "parameter-server"]
-    said = subprocess.run(["docker-compose", *profiles, "config"], capture_output=True, text=True)
+    said = subprocess.run(["docker-compose", "--profile", "monitoring", "config"], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     services = yaml.safe_load(said.stdout)["services"]
-    assert {"node0", "node1", "parameter-server", "tensorboard", "mlflow", "prometheus", "grafana"} <= set(services)
+    names = {"node0", "node1", "tensorboard", "mlflow", "prometheus", "node-exporter", "grafana"}
+    assert set(services) == names, "the nodes, and monitoring"
     plain = [name for name, service in yaml.safe_load(text)["services"].items() if "profiles" not in service]
     assert plain == ["node0", "node1"], "the others are profiles"
     assert "docker-compose config accepts it" in phalanx("submit", "compose", *TRAIN, *words, "--dry-run")
@@ -79,7 +79,6 @@ def test_services_run_one_launcher_each(phalanx):
         service = services[f"node{index}"]
         assert f'--node-rank "{index}" --rdzv-endpoint node0:29400' in service["command"][0]
         assert (service["user"], service["read_only"], service["restart"]) == ("1000:1000", True, "on-failure:10")
-    assert "--strategy parameter-server" in services["parameter-server"]["command"][0]
     assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", []))
 
 
@@ -129,4 +128,14 @@ def test_no_daemon_is_said(phalanx):
 
 def test_an_image_is_needed(phalanx):
     assert "--image is not given" in phalanx("submit", "compose", "digits", "--render", code=2)
-    assert "ships no archive" in phalanx("submit", "compose", *TRAIN, "--ship", "archive", "--render", code=2)
+    assert "compose mounts this folder" in phalanx("submit", "compose", *TRAIN, "--ship", "archive", "--render", code=2)
+    assert "--memory 8Gi: not a size of Docker" in phalanx(
+        "submit", "compose", *TRAIN, "--memory", "8Gi", "--render", code=2
+    )
+
+
+def test_servers_are_in_the_services_of_the_nodes(phalanx):
+    words = ["digits", "--num-workers", "4", "--strategy", "parameter-server", "--image", "x", "--job-name", "demo"]
+    services = yaml.safe_load(phalanx("submit", "compose", *words, "--render"))["services"]
+    assert "--strategy parameter-server" in services["node0"]["command"][0]
+    assert "parameter-server" not in services

@@ -49,7 +49,7 @@ def rendered(*words: str) -> str:
 
 def ran(shell: str, text: str, *arguments: str, **variables: str) -> list[str]:
     """Run a script; return the arguments that `phalanx` was given."""
-    environ = {**os.environ, "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", **variables}
+    environ = {**os.environ, "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "2", **variables}
     done = subprocess.run([shell, "-c", text, "script", *arguments], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     given, said = json.loads(done.stdout.splitlines()[-1])

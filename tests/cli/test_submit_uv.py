@@ -13,7 +13,7 @@ from command import phalanx
 from uv_project import find_uv, uv_variables, write_project
 
 TRAIN = ("digits", "--num-workers", "1", "--device", "cpu", "--max-steps", "2", "--job-name", "job", "--uv")
-SLURM = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+SLURM = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "1"}
 
 
 @pytest.fixture

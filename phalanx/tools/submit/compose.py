@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,11 @@ class Compose(Target[ComposeOptions]):
                 "compose runs containers, and --image is not given",
                 hint="docker build --target cpu -t phalanx:cpu -f deploy/Dockerfile . and then: --image phalanx:cpu",
             )
+        for flag, size in (("--memory", self.options.memory), ("--shm-size", self.options.shm_size)):
+            if size is not None and not re.fullmatch(r"\d+(\.\d+)?([bkmgt]b?)?", size.lower()):
+                raise UsageError(f"{flag} {size}: not a size of Docker", hint=f"Write: {flag} 512m or {flag} 8g.")
         services = {f"node{index}": self._node(job, index) for index in range(job.nodes)}
-        services |= {"parameter-server": self._servers(job), **self._monitoring(job)}
+        services |= self._monitoring(job)
         found = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)
         return {FILE: dump(found, _COMMENTS, job.origin(self.name, self.options))}
 
@@ -101,9 +104,6 @@ class Compose(Target[ComposeOptions]):
         """Return the service of one machine."""
         limit = own_limit(job, self.options)
         text = pods.script(job, self.options, node=str(index), host="node0", extra=limit)
-        return self._service(job, text)
-
-    def _service(self, job: ClusterJob, text: str) -> dict[str, Any]:
         options, work = self.options, pods.folder_of(job, self.options)
         variables = {name: _plain(value) for name, value in job.environment.items()}
         if options.monitoring:
@@ -130,14 +130,6 @@ class Compose(Target[ComposeOptions]):
             device = {"driver": "nvidia", "count": job.ranks_per_node, "capabilities": ["gpu"]}
             found["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
         return found
-
-    def _servers(self, job: ClusterJob) -> dict[str, Any]:
-        """Return the same training with parameter servers, in one service and a run folder of its own."""
-        run = f"{job.run_dir}-servers"
-        own = ("--run-dir", run, "--checkpoint-dir", f"{run}/checkpoints")
-        more = ("--num-nodes", "1", "--strategy", "parameter-server", *own)
-        text = pods.script(replace(job, nodes=1), self.options, node="0", host="node0", extra=more)
-        return {**self._service(job, text), "profiles": ["parameter-server"]}
 
     def _monitoring(self, job: ClusterJob) -> dict[str, Any]:
         work, runs = pods.folder_of(job, self.options), str(Path(job.run_dir).parent)

@@ -74,7 +74,9 @@ class ClusterJob:
     def kept_flags(self, folder: str) -> list[str]:
         """Return the flags that keep the run and its checkpoints below a folder: a copy of the code is removed."""
         run = str(PurePosixPath(folder, self.run_dir))
-        given = self.config.checkpoint_dir or (f"{run}/checkpoints" if "--checkpoint-dir" in self.arguments else "")
+        given = self.config.checkpoint_dir or (
+            f"{self.run_dir}/checkpoints" if "--checkpoint-dir" in self.arguments else ""
+        )
         kept = given if is_url(given) else str(PurePosixPath(folder, given))
         return ["--run-dir", run, *(["--checkpoint-dir", kept] if given else [])]
 

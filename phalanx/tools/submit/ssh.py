@@ -44,6 +44,7 @@ _ANSWER_SECONDS = 60.0
 """How long a host that was reached may take to say what is installed."""
 _NUMBER, _MEETING, _HOME = "\0number", "\0meeting", "\0home"
 """Marks of what a host gets as arguments of its script, and of its home folder."""
+_UNPACK = "mkdir -p {folder} && tar -xzf - -C {folder}"
 _HINTS = {
     "host key": "Compare its fingerprint, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     "Permission denied": "Passwords are not asked for: give a key with --identity FILE, or ssh-copy-id HOST once.",
@@ -75,14 +76,28 @@ class Ssh(Target[SshOptions]):
         self._facts: dict[str, dict[str, Any]] = {}
 
     def render(self, job: ClusterJob) -> dict[str, str]:
-        """Return the script that every host runs, and the list of hosts."""
+        """Return the script that every host runs, the list of hosts, and the commands that reach them."""
         if self.options.image:
             raise UsageError(f"--image {self.options.image}: ssh starts what is installed on the hosts; give --venv")
         listed = "".join(f"{name} slots={ranks}\n" for name, ranks in _hosts(job).items())
         return {
             "node.sh": "\n".join(self._script(job)) + "\n",
             "hosts": f"# the first one hosts the rendezvous\n{listed}",
+            "commands": "\n".join(self._commands(job)) + "\n",
         }
+
+    def _commands(self, job: ClusterJob) -> Iterator[str]:
+        """Return what this machine runs, for a reader; `submit` runs the same with a number of its own for a copy."""
+        work = f"{_work(job)}ID" if self.options.ship == "archive" else ""
+        plan, folder = self._plan(job, "", work), self._folder(job, work)
+        for host in plan.hosts:
+            if work:
+                yield f"{shlex.join([*plan.ssh, host, _UNPACK.format(folder=folder)])} < code.tar.gz"
+            if self.options.uv:
+                yield f"{shlex.join([*plan.ssh, host, 'bash -s'])} < the lines of node.sh that make the environment"
+        meeting = plan.endpoint or f"a free port of {plan.hosts[0]}"
+        yield f"# all at once; node.sh, the host's number and the rendezvous ({meeting}) go over the connection"
+        yield from (shlex.join(plan.remote(host, "run")) for host in plan.hosts)
 
     def _script(self, job: ClusterJob) -> Iterator[str]:
         yield "#!/bin/bash"
@@ -156,12 +171,11 @@ class Ssh(Target[SshOptions]):
     def _prepare(self, job: ClusterJob, script: str, packed: bytes | None) -> HostPlan:
         """Unpack shipped code on every host and make its environment; return the plan to start the launchers."""
         # Of one submission, so that no other job with this name runs in the folder when it is removed.
-        work = "" if packed is None else f".cache/phalanx/jobs/{job.name}-{secrets.token_hex(4)}"
+        work = "" if packed is None else f"{_work(job)}{secrets.token_hex(4)}"
         plan, folder = self._plan(job, script, work), self._folder(job, work)
         try:
             if packed is not None:
-                unpack = f"mkdir -p {folder} && tar -xzf - -C {folder}"
-                _refuse_failed("the code was not copied", plan.on_all(unpack, packed))
+                _refuse_failed("the code was not copied", plan.on_all(_UNPACK.format(folder=folder), packed))
             if self.options.uv:
                 make = "\n".join([f"cd {folder} || exit 1", *uv_lines(self.options, folder)])
                 _refuse_failed("uv did not make the environment", plan.on_all("bash -s", make.encode()))
@@ -249,6 +263,11 @@ def _hosts(job: ClusterJob) -> dict[str, int]:
     if job.config.hosts is None:
         raise UsageError("ssh needs the hosts", hint="Write: --hosts node1:8,node2:8, or a file: --hosts ./hosts")
     return job.config.host_ranks
+
+
+def _work(job: ClusterJob) -> str:
+    """Return the beginning of the folder of shipped code, below the home folder of a host."""
+    return f".cache/phalanx/jobs/{job.name}-"
 
 
 def _forwarded() -> dict[str, str]:
