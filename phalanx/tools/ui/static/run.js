@@ -84,7 +84,7 @@ function viewOverview() {
     typeof value === "object" ? `${Object.keys(value).length} entries` : "show"), h("pre", {},
     typeof value === "object" ? Object.entries(value).map(([key, each]) => Array.isArray(value) ? each
       : `${key} ${each}`).join("\n") : value)) : String(value);
-  const environment = { folder: detail.path, ...detail.environment };
+  const { environment: versions, ...rest } = detail.environment, environment = { folder: detail.path, ...rest, ...versions };
   return [h("h2", {}, "Command"), copied(detail.command),
     next.length ? h("p", { className: "soft" }, "Next: ", next.map((verb, i) => [i ? " · " : "",
       h("code", {}, `phalanx ${verb} ${name}`)])) : null,
@@ -99,7 +99,8 @@ function viewOverview() {
 const ABOUT_FILES = [[/^events\.jsonl$/, "all events, one per line"], [/^config\.toml$/, "all settings"],
   [/^run\.json$/, "command and environment"], [/^profile\/trace\.json/, "trace of all ranks, for Perfetto"],
   [/^profile\//, "trace of one rank"], [/memory\.json$/, "memory of a rank"], [/error\.json$/, "error of a rank"],
-  [/\.log$/, "output of a rank"], [/collectives\.json$/, "last collectives of a rank"], [/\.html$/, "page"]];
+  [/\.log$/, "output of a rank"],
+  [/^packages\.txt$/, "installed packages"], [/^changes\.diff$/, "what differed from the commit"], [/collectives\.json$/, "last collectives of a rank"], [/\.html$/, "page"]];
 
 function viewFiles(run, detail) {
   const rows = Object.entries(detail.files).map(([path, size]) => [
