@@ -37,6 +37,8 @@ class StateDifference:
 
     tensors: int
     """How many tensors both have."""
+    alike: int
+    """How many of them have the same shape in both, of more than one number."""
     differences: list[TensorDifference] = field(default_factory=list)
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -47,6 +49,11 @@ class StateDifference:
     def same_tensors(self) -> bool:
         """Whether both have the same tensors with the same values."""
         return not (self.differences or self.only_first or self.only_second)
+
+    @property
+    def unrelated(self) -> bool:
+        """Whether they are checkpoints of different models: no tensor has the same name and shape in both."""
+        return not self.alike and not self.same_tensors
 
 
 def compare(first: Checkpoint, second: Checkpoint, prefix: str = "") -> StateDifference:
@@ -64,6 +71,7 @@ def compare(first: Checkpoint, second: Checkpoint, prefix: str = "") -> StateDif
     }
     return StateDifference(
         len(common),
+        sum(one[name].shape == other[name].shape and math.prod(one[name].shape) > 1 for name in common),
         list(_differences(first, second, {name: (one[name], other[name]) for name in common})),
         [name for name in one if name not in other],
         [name for name in other if name not in one],

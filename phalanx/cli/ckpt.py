@@ -164,11 +164,15 @@ def _diff(namespace: argparse.Namespace) -> _Answer:
 
     first, second = open_checkpoint(namespace.run), open_checkpoint(namespace.target)
     result = compare(first, second, f"{namespace.only.rstrip('.')}." if namespace.only else "")
-    data: dict[str, Any] = {**vars(result), "same_tensors": result.same_tensors}
+    data: dict[str, Any] = {**vars(result), "same_tensors": result.same_tensors, "unrelated": result.unrelated}
     data["checkpoints"] = [{"path": str(one.path), "step": one.step} for one in (first, second)]
     data["differences"] = [vars(each) for each in result.differences]
     places = table([("A", str(first.path), f"step {first.step}"), ("B", str(second.path), f"step {second.step}")])
-    return _Answer(data, "\n".join([places, *_difference_lines(result, None if namespace.tensors else _SHOWN)]))
+    lines = _difference_lines(result, None if namespace.tensors else _SHOWN)
+    if result.unrelated and not namespace.tensors:
+        counts = " and ".join(str(result.tensors + len(only)) for only in (result.only_first, result.only_second))
+        lines = [f"different models: of {counts} tensors none has the same name and shape in both; see --tensors"]
+    return _Answer(data, "\n".join([places, *lines]), int(result.unrelated))
 
 
 def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from phalanx.data.fetch import GatherDataset, WorkerInit, return_as_is
 from phalanx.data.hints import hints_of
@@ -54,7 +55,7 @@ class Source:
 
 
 def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
-    """Recognise a DataLoader, a map-style or iterable data set, or a re-iterable of batches."""
+    """Recognise a DataLoader, a map-style or iterable data set, (inputs, targets), or an iterable of batches."""
     if isinstance(given, DataLoader):
         return _read_loader(given, notes)
     if isinstance(given, torch.Tensor):
@@ -62,6 +63,8 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
             f"a tensor of shape {list(given.shape)} is not a data set.",
             hint="Write torch.utils.data.TensorDataset(inputs, targets).",
         )
+    if isinstance(given, tuple) and _are_columns(given):
+        given = TensorDataset(*map(torch.as_tensor, given))
     if isinstance(given, GatherDataset):
         notes += given.notes
     options = WorkerOptions(pin_memory=pin_memory)
@@ -120,6 +123,12 @@ def _looks_like_dataset(given: Any) -> bool:
     if isinstance(given, (list, tuple, str, bytes, Mapping)):
         return False
     return hasattr(given, "__getitem__") and hasattr(given, "__len__")
+
+
+def _are_columns(given: tuple[Any, ...]) -> bool:
+    """Whether a tuple is (inputs, targets), tensors or arrays with as many samples each; a list contains batches."""
+    lengths = {len(each) for each in given if isinstance(each, (torch.Tensor, np.ndarray)) and each.ndim}
+    return len(given) > 1 and len(lengths) == 1 and all(isinstance(each, (torch.Tensor, np.ndarray)) for each in given)
 
 
 def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:

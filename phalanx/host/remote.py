@@ -28,10 +28,12 @@ _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryEr
 _LASTING_CODES = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EROFS, errno.ENOTSUP)
 _COMMON = ("s3://", "gs://", "abfs://", "hdfs://", "sftp://", "http://")
 _READ_ONLY = ("http", "https", "github", "data", "zip", "tar", "libarchive", "reference", "jar")
-_CREDENTIALS = dict.fromkeys(
-    ("s3", "s3a"),
-    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, of an account that may write there.",
-)
+_CREDENTIALS = {
+    **dict.fromkeys(("s3", "s3a"), "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
+    **dict.fromkeys(("gs", "gcs"), "Set GOOGLE_APPLICATION_CREDENTIALS to a key file"),
+    **dict.fromkeys(("abfs", "az"), "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+}
+"""What to set where a protocol finds no credentials, or those of an account without permission."""
 _WITH_FOLDERS = ("ssh", "sftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "ftp", "dbfs")
 """Protocols whose folders must be made; in the others a folder is the beginning of names."""
 
@@ -111,7 +113,7 @@ class RemotePath(PosixPath):
             raise error
         kind, text = type(error).__name__, str(error)
         if "Credentials" in kind or "Auth" in kind:
-            text = f"there are no credentials for {self.protocol}:// ({text})"
+            text = f"there are no credentials for {self.protocol}:// ({text}). {_CREDENTIALS.get(self.protocol, '')}"
             return PermissionError(errno.EACCES, text, str(self))
         if isinstance(error, OSError):
             code = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}.get(type(error), errno.EIO)
@@ -200,8 +202,9 @@ class RemotePath(PosixPath):
             probe.call(lambda files, key: files.pipe_file(key, b"phalanx"), pauses=())
             probe.unlink(missing_ok=True)
         except OSError as error:
+            access = _CREDENTIALS.get(self.protocol, "Check the credentials in the environment.")
             hint = {
-                errno.EACCES: _CREDENTIALS.get(self.protocol, "Check the credentials in the environment."),
+                errno.EACCES: "" if access in str(error.strerror) else access,
                 errno.ENOENT: "The bucket must exist: create it, or correct the name.",
                 errno.EROFS: "Give a folder, or a URL that can be written: s3://bucket/folder",
             }.get(error.errno or 0, "Check the name and the network; S3 of another provider needs AWS_ENDPOINT_URL.")

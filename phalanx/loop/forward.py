@@ -161,8 +161,8 @@ def implied_loss(output: Any, target: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
         if not target.is_floating_point() and output.ndim == target.ndim + 1:
             return cross_entropy(output, target)
-        if target.is_floating_point() and output.shape == target.shape:
-            return F.mse_loss(output, target)
+        if target.is_floating_point() and output.shape in (target.shape, (*target.shape, 1)):
+            return F.mse_loss(output.view_as(target), target)
     raise ModelError(
         "no loss_fn was given, and none is obvious for "
         f"an output {shape_text(output)} and a target {shape_text(target)}",

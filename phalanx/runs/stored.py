@@ -205,15 +205,14 @@ class StoredRun:
     def best(self) -> tuple[str, float] | None:
         """The metric that the run is judged by, and its best value so far; else what was measured last."""
         ended, marked = self.ended, latest_mark(self.checkpoints)
+        measured = [event for event in self._ends if event["event"] == "metrics" and event["split"] == "val"]
         if ended.get("best_value") is not None:
             return str(ended["best_metric"]), float(ended["best_value"])
         if marked is not None:
             return marked.metric, marked.value
         for name, value in ended.get("best", {}).items():
-            return f"best {name}", float(value)
-        last: dict[str, Any] = next(
-            (e for e in reversed(self._ends) if e["event"] == "metrics" and e["split"] == "val"), {}
-        )
+            return f"{'val' if measured else 'train'}/{name}", float(value)
+        last: dict[str, Any] = measured[-1] if measured else {}
         return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), None)
 
     @property

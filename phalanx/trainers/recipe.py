@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
-from phalanx.data.sets import load_splits
+from phalanx.data.sets import load_splits, takes
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError
 from phalanx.loop.forward import implied_loss
@@ -108,6 +109,8 @@ _BATCH_SIZE = 32
 """For data sets of the user without a DataLoader, in a recipe that sets none."""
 _LONGEST_TEXT = 1024
 """Longer windows of a corpus of some megabytes would be few."""
+_LONGEST_OF_FOLDER = 128
+"""For the model of a folder, whose limit may be far above what its texts need."""
 
 
 def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
@@ -247,8 +250,8 @@ def _bare_parts(recipe: Recipe, data_dir: str | None, without_storage: bool) -> 
     data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
     name = model.pop("name")
-    own_files = Path(str(data["name"])).is_absolute() or data["name"] == "tokens"
-    if own_files and "seq_len" in build_options(name):
+    are_files, is_folder = (Path(str(each)).is_absolute() for each in (data["name"], name))
+    if (are_files or data["name"] == "tokens") and "seq_len" in build_options(name):
         data.setdefault("seq_len", "model")
     make: Any = build
     if "pretrained" in model and name in names():
@@ -260,12 +263,17 @@ def _bare_parts(recipe: Recipe, data_dir: str | None, without_storage: bool) -> 
     if data.get("seq_len") == "model":
         with place:
             made = make(name, **model)
-        longest = getattr(made.config, "seq_len", None) or made.config.max_position_embeddings
+        longest = _longest_input(made)
         data["seq_len"] = longest if data["name"] == "tokens" else min(longest, _LONGEST_TEXT)
+    elif are_files and is_folder and "seq_len" not in data and takes(str(data["name"]), "seq_len"):
+        made = make(name, **model)
+        data["seq_len"] = min(_longest_input(made), _LONGEST_OF_FOLDER)
     train, val = _both_splits(data)
     classes = len(train.classes) if hasattr(train, "classes") and "classes" in build_options(name) else None
     if classes is not None and "classes" not in model:  # known only from the user's files
         model["classes"], made = classes, None
+    if name in names():
+        model = {**_end_sizes(build_options(name), train), **model}
     if made is None:
         with place:
             made = make(name, **model)
@@ -274,6 +282,22 @@ def _bare_parts(recipe: Recipe, data_dir: str | None, without_storage: bool) -> 
     if (tokenizer := _tokenizer_place(train, data)) and not hasattr(made, "name_or_path"):
         made.name_or_path = str(tokenizer)  # where `export` finds it
     return made, train, val
+
+
+def _longest_input(model: Any) -> int:
+    """Return how many tokens a model takes at once; of one that does not say it, more than any text has."""
+    config = getattr(model, "config", None)
+    return getattr(config, "seq_len", None) or getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def _end_sizes(options: list[str], train: Any) -> dict[str, int]:
+    """Return the sizes of a perceptron's ends that the first sample or the names of the classes tell."""
+    sample = train[0] if "in_features" in options and hasattr(train, "__getitem__") and len(train) else None
+    if not isinstance(sample, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in sample[:2]):
+        return {}
+    inputs, target = sample[:2]
+    ends = len(train.classes) if hasattr(train, "classes") else target.numel() if target.is_floating_point() else 0
+    return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
 
 
 def _fit(model: nn.Module, train: Any, val: Any) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from phalanx.trainers.rate_finder import RateSweep
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
+_OF_CONSTRUCTOR = {"loss_fn", "scheduler", "training_step", "metrics", "callbacks", "augment", "hooks", "model"}
 _REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
 """Evaluation and prediction report to no tracker and serve no port: a run that trains may hold it."""
 
@@ -154,6 +155,11 @@ class TorchTrainer:
     def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
         __tracebackhide__ = True
+        if own := sorted(_OF_CONSTRUCTOR & settings.keys()):
+            raise UsageError(
+                f"fit takes data and settings; {own[0]} belongs to the trainer",
+                hint=f"Write: {type(self).__name__}(model, {own[0]}=...).fit(data)",
+            )
         config = self.config.replace(**settings) if settings else self.config
         config.refuse_unused(settings)
         config = config.settled

@@ -156,7 +156,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
         _load_from_checkpoint(model, path)
         return
     if not path.is_file():
-        raise CheckpointError(f"no weights at {path}: neither a file nor a checkpoint directory")
+        near = nearest(path.name, [each.name for each in path.parent.glob("*")])
+        raise CheckpointError(
+            f"no weights at {path}: there is neither a file nor a checkpoint directory",
+            hint=f"Did you mean '{path.with_name(near)}'?" if near else "Files end with .safetensors, .pt or .pth.",
+        )
     saved = read_weights(path)
     here = model.state_dict()
     names = {name: torch_compiler.uncompiled_name(name) for name in here}

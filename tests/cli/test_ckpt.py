@@ -125,6 +125,15 @@ def test_diff_of_equal_ones_says_so_and_names_are_compared(kept, tmp_path):
     assert shown["same_tensors"] is True
 
 
+def test_checkpoints_of_different_models_are_called_so_in_one_line(kept, tmp_path):
+    values = {f"layer{number}.w": torch.zeros(3) for number in range(90)}
+    save(tmp_path / "other", Snapshot(1, 0, {"model": {**values, "w": torch.zeros(2)}}), run_id="run-b")
+    answer = phalanx("ckpt", "diff", f"{kept}@10", "other")
+    line = "different models: of 3 and 91 tensors none has the same name and shape in both; see --tensors"
+    assert (answer.code, answer.out.splitlines()[2:]) == (1, [line])
+    assert "model.layer89.w" in phalanx("ckpt", "diff", f"{kept}@10", "other", "--tensors").out
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_reshard_changes_the_files_and_nothing_else(kept, tmp_path, ranks):
     answered("reshard", f"{kept}@30", tmp_path / "again", "--ranks", ranks)

@@ -359,6 +359,9 @@ def test_runs_that_python_started_are_listed_and_say_what_they_need(inside):
         _ = px.load_run("last").model
     assert "was not started by phalanx train" in phalanx("resume", "last").text
     assert "--model is needed" in phalanx("evaluate", "last").text
+    assert json.loads(ran("runs", "--json").out)[0]["best_metric"] == "val/loss"
+    trainer.fit(data, checkpoint_frequency=None)
+    assert json.loads(ran("runs", "--json").out)[0]["best_metric"] == "train/loss"
 
 
 def test_a_run_that_python_continues_belongs_to_the_process_that_trains(tmp_path):
@@ -408,6 +411,7 @@ def test_ctrl_c_prints_the_command_that_resumes(inside):
         (("resume", "nope"), "unknown run 'nope'"),
         (("evaluate", "last", "--checkpoint", "7"), "has no checkpoint '7'; it has: step-"),
         (("evaluate", "last", "--data", "data:laod"), "Did you mean 'load'"),
+        (("evaluate", "last", "--data", "recipe.csv"), "there is no such file. Did you mean 'recipe.toml'?"),
         (("predict", "last", "--prompt", "x"), "does not continue texts"),
         (("train", "--resume"), "which run"),
     ],

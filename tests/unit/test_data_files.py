@@ -12,7 +12,10 @@ import torch
 
 from phalanx.data.sets import load, load_splits
 from phalanx.errors import DataError, UsageError
+from phalanx.loop.forward import implied_loss
 from phalanx.models import build
+from phalanx.recipes import Recipe
+from phalanx.trainers.recipe import recipe_parts
 
 ROWS = 50
 
@@ -176,6 +179,30 @@ def test_a_hugging_face_config_builds_our_model_or_that_of_transformers(tmp_path
         build(str(tmp_path / "bert"), num_labels=3)
     with pytest.raises(UsageError, match="nothing at that path"):
         build(str(tmp_path / "nope"))
+
+
+def test_a_perceptron_takes_its_sizes_from_the_rows(tmp_path):
+    pytest.importorskip("datasets")
+    write_as(frame(), tmp_path / "rows.csv")
+    write_as(frame().drop(columns="label").rename(columns={"b": "target"}), tmp_path / "numbers.csv")
+    sizes = {}
+    for name in ("rows", "numbers"):
+        recipe = Recipe(name, "", {"name": str(tmp_path / f"{name}.csv")}, {"name": "mlp", "hidden": 5})
+        layers = recipe_parts(recipe, None)[0].layers
+        sizes[name] = layers[1].in_features, layers[-1].out_features
+    assert sizes == {"rows": (2, 2), "numbers": (1, 1)}
+    loss = implied_loss(torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 3.0]))
+    assert loss == 0.5
+
+
+def test_windows_of_texts_fit_the_model_of_a_folder(tmp_path):
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 256, "n_positions": 8}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", **small}))
+    (tmp_path / "book.txt").write_text("a line of text\n" * 40)
+    recipe = Recipe("hf", "", {"name": str(tmp_path / "book.txt")}, {"name": str(tmp_path / "hf")})
+    assert recipe_parts(recipe, None)[1].seq_len == 8
+    assert recipe_parts(recipe.with_values({"data.seq_len": 4}), None)[1].seq_len == 4
 
 
 def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):

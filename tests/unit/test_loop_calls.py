@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.errors import DataError, ModelError, UsageError
+from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.loop.evaluate import kept_in_eval
 from phalanx.loop.metrics import cross_entropy
 
@@ -378,6 +378,29 @@ def test_the_error_shows_what_the_model_was_called_with_and_returned():
     words = r"returned: tuple of \(float32 \[4, 2\], float32 \[\], float32 \[\]\)\. .* model\(float32 \[4, 3\], int64"
     with pytest.raises(ModelError, match=words):
         trainer(Two(), max_steps=1).fit(data)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.clone, torch.Tensor.numpy])
+def test_a_pair_of_tensors_or_arrays_is_a_data_set(convert):
+    inputs, targets = torch.randn(12, 3), torch.arange(12) % 2
+    model, own = nn.Linear(3, 2), trainer(nn.Linear(3, 2), epochs=1, batch_size=4)
+    own.model.load_state_dict(model.state_dict())
+    history = own.fit((convert(inputs), convert(targets)))
+    assert history.epochs[0].step == 3
+    expected = trainer(model, epochs=1, batch_size=4)
+    expected.fit(TensorDataset(inputs, targets))
+    torch.testing.assert_close(own.model.weight, model.weight)
+
+
+def test_fit_says_where_callbacks_and_losses_belong():
+    with pytest.raises(UsageError, match=r"callbacks belongs to the trainer\n  Write: .*\(model, callbacks=...\).fit"):
+        trainer(nn.Linear(3, 2)).fit((torch.randn(12, 3), torch.arange(12) % 2), callbacks=[])
+
+
+def test_weights_that_are_not_there_are_answered_with_the_nearest_file(tmp_path):
+    (tmp_path / "net.pt").touch()
+    with pytest.raises(CheckpointError, match=r"neither a file nor a checkpoint directory\n  Did you mean '.*net.pt'?"):
+        trainer(nn.Linear(3, 2)).load(tmp_path / "nett.pt")
 
 
 def test_a_penalty_next_to_scores_is_not_the_loss():

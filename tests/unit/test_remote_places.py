@@ -194,7 +194,7 @@ def test_missing_credentials_are_named(bucket, monkeypatch, tmp_path):
     files = as_path(f"{bucket}/x").file_system
     files.clear_instance_cache()
     try:
-        with pytest.raises(CheckpointError, match=r"no credentials for s3://.*\n  Set AWS_ACCESS_KEY_ID"):
+        with pytest.raises(CheckpointError, match=r"no credentials for s3://.*\. Set AWS_ACCESS_KEY_ID"):
             check_writable(f"{bucket}/x")
     finally:
         files.clear_instance_cache()

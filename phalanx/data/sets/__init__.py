@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 # Module and function, imported when asked for: listing names must not import torch.
@@ -53,6 +53,9 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
         make, what = _function(name), f"data set '{name}'"
     elif Path(name).is_absolute() or Path(name).exists():
         make, options, what = _function(_kind_of(Path(name))), {"root": name, **options}, f"data '{name}'"
+    elif Path(name).suffix:
+        near = nearest(Path(name).name, [path.name for path in Path(name).parent.glob("*")])
+        raise UsageError(f"data = '{name}': there is no such file{f'. Did you mean {near!r}?' if near else ''}")
     else:
         raise UsageError(
             unknown_name("data set", name, _DATASETS),
