@@ -109,6 +109,17 @@ def test_the_way_of_a_user_from_a_project_to_a_trained_model(phalanx, cluster, t
     assert "accuracy" in phalanx("evaluate", "net")
 
 
+def test_one_rank_on_each_machine_is_started_again_in_place(phalanx, tmp_path):
+    (tmp_path / "once.py").write_text(
+        "import os\nprint('start', start := os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert start != '0'\n"
+    )
+    ranks = ("--num-nodes", "2", "--num-workers", "2", "--device", "cpu", "--max-restarts", "1")
+    phalanx("submit", "slurm", "--script", "once.py", *ranks, "--job-name", "once")
+    output = phalanx("jobs", "logs", "once", "-f")
+    assert wait_for(phalanx, "once", *ENDED)["state"] == "finished", output
+    assert "start 1" in output
+
+
 def test_wrong_settings_are_not_tried_again(phalanx, cluster):
     phalanx("submit", "slurm", *TRAIN, "--job-name", "wrong", "--env", "PHALANX_BATCHSIZE=3")
     found = wait_for(phalanx, "wrong", *ENDED)
