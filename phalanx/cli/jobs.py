@@ -16,7 +16,7 @@ from phalanx.cli.runs import run as run_runs
 from phalanx.cli.submit import target_of
 from phalanx.errors import PhalanxError, UsageError, unknown_name
 from phalanx.observe.format import of_total, table
-from phalanx.runs.stored import StoredRun, find_run, is_run
+from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
 from phalanx.tools.submit.job import ENDED, JobRecord, find_record, records, write_record
 from phalanx.tools.submit.target import Status
 
@@ -66,11 +66,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _is_run(name: str) -> bool:
-    """Whether a name is that of a run here, and not that of a submitted job."""
+    """Whether a name is that of a run here, or may be meant as one, and not that of a submitted job."""
     for find in (find_record, find_run):
         with suppress(UsageError):
             return isinstance(find(name), StoredRun)
-    return False
+    return not records() and bool(list_runs())
 
 
 def _list(namespace: argparse.Namespace) -> None:

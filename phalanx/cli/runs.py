@@ -56,10 +56,10 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
         raise UsageError(unknown_name("action", action, ACTIONS, of="phalanx runs"), hint=hint)
     namespace = parser(action).parse_all(words)
-    if action in OF_JOBS and _names_job(namespace.run, Path(namespace.runs_dir)):
+    if action in OF_JOBS and (job := _job_of(namespace.run, Path(namespace.runs_dir), action)):
         from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
 
-        return run_jobs([OF_JOBS[action], *words])
+        return run_jobs([OF_JOBS[action], *(job if word == namespace.run else word for word in words)])
     acts = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "note": _note, "logs": _logs, "stop": _stop}
     {**acts, "scale": _scale, "rm": _remove}[action](namespace)
     return 0
@@ -69,14 +69,20 @@ OF_JOBS = {"show": "show", "logs": "logs", "stop": "cancel"}
 """What `phalanx jobs` calls an action that both have."""
 
 
-def _names_job(name: str, folder: Path) -> bool:
-    """Whether a name is that of a submitted job, and not that of a run here."""
-    from phalanx.tools.submit.job import find_record  # few commands need it
+def _job_of(name: str, folder: Path, action: str) -> str:
+    """Return the submitted job that a name means, where it is not that of a run here; empty where it means none.
 
-    for find in (lambda: find_run(name, folder), lambda: find_record(name)):
-        with suppress(UsageError):
-            return not isinstance(find(), StoredRun)
-    return False
+    The job of a run in progress is what to stop: its scheduler would start the run again.
+    """
+    from phalanx.tools.submit.job import ENDED, find_record, records  # few commands need it
+
+    with suppress(UsageError):
+        path = find_run(name, folder).path.resolve()
+        folders = {Path(job.directory, job.run_dir).resolve(): job.name for job in records() if job.state not in ENDED}
+        return folders.get(path, "") if action == "stop" else ""
+    with suppress(UsageError):
+        return find_record(name).name
+    return ""
 
 
 def parser(action: str) -> FlagParser:

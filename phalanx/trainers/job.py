@@ -59,6 +59,8 @@ class Job:
     """A message for the user when the run starts."""
     gives_back: bool = False
     """Whether a fit that a signal stops has a result, with `stopped`: its caller goes on with the model."""
+    recipe: dict[str, Any] | None = None
+    """What is trained, for the run's record: srun and torchrun start ranks without a launcher that writes it."""
 
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
@@ -132,7 +134,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     if formation.is_main:
         save_config(job.config, run_dir)
         if not (_is_given(job) and (run_dir / RECORD).exists()):  # else the process that started the ranks wrote it
-            record = RunRecord.of_this_process(job.config.given())
+            record = RunRecord.of_this_process(job.config.given(), recipe=job.recipe)
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()

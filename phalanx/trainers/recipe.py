@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -119,7 +120,8 @@ def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, 
     def build() -> Job:
         task = recipe_task(recipe, config)
         note = getattr(task.model, "weights_note", "")
-        return Job("fit", task, with_batch_size(config, task.train), run_dir, checked, build, note)
+        fitted = with_batch_size(config, task.train)
+        return Job("fit", task, fitted, run_dir, checked, build, note, recipe=dataclasses.asdict(recipe))
 
     return run_job(build(), in_place=True)
 

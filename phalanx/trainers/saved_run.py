@@ -112,8 +112,8 @@ class SavedRun(StoredRun):
                 "metrics": recipe_metrics(self.recipe),
                 "augment": recipe_augment(self.recipe, self.model),
             }
-        config = base.replace(**settings) if settings else base
-        return Trainer(self.model, config, **parts)
+        changes = {**_on_one_machine(base), **settings}
+        return Trainer(self.model, base.replace(**changes) if changes else base, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
         """Return the loss and metrics on data; without any, on the run's validation data.
@@ -137,6 +137,15 @@ class SavedRun(StoredRun):
     def __repr__(self) -> str:
         steps, total = self.steps
         return f"SavedRun({self.name}, {self.status}, {steps} of {total or '?'} steps)"
+
+
+def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
+    """Return the changes by which a run of several machines is used on this one, with the ranks of one of them."""
+    nodes = len(config.host_ranks) if config.hosts else config.num_nodes
+    if nodes == 1:
+        return {}
+    alone: dict[str, Any] = dict.fromkeys(("hosts", "node_rank", "rdzv_endpoint", "min_workers"))
+    return {**alone, "num_nodes": 1, "num_workers": max(1, (config.total_ranks or nodes) // nodes)}
 
 
 def _without_engine(config: DistributedConfig) -> DistributedConfig:

@@ -132,6 +132,8 @@ def test_runs_and_jobs_take_each_others_names(inside):
     assert "status" in phalanx("jobs", "show", "names").out
     answer = phalanx("jobs", "cancel", "names")
     assert (answer.code, "is not in progress: its status is finished" in answer.err) == (2, True)
+    answer = phalanx("jobs", "logs", "nams")
+    assert (answer.code, "unknown run 'nams'. The latest: names-" in answer.err) == (2, True), answer.err
 
 
 def test_a_run_is_stopped_with_a_checkpoint(tmp_path, monkeypatch):

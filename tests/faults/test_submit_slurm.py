@@ -37,9 +37,11 @@ def phalanx(cluster: SlurmCluster, tmp_path, monkeypatch):
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
 
+    monkeypatch.chdir(tmp_path)
+
     def run(*words: str, code: int = 0, seconds: float = 300.0) -> str:
         found = subprocess.run(
-            [sys.executable, "-m", "phalanx", *words], cwd=tmp_path, capture_output=True, text=True, timeout=seconds
+            [sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, timeout=seconds
         )
         assert found.returncode == code, found.stdout + found.stderr
         return found.stdout + found.stderr
@@ -71,16 +73,59 @@ def starts(run_dir: Path) -> list[dict[str, str]]:
     return [event for event in map(json.loads, lines) if event["event"] == "run_started"]
 
 
-def test_a_job_runs_on_two_nodes(phalanx, tmp_path):
-    said = phalanx("submit", "slurm", *TRAIN, "--max-steps", "20", "--job-name", "two", "--partition", "main")
-    assert re.search(r"submitted two as slurm job \d+", said)
-    output = phalanx("jobs", "logs", "two", "-f")
-    assert "2 ranks" in output
-    assert wait_for(phalanx, "two", "finished")["detail"].startswith("COMPLETED")
-    assert "two" in phalanx("jobs")
-    assert "step 20/20" in phalanx("jobs", "show", "two")
-    assert "has ended already" in phalanx("jobs", "cancel", "two")
-    assert (tmp_path / "runs/two/run.json").exists()
+def test_the_way_of_a_user_from_a_project_to_a_trained_model(phalanx, cluster, tmp_path, monkeypatch):
+    """Render, submit, watch, cancel, and submit again what then continues to its end: on two nodes, from docs alone."""
+    phalanx("init", "net")
+    monkeypatch.chdir(tmp_path / "net")
+    ranks = ("--num-nodes", "2", "--num-workers", "2", "--device", "cpu")
+    words = ("submit", "slurm", "recipe.toml", *ranks, "--partition", "main", "--time-limit", "1h", "--job-name", "net")
+    long = (*words, "--checkpoint-frequency", "20 steps", "--epochs", "100000")
+    assert "#SBATCH --cpus-per-task=1 " in phalanx(*long, "--render")
+    assert "# checked: sbatch --test-only accepts it" in phalanx(*long, "--dry-run")
+
+    assert re.search(r"submitted net as slurm job \d+", phalanx(*long))
+    run_dir = tmp_path / "net/runs/net"
+    until(lambda: list(run_dir.glob("checkpoints/step-*")), lambda: phalanx("jobs", "logs", "net"))
+    found = state_of(phalanx, "net")
+    assert (found["state"], found["nodes"]) == ("running", ["n[1-2]"])
+    tasks = cluster.ask("scontrol", "show", "step", f"{found['id']}.0", "--oneliner")
+    assert "CPUs=2 Tasks=2" in tasks, "srun's own step has the cores of both tasks"
+    assert re.search(r"run +\S+/runs/net: running, step \d+", phalanx("jobs", "show", "net"))
+    assert "2 ranks" in phalanx("jobs", "logs", "net")
+    assert "running" in phalanx("runs", "show", "net"), "the run of the job has its name"
+
+    said = phalanx("runs", "stop", "net")
+    assert "cancelled net (slurm job " in said, "a run that is stopped would come back from the queue"
+    until(lambda: "CANCELLED" in cluster.ask("scontrol", "show", "job", found["id"]), lambda: "it is in the queue")
+    until(lambda: not cluster.ask("squeue", "--noheader").strip(), lambda: cluster.ask("squeue"))
+    before = max(int(path.name[5:]) for path in run_dir.glob("checkpoints/step-*"))
+
+    phalanx(*words, "--max-steps", str(before + 20))
+    output = phalanx("jobs", "logs", "net", "-f")
+    assert wait_for(phalanx, "net", *ENDED)["detail"].startswith("COMPLETED"), output
+    assert f"step-{before:08}" in str(starts(run_dir)[-1]["resumed_from"])
+    assert f"step {before + 20}/{before + 20}" in phalanx("jobs", "show", "net")
+    assert "has ended already" in phalanx("jobs", "cancel", "net")
+    assert "accuracy" in phalanx("evaluate", "net")
+
+
+def test_one_rank_on_each_machine_is_started_again_in_place(phalanx, tmp_path):
+    (tmp_path / "once.py").write_text(
+        "import os\nprint('start', start := os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert start != '0'\n"
+    )
+    ranks = ("--num-nodes", "2", "--num-workers", "2", "--device", "cpu", "--max-restarts", "1")
+    phalanx("submit", "slurm", "--script", "once.py", *ranks, "--job-name", "once")
+    output = phalanx("jobs", "logs", "once", "-f")
+    assert wait_for(phalanx, "once", *ENDED)["state"] == "finished", output
+    assert "start 1" in output
+
+
+def test_wrong_settings_are_not_tried_again(phalanx, cluster):
+    phalanx("submit", "slurm", *TRAIN, "--job-name", "wrong", "--env", "PHALANX_BATCHSIZE=3")
+    found = wait_for(phalanx, "wrong", *ENDED)
+    assert (found["state"], found["detail"]) == ("failed", "FAILED, exit code 2:0"), phalanx("jobs", "logs", "wrong")
+    assert "Restarts=0" in cluster.ask("scontrol", "show", "job", found["id"])
+    assert "unknown environment variable PHALANX_BATCHSIZE" in phalanx("jobs", "logs", "wrong")
 
 
 def test_shipped_code_runs_in_the_environment_of_its_lock(phalanx, tmp_path, monkeypatch):
