@@ -14,7 +14,7 @@ from phalanx.tools.plan.plans import BUDGETS, RECOMPUTE, Goal, Layout, check_rec
 from phalanx.tools.plan.rules import refusal
 from phalanx.world.splits import SCHEDULES
 
-STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
+STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
 ERROR, EFFORT = 0.03, 0.09
 """What each further axis must save: more than the error of the prediction, and on one machine also more than the effort
@@ -35,7 +35,8 @@ class Constraints:
     """What the search may choose from; None and empty: everything."""
 
     strategy: str | None = None
-    """ddp, fsdp, or an axis that must be used: tensor, pipeline, context, expert, 3d."""
+    """ddp, fsdp (all is sharded), zero (any stage), or an axis that must be used: tensor, pipeline, context, expert, 3d
+    (three axes)."""
     max_tensor_parallel: int | None = None
     max_pipeline_parallel: int | None = None
     max_context_parallel: int | None = None
@@ -256,7 +257,8 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
 
 _KINDS: dict[str, Callable[[Layout], bool]] = {
     "ddp": lambda layout: layout.stage == 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
-    "fsdp": lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
+    "fsdp": lambda layout: layout.stage == 3 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
+    "zero": lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
     "tensor": lambda layout: layout.tp > 1,
     "pipeline": lambda layout: layout.pp > 1,
     "context": lambda layout: layout.cp > 1,
@@ -269,4 +271,5 @@ def _wanted(layout: Layout, limits: Constraints) -> bool:
     """Whether a layout is of the strategy that was asked for."""
     if limits.zero_stage is not None and layout.stage != limits.zero_stage:
         return False
-    return limits.strategy is None or _KINDS[limits.strategy](layout)
+    strategy = "zero" if limits.strategy == "fsdp" and limits.zero_stage is not None else limits.strategy
+    return strategy is None or _KINDS[strategy](layout)
