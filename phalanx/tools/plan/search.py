@@ -233,7 +233,7 @@ def _data_axes(
     if layout.cp == 1:
         yield replace(layout, dp_replicate=data, zero_stage=0)
     usual = (1, 3) if layout.pp > 1 else (1, 2, 3)  # a pipeline reduces gradients after its last micro-batch only
-    stages = usual if limits.zero_stage is None else (limits.zero_stage,)
+    stages = _STAGES.get(limits.strategy or "", usual) if limits.zero_stage is None else (limits.zero_stage,)
     if data * layout.cp == 1:
         if layout.replica == 1 and limits.offload != "none":
             yield replace(layout, zero_stage=3, offload="cpu")
@@ -255,10 +255,13 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, schedule=schedule.name, virtual_stages=schedule.stages_per_rank)
 
 
+_STAGES = {"fsdp": (3,)}
+"""The stages of a strategy that was asked for, where zero_stage does not say another."""
 _KINDS: dict[str, Callable[[Layout], bool]] = {
     "ddp": lambda layout: layout.stage == 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
-    "fsdp": lambda layout: layout.stage == 3 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
-    "zero": lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
+    **dict.fromkeys(
+        ("fsdp", "zero"), lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1
+    ),
     "tensor": lambda layout: layout.tp > 1,
     "pipeline": lambda layout: layout.pp > 1,
     "context": lambda layout: layout.cp > 1,
@@ -271,5 +274,4 @@ def _wanted(layout: Layout, limits: Constraints) -> bool:
     """Whether a layout is of the strategy that was asked for."""
     if limits.zero_stage is not None and layout.stage != limits.zero_stage:
         return False
-    strategy = "zero" if limits.strategy == "fsdp" and limits.zero_stage is not None else limits.strategy
-    return strategy is None or _KINDS[strategy](layout)
+    return limits.strategy is None or _KINDS[limits.strategy](layout)
