@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from published import Row, published
+from published import Row, ibm_meta, published
 
 from phalanx.tools.plan import Cluster, estimate
 from phalanx.tools.plan.estimator import Estimator
@@ -117,8 +117,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every row to this file")
     parser.add_argument("--all", action="store_true", help="print the rows of MPT, too")
     options = parser.parse_args()
-    found = errors(published())
-    for row, seconds in found:
+    found, outside = errors(published()), errors(list(ibm_meta()))
+    for row, seconds in [*found, *outside]:
         if options.all or not row.source.startswith("mpt"):
             error = seconds / row.seconds - 1
             print(
@@ -126,7 +126,7 @@ def main() -> int:
                 f"{error:+6.1%}"
             )
     print()
-    for name, group in summary(found).items():
+    for name, group in (summary(found) | {"ibm + meta, not fitted": summary(outside)["ibm + meta"]}).items():
         goal = GOALS.get(name)
         asked = (
             "" if goal is None else f"   (goal: mean {goal[0]:.1%}" + (f", worst {goal[1]:.0%})" if goal[1] else ")")

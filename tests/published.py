@@ -85,6 +85,7 @@ NEMO = {
         gpt("gpt3-175b", 96, 12288, 96),
         llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
         llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
+        llama("llama2-34b", 48, 8192, 64, 8, 22016, 32000),
         llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
         llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
         llama("llama3.1-8b", 32, 4096, 32, 8, 14336, 128256),
@@ -186,6 +187,19 @@ def nemo_fp8() -> Iterator[Row]:
     for row in table("nemo_h100_fp8.csv"):
         seconds = int(row["gbs"]) * int(row["seq"]) / float(row["tokens_s_gpu"]) / int(row["gpus"])
         yield _nemo_row("nemo fp8", row, "fp8", seconds, float(row["model_tflops"]) / 1978.9)
+
+
+def ibm_meta() -> Iterator[Row]:
+    """IBM and Meta, FSDP of torch with sequences of 4,096: no constant was fitted to these rows."""
+    for row in table("ibm_meta_fsdp.csv"):
+        gpus, micro_batch = int(row["gpus"]), int(row["micro_batch"])
+        layout = Layout(dp_shard=gpus, micro_batch=micro_batch, recompute=row["recompute"])
+        cluster = Cluster(gpu=row["gpu"], gpus=gpus, inter_node_gbps=float(row["gbps"]))
+        goal = Goal(global_batch=gpus * micro_batch, seq_len=4096)
+        seconds = micro_batch * 4096 / float(row["tokens_s_gpu"])
+        rates = (float(row["mfu_pct"]) / 100, float(row["hfu_pct"]) / 100)
+        name = f"{row['model']} on {gpus} x {row['gpu']}"
+        yield Row("ibm + meta", name, seconds, NEMO[row["model"]], cluster, layout, goal, *rates)
 
 
 def published() -> list[Row]:

@@ -42,6 +42,8 @@ ALSO_ACCEPTED = "also accepted"
 """The title of the aliases, which are shown with all settings only."""
 SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS}, "advanced": AdvancedOptions}
 """The groups of settings, and the options of every engine."""
+_WRONG_NUMBER = re.compile(r"argument (--\S+): invalid (int|float) value: '(.*)'")
+_NEGATIVE = re.compile(r"-\d[\w.]*")
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
 _SHORT = {"-q": ("quiet", "errors, what ranks print and the result"), "-v": ("verbose", "every event")}
@@ -147,10 +149,14 @@ class FlagParser(argparse.ArgumentParser):
         return format_parts(self, shown)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
+        """Raise what argparse would print; wrong numbers in the words of the settings."""
+        if number := _WRONG_NUMBER.fullmatch(message):
+            kind = "a whole number" if number[2] == "int" else "a number"
+            message = f"{number[1]} {number[3]}: expected {kind}."
         names = message.partition("the following arguments are required: ")[2]
         said, example = missing_arguments(self, names) if names else (message, "")
-        raise UsageError(said, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
+        raise UsageError(said, hint="
+  ".join([*([example] if example else []), f"See {self.prog} --help"]))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -167,6 +173,9 @@ class FlagParser(argparse.ArgumentParser):
                 written = f"--profile steps={words[end]}"
                 raise UsageError(f"--profile {words[end]}: steps are written {written}", hint=f"Write: {written}")
             words[place:end] = [f"--profile={' '.join(words[place + 1 : end]) or 'true'}"]
+        for place in reversed(range(1, len(words))):  # argparse takes -5B for a flag
+            if _NEGATIVE.fullmatch(words[place]) and words[place - 1].startswith("--") and "=" not in words[place - 1]:
+                words[place - 1 : place + 1] = [f"{words[place - 1]}={words[place]}"]
         for flag, file in itertools.pairwise(words):
             if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
                 raise UsageError("--json takes no file: it prints on standard output", hint="Write: --json > FILE")

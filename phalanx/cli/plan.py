@@ -83,7 +83,11 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--strategy", metavar="ddp,fsdp,tensor,pipeline,context,expert,3d", help="only such layouts")
+    add(
+        "--strategy",
+        metavar="ddp,fsdp,zero,tensor,pipeline,context,expert,3d",
+        help="only such layouts; fsdp shards all, zero any part",
+    )
     add("--max-tensor-parallel", type=int, metavar="N", help="at most this many tensor-parallel ranks")
     add("--max-pipeline-parallel", type=int, metavar="N", help="at most this many pipeline ranks")
     add("--max-context-parallel", type=int, metavar="N", help="at most this many context-parallel ranks")

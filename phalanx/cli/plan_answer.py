@@ -166,6 +166,9 @@ def _cluster(namespace: argparse.Namespace) -> Cluster:
     usual = presets.usual_instance(device, namespace.prices)
     per_node = changes.pop("gpus_per_node", None) or (8 if usual is None else usual.gpus)
     gpus = namespace.gpus if namespace.gpus is not None else namespace.nodes * per_node
+    if namespace.nodes is not None and namespace.gpus_per_node is None and gpus % namespace.nodes == 0:
+        per_node = gpus // namespace.nodes
+    _check_count(namespace, gpus, per_node, "")
     cluster = Cluster(gpu=device, gpus=gpus, gpus_per_node=min(per_node, gpus), name=f"{gpus} x {device}")
     if usual is not None and usual.price is not None:
         cluster = replace(cluster, price_per_gpu_hour=usual.price / usual.gpus, host_memory_gib=usual.host_memory_gib)
@@ -180,12 +183,23 @@ def _of_instances(namespace: argparse.Namespace, changes: dict[str, Any]) -> Clu
         )
     found = presets.instance(namespace.instance, namespace.prices)
     nodes = namespace.nodes or math.ceil((namespace.gpus or found.gpus) / found.gpus)
+    _check_count(namespace, namespace.gpus or nodes * found.gpus, found.gpus, f" of {found.name}")
     cluster = presets.of_instances(found.name, nodes, namespace.prices)
     gpus = namespace.gpus or cluster.gpus
     cluster = replace(
         cluster, gpus=gpus, gpus_per_node=min(found.gpus, gpus), instance=f"{found.name}, {found.source}, {found.date}"
     )
     return replace(cluster, **changes)
+
+
+def _check_count(namespace: argparse.Namespace, gpus: int, per_node: int, kind: str) -> None:
+    """Refuse numbers of machines and GPUs that contradict each other."""
+    if namespace.nodes not in (None, math.ceil(gpus / per_node)):
+        raise UsageError(
+            f"--nodes {namespace.nodes} --gpus {gpus}: {namespace.nodes} machines{kind} have "
+            f"{namespace.nodes * per_node} GPUs, {per_node} in each",
+            hint=f"Leave --gpus out, or write --nodes {math.ceil(gpus / per_node)}.",
+        )
 
 
 def _goal(
@@ -207,7 +221,9 @@ def _goal(
         goal = replace(goal, seq_len=_positive("seq-len", namespace.seq_len))
         goal = replace(goal, global_batch=max(cluster.gpus, per_step // goal.seq_len // cluster.gpus * cluster.gpus))
     if namespace.global_batch is None:
-        notes.append(("global batch", f"{goal.global_batch} samples", "usual for this size; --global-batch sets it"))
+        rounded_up = cluster.gpus.bit_count() > 1
+        usual = f"rounded to a multiple of {cluster.gpus}" if rounded_up else "usual for this size"
+        notes.append(("global batch", f"{goal.global_batch} samples", f"{usual}; --global-batch sets it"))
     else:
         goal = replace(goal, global_batch=_positive("global-batch", namespace.global_batch))
     tokens = _amount("tokens", namespace.tokens)

@@ -113,6 +113,61 @@ def test_nothing_fits_ends_with_2_and_the_smallest_change():
     assert found["smallest_change"]
 
 
+def test_one_gpu_keeps_states_in_host_memory_where_nothing_else_fits():
+    words = ("plan", "llama-7b", "--gpus", 1, "--gpu", "a100")
+    answer = phalanx(*words)
+    assert answer.code == 0
+    assert "one GPU, micro-batch 32, full recomputation, states in host memory" in answer.out
+    assert "host memory       100 of 1,152 GiB per machine for states" in answer.out
+    assert "--strategy fsdp" in answer.out
+    assert "--offload cpu" in answer.out
+    assert phalanx(*words, "--offload", "none").code == 2
+
+
+def test_fsdp_shards_all_of_the_model_and_zero_any_part():
+    words = (
+        "plan",
+        "llama-7b",
+        "--gpus",
+        128,
+        "--gpu",
+        "a100",
+        "--global-batch",
+        256,
+        "--micro-batch",
+        2,
+        "--strategy",
+    )
+    layouts = {
+        kind: json.loads(phalanx(*words, *kind.split(), "--json").out)["best"]["layout"]["words"]
+        for kind in ("fsdp", "zero", "fsdp --zero-stage 2")
+    }
+    assert layouts["fsdp"].startswith("FSDP")
+    assert layouts["zero"].startswith("ZeRO1 ")
+    assert layouts["fsdp --zero-stage 2"].startswith("ZeRO2 ")
+
+
+def test_the_batch_says_what_was_rounded_and_what_is_implausible():
+    assert (
+        "[rounded to a multiple of 7; --global-batch sets it]"
+        in phalanx("plan", "gpt2", "--gpus", 7, "--gpu", "h100").out
+    )
+    assert "implausible" not in phalanx(*LLAMA).out
+    many = phalanx("plan", "resnet50", "--gpus", 8192, "--gpu", "h100").out
+    assert "[implausible: 524,288 samples per step; ResNet-50 on 4,096 TPUs trained with 65,536. Plan for fewer" in many
+
+
+def test_both_definitions_of_mfu_and_what_the_interval_is():
+    out = phalanx("plan", "llama-7b", "--gpus", 8, "--gpu", "a100").out
+    assert re.search(
+        r"MFU 65\.\d% \(57\.\d% by 6 x parameters x tokens\), HFU 65\.\d% \(nothing of what is recomp", out
+    )
+    assert "by the errors on 9 in 10 published runs that it was fitted to]" in out
+    assert (
+        "fitted to; constants of rtx3090 are assumed]" in phalanx("plan", "gpt2", "--gpus", 1, "--gpu", "rtx-3090").out
+    )
+
+
 def test_a_batch_smaller_than_the_data_ranks_names_the_nearest_that_works():
     answer = phalanx("plan", "resnet50", "--gpus", 16, "--gpu", "h100", "--global-batch", 4)
     assert answer.code == 2
@@ -215,6 +270,10 @@ def test_the_page_is_self_contained(tmp_path):
     assert text.count("<svg") >= 3
     assert "phalanx submit slurm llama" in text
     assert not re.findall(r"(?:src|href)=|https?://|<script", text)
+    colors = {name: color for color, name in re.findall(r"background:(#\w+)\"></i>([a-z ]+) [\d.]", text)}
+    assert colors["communication"] == colors["data communication"]
+    shown = re.findall(r"<figcaption.*?</figcaption>", text)[:2]
+    assert all(len(set(found)) == len(found) for found in (re.findall(r"background:(#\w+)", bar) for bar in shown))
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("Chromium is not installed: apt install chromium")
@@ -285,6 +344,13 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--html", "/nowhere/x.html"), "there is no folder /nowhere"),
         (("torch.nn:Bilinear", "--gpus", 8, "--gpu", "h100"), "torch.nn:Bilinear"),
         (("--calibrate-from", "never"), "never"),
+        (("meta-llama/Llama-3-8B", "--gpus", 8, "--gpu", "h100"), "Hugging Face Hub are not fetched"),
+        (("meta-llama/Llama-3-8B", "--gpus", 8, "--gpu", "h100"), "or a preset such as llama3-8b."),
+        (("my-net/model.py:Net", "--gpus", 8, "--gpu", "h100"), "in the folder my-net: phalanx plan model:Net"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--tokens", "-5B"), "--tokens -5B: expected a number above 0"),
+        (("llama-7b", "--gpus", 3.5, "--gpu", "h100"), "--gpus 3.5: expected a whole number"),
+        (("llama-7b", "--nodes", 1.5, "--gpu", "h100"), "--nodes 1.5: expected a whole number."),
+        (("llama-7b", "--instance", "p5", "--nodes", 2, "--gpus", 8), "2 machines of p5.48xlarge have 16 GPUs"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_write(words, message, tmp_path, monkeypatch):

@@ -152,3 +152,22 @@ def test_presets_work_without_torch():
     code = "import sys; from phalanx.tools.plan.presets import model; model('llama-7b'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gib", "name"),
+    [
+        ("NVIDIA GeForce RTX 3090", 23.69, "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", 23.64, "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", 31.36, "rtx5090"),
+        ("NVIDIA RTX A6000", 47.54, "a6000"),
+        ("NVIDIA L4", 22.03, "l4"),
+        ("NVIDIA A10G", 22.06, "a10g"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("AMD Instinct MI300X", 191.98, "mi300x"),
+        ("NVIDIA RTX 5000 Ada Generation", 31.5, None),
+    ],
+)
+def test_a_driver_name_finds_its_gpu(device, memory_gib, name):
+    found = presets.gpu_of_device(device, memory_gib)
+    assert (found and found.name) == name

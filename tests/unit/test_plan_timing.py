@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from published import Row, megatron, mpt, nemo, nemo_fp8, published, recomputation, table
+from published import Row, ibm_meta, megatron, mpt, nemo, nemo_fp8, published, recomputation, table
 from waiting import plain_python_seconds
 
 from phalanx.errors import PhalanxError
@@ -126,6 +126,22 @@ def test_interval_holds_nine_rows_of_ten():
         low, high = estimate(row.model, row.cluster, row.layout, row.goal).interval
         inside.append(low <= row.seconds <= high)
     assert statistics.fmean(inside) >= 0.9
+
+
+def test_runs_outside_the_fit_err_as_the_docs_say():
+    errors = [
+        estimate(row.model, row.cluster, row.layout, row.goal).step_seconds / row.seconds - 1 for row in ibm_meta()
+    ]
+    assert statistics.fmean(errors) == pytest.approx(0.275, abs=0.01)
+    assert max(errors) == pytest.approx(0.396, abs=0.01)
+
+
+def test_mfu_by_parameters_is_six_operations_per_parameter_and_token():
+    row = next(iter(ibm_meta()))
+    found = estimate(row.model, row.cluster, row.layout, row.goal)
+    per_second = found.tokens_per_second_per_gpu * 6 * row.model.parameters
+    assert found.mfu_of_parameters == pytest.approx(per_second / 312e12)
+    assert found.mfu_of_parameters < found.mfu
 
 
 def test_order_of_layouts_agrees_with_the_measured_one():

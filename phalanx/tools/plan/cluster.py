@@ -7,6 +7,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+FITTED = {
+    "a100": "fitted, docs/planning.md",
+    "h100": "fitted, docs/planning.md",
+    "h200": "those of h100, docs/planning.md",
+    "gh200": "those of h100, docs/planning.md",
+}
+"""Where the shares of peak of a type of GPU come from; those of other types are assumed (data/gpus.toml)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:

@@ -114,6 +114,7 @@ class Estimator:
         self.gpu, intra, inter = presets.parts_of(cluster)
         self.machine = Machine(self.gpu, intra, inter, cluster.gpus_per_node)
         self._forward, self._attention = _forward_flops(model, goal)
+        self._of_parameters = _parameter_share(model, goal, self._forward)
         self._peak = cluster.gpus * (self.gpu.tflops.get(goal.precision, 0.0) * 1e12 or peak(self.gpu, goal.precision))
 
     def memory(self, layout: Layout) -> dict[str, dict[str, float]]:
@@ -147,6 +148,7 @@ class Estimator:
             interval=(low * seconds, high * seconds),
             tokens_per_second_per_gpu=goal.global_batch * per_sample / seconds / self.cluster.gpus,
             mfu=useful / seconds / self._peak,
+            mfu_of_parameters=useful * self._of_parameters / seconds / self._peak,
             hfu=(useful + again) / seconds / self._peak,
             memory_gib=memory,
             reserve_gib=reserve,
@@ -154,6 +156,13 @@ class Estimator:
             hidden=step.hidden,
             memory_limit_gib=self.gpu.memory_gib,
         )
+
+
+def _parameter_share(model: ModelShape | TracedShape, goal: Goal, forward: float) -> float:
+    """Return two operations per active parameter and token, as a share of the forward passes' own."""
+    if isinstance(model, TracedShape) or model.patches:
+        return 1.0
+    return 2.0 * goal.global_batch * goal.seq_len * model.active_parameters / forward
 
 
 def _forward_flops(model: ModelShape | TracedShape, goal: Goal) -> tuple[float, float]:

@@ -120,7 +120,7 @@ def why(case: PlanCase, plan: Plan) -> str:
 
 
 ENGINE_HEAD = ("engine", "runs it", "how, or why not")
-_INSTEAD = {"deepspeed": "fsdp", "horovod": "ddp"}
+_INSTEAD = {"deepspeed": "zero", "horovod": "ddp"}
 """The kind of layout that an engine is limited to."""
 
 

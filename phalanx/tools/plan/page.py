@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from phalanx.tools.plan.plans import Plan
+from phalanx.tools.plan.plans import TIME_PARTS, Plan
 from phalanx.tools.plan.text import PartsBar, Section, gpu_name, seconds, sections, words
 from phalanx.tools.plan.what_if import HEAD, Answer, rows
 from phalanx.tools.svg import COLORS, drawing, html_page
 
 _WIDTH = 860
+_PLACES = {name: place for place, name in enumerate(TIME_PARTS)}
+_PLACES |= {"communication": _PLACES["data_comm"], "parameters": 0, "gradients": 1, "activations": 2, "logits": 3}
+_PLACES["reserve"] = _PLACES["variation"]
+"""The color of each part by its name: what is in memory and in the time of a step has one color."""
 _STYLE = """
 body { max-width: 62rem; } svg { max-width: 100%; height: auto; }
 pre { background: color-mix(in srgb, var(--grid) 50%, transparent); padding: .7rem 1rem; overflow-x: auto; }
@@ -48,9 +52,10 @@ def _parts(section: Section) -> Iterator[str]:
 def _bar(bar: PartsBar) -> str:
     """Return a bar of parts as SVG, with what each color means."""
     drawn, legend, left = [], [], 0.0
-    for color, (name, part) in zip(COLORS, bar.parts.items(), strict=False):
+    for number, (name, part) in enumerate(bar.parts.items()):
         if part <= 0:
             continue
+        color = COLORS[_PLACES.get(name, number)]
         width, label = _WIDTH * part / (bar.whole or 1.0), f"{words(name)} {part:.3g} {bar.unit}"
         place = f'x="{left:.1f}" width="{width:.1f}" height="26"'
         drawn.append(f'<rect {place} fill="{color}"><title>{escape(label)}</title></rect>')

@@ -11,7 +11,7 @@ from phalanx.errors import UsageError
 from phalanx.reliability import DAY, HOUR, Process, best_interval
 from phalanx.reliability import PRESETS as FAILURE_RATES
 from phalanx.tools.plan import presets
-from phalanx.tools.plan.cluster import Cluster, Gpu, Link
+from phalanx.tools.plan.cluster import FITTED, Cluster, Gpu, Link
 from phalanx.tools.plan.estimator import Estimator, check_modes, check_values
 from phalanx.tools.plan.kernels import FP8
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -89,16 +89,21 @@ def batch_words(layout: Layout, goal: Goal) -> str:
     return f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {batches} x {ranks}"
 
 
+def doubt_words(model: ModelShape | TracedShape, goal: Goal) -> str:
+    """Return that no published training has had such a batch, or an empty text."""
+    is_language = isinstance(model, ModelShape) and not model.patches
+    size, (largest, unit, source) = goal.global_batch * (goal.seq_len if is_language else 1), LARGEST[is_language]
+    if size <= largest:
+        return ""
+    return f"[implausible: {size:,} {unit} per step; {source} trained with {largest:,}. Plan for fewer GPUs]"
+
+
+LARGEST = {True: (2**24, "tokens", "Llama 3 405B"), False: (2**16, "samples", "ResNet-50 on 4,096 TPUs")}
+"""Large batches that were published: arXiv 2407.21783 for language models, arXiv 2011.03641 for others."""
 RUNNERS_UP = 5
 MAX_GPUS, MAX_BATCH = 10**6, 10**8
 """Larger values are typos, and the search would not finish."""
 FAILURES = "llama-3"
-FITTED = {
-    "a100": "fitted, docs/planning.md",
-    "h100": "fitted, docs/planning.md",
-    "h200": "those of h100, docs/planning.md",
-}
-"""Where the shares of peak of a type of GPU come from; those of other types are assumed (data/gpus.toml)."""
 RESTART_SECONDS = 300.0
 HOST_COPY_GBPS = 20.0
 """GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
@@ -142,6 +147,7 @@ def make_plan(
         runners_up=_runners_up(found, layout, best, estimator),
         binding=binding(best, layout, found, estimator),
         batch=batch_words(layout, goal),
+        doubt=doubt_words(shape, goal),
         cost=spent,
         reliability=reliability,
         sensitivity=tuple(sensitivity(shape, machines, layout, goal)),
@@ -238,9 +244,8 @@ def assumptions(
     """Return what the numbers rest on, with its origin."""
     gpu, intra, inter = presets.parts_of(cluster)
     peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
-    fitted = (
-        "measured with it" if "measured:" in gpu.name else FITTED.get(gpu.name.split("-")[0], "assumed: --calibrate")
-    )
+    origin = FITTED.get(gpu.name.split("-")[0], "assumed: --calibrate")
+    fitted = "measured with it" if "measured:" in gpu.name else origin
     rows = [
         ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
         ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", fitted),

@@ -187,12 +187,15 @@ class Estimate:
 
     step_seconds: float
     interval: tuple[float, float]
-    """Where the step time is expected with 90% probability, from the errors on published measurements."""
+    """Where the step time lies if the prediction errs as on nine in ten of the published runs that it was fitted to."""
     tokens_per_second_per_gpu: float
     mfu: float
-    """Model FLOPs utilisation: operations of forward and backward without recomputation / (time x peak)."""
+    """Model FLOPs utilisation: operations of forward and backward without recomputation / (time x peak), attention as a
+    full square."""
     hfu: float
     """Hardware FLOPs utilisation: with the operations that are computed again."""
+    mfu_of_parameters: float
+    """The same by 6 x active parameters x tokens: without attention's scores (4 x where only adapters are trained)."""
     memory_gib: dict[str, dict[str, float]]
     """Kind of rank ("all", or "first stage", "middle stage", "last stage") to GiB by part. Together the parts are what
     torch.cuda.max_memory_allocated counts."""
@@ -256,6 +259,8 @@ class Plan:
     """The constraint that limits the step, in words."""
     batch: str = ""
     """The arithmetic of the global batch, in words."""
+    doubt: str = ""
+    """Why a batch of this size may not train, in words; empty: others have trained with as large ones."""
     cost: dict[str, float] = field(default_factory=dict)
     """days, gpu_hours, money (where a price is known), steps."""
     reliability: dict[str, float] = field(default_factory=dict)

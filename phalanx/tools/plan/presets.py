@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.host.files import replace_file
 from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.tools.plan.cluster import Cluster, Gpu, Instance, Link
@@ -81,6 +81,8 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
     `example`: the shape of one sample, for a class: `3x224x224`, `tokens:1024`.
     """
     text = str(name)
+    if ".py:" in text:
+        raise _no_model(text)
     if is_import_path(text):
         from phalanx.tools.plan.trace import trace_import  # imports torch
 
@@ -89,6 +91,8 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
     if text.endswith(".json") or Path(text).is_dir() or "/" in text:
         from phalanx.tools.plan.hf_config import read_config
 
+        if not Path(text).exists():
+            raise _no_model(text)
         return read_config(Path(text))
     found, where, entry = _find("models", text)
     own = {key: value for key, value in entry.items() if key not in TrainNames._fields}
@@ -98,6 +102,22 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
     # `train` has a reference model for decoders of any size, and for a mixture that is a preset.
     ours = shape.causal and shape.outputs is None and (not shape.experts or "recipe" in entry)
     return replace(shape, reference=own.get("reference", ours))
+
+
+def _no_model(text: str) -> UsageError:
+    """Return the error for a path without a file, a name of the Hub, or a file with a class in it."""
+    folder, _, rest = text.rpartition("/")
+    file, colon, name = rest.partition(".py:")
+    if colon:
+        return UsageError(
+            f"model '{text}': a class is named by its module, not by its file",
+            hint=f"Write, in the folder {folder or '.'}: phalanx plan {file}:{name} ...",
+        )
+    close = nearest(rest.lower(), names("models")) or "llama-7b"
+    return UsageError(
+        f"model '{text}': there is no such file or folder, and models of the Hugging Face Hub are not fetched",
+        hint=f"Give a folder with its config.json, or a preset such as {close}.",
+    )
 
 
 def resolve(model_given: object, cluster_given: object) -> tuple[ModelShape | TracedShape, Cluster]:
@@ -254,7 +274,7 @@ def _plain(kind: str, name: str) -> str:
         return name
     lower = name.strip().lower().replace("_", "-")
     if kind == "gpus":
-        lower = lower.removesuffix("gb")  # A100-80GB
+        lower = lower.removesuffix("gb").replace("rtx-", "rtx")  # A100-80GB, RTX-4090
     return _aliases(kind).get(lower, lower)
 
 

@@ -14,7 +14,7 @@ from phalanx.tools.plan.plans import BUDGETS, RECOMPUTE, Goal, Layout, check_rec
 from phalanx.tools.plan.rules import refusal
 from phalanx.world.splits import SCHEDULES
 
-STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
+STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
 ERROR, EFFORT = 0.03, 0.09
 """What each further axis must save: more than the error of the prediction, and on one machine also more than the effort
@@ -35,7 +35,8 @@ class Constraints:
     """What the search may choose from; None and empty: everything."""
 
     strategy: str | None = None
-    """ddp, fsdp, or an axis that must be used: tensor, pipeline, context, expert, 3d."""
+    """ddp, fsdp (all is sharded), zero (any stage), or an axis that must be used: tensor, pipeline, context, expert, 3d
+    (three axes)."""
     max_tensor_parallel: int | None = None
     max_pipeline_parallel: int | None = None
     max_context_parallel: int | None = None
@@ -232,7 +233,7 @@ def _data_axes(
     if layout.cp == 1:
         yield replace(layout, dp_replicate=data, zero_stage=0)
     usual = (1, 3) if layout.pp > 1 else (1, 2, 3)  # a pipeline reduces gradients after its last micro-batch only
-    stages = usual if limits.zero_stage is None else (limits.zero_stage,)
+    stages = _STAGES.get(limits.strategy or "", usual) if limits.zero_stage is None else (limits.zero_stage,)
     if data * layout.cp == 1:
         if layout.replica == 1 and limits.offload != "none":
             yield replace(layout, zero_stage=3, offload="cpu")
@@ -254,9 +255,13 @@ def _schedules(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, schedule=schedule.name, virtual_stages=schedule.stages_per_rank)
 
 
+_STAGES = {"fsdp": (3,)}
+"""The stages of a strategy that was asked for, where zero_stage does not say another."""
 _KINDS: dict[str, Callable[[Layout], bool]] = {
     "ddp": lambda layout: layout.stage == 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
-    "fsdp": lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1,
+    **dict.fromkeys(
+        ("fsdp", "zero"), lambda layout: layout.stage > 0 and layout.tp * layout.pp * layout.cp * layout.ep == 1
+    ),
     "tensor": lambda layout: layout.tp > 1,
     "pipeline": lambda layout: layout.pp > 1,
     "context": lambda layout: layout.cp > 1,

@@ -15,6 +15,7 @@ from phalanx.config.distributed import toml_value
 from phalanx.observe.format import span, table
 from phalanx.recipes import recipe_names
 from phalanx.recipes.imports import is_import_path
+from phalanx.tools.plan.cluster import FITTED
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import Plan
 from phalanx.tools.plan.presets import train_names
@@ -23,7 +24,7 @@ WIDTH = 110
 _BAR = 60
 _BLOCKS = "█▓▒░▚▞▌▖▙▘▐"
 _LETTERS = "#=+*%@o:x~-"
-_MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full square; HFU: with what is recomputed"
+_MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full square; HFU: with recomputed products"
 _SHOWN_REFUSALS = 4
 YOUR_DATA = "./YOUR_DATA"
 _DATA_NOTE = f"{YOUR_DATA} is not planned: a folder of files (tokens: `phalanx data tokenize`), or my_package.data:load"
@@ -121,11 +122,25 @@ def _verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     unit = "samples" if isinstance(plan.model, TracedShape) or plan.model.patches else "tokens"
     speed = f"{found.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
     yield "layout", plan.best.layout.title
-    yield "step", f"{seconds(found.step_seconds)} ({seconds(low)} to {seconds(high)} with 90% probability), {speed}"
-    yield "", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"
+    yield "step", f"{seconds(found.step_seconds)}, {speed}"
+    guess = "" if gpu_name(plan).split("-")[0] in FITTED else f"; constants of {gpu_name(plan)} are assumed"
+    yield (
+        "",
+        f"[{seconds(low)} to {seconds(high)} by the errors on 9 in 10 published runs that it was fitted to{guess}]",
+    )
+    by_parameters = f" ({found.mfu_of_parameters:.1%} by 6 x parameters x tokens)" if unit == "tokens" else ""
+    yield "", f"MFU {found.mfu:.1%}{by_parameters}, HFU {found.hfu:.1%}{_same_hfu(plan)}"
     yield "", f"[{_MFU}]"
     yield "batch", plan.batch
+    yield "", plan.doubt
     yield "training", cost_words(plan) if plan.cost else ""
+
+
+def _same_hfu(plan: Plan) -> str:
+    """Say why HFU is MFU beside recomputation."""
+    assert plan.best is not None
+    again = plan.best.layout.recompute != "none" and plan.best.estimate.hfu == plan.best.estimate.mfu
+    return " (nothing of what is recomputed is a product)" if again else ""
 
 
 def cost_words(plan: Plan) -> str:
