@@ -37,6 +37,18 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
+_MEANINGS = """columns:
+  samples/s      of this rank alone
+  step           seconds per step, of which the next three are parts
+  own work       waiting for data and the forward pass, which wait for no other rank: a rank that is slow shows it here
+  data wait      share of the time in which it waited for its next batch
+  exposed comm.  share in which it waited for the other ranks, where the strategy counts that
+  memory         peak of the device, on the CPU that of the process
+  GPU            its utilization; also GPU memory, power and temp., as nvidia-smi shows them
+  heartbeat      when it last said that it goes on
+The rest of a step is the backward pass, hidden communication, the optimizer and logging; for each of these see
+phalanx report RUN --profile, after phalanx train ... --profile."""
+
 _COLUMNS = {
     "samples_per_second": ("samples/s", rate),
     "step_seconds": ("step", _time),
@@ -54,7 +66,9 @@ _COLUMNS = {
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx top", usage="phalanx top [RUN] [--once] [--json]", description=_HELP)
+    parser = FlagParser(
+        prog="phalanx top", usage="phalanx top [RUN] [--once] [--json]", description=_HELP, epilog=_MEANINGS
+    )
     parser.add_argument("run", nargs="?", metavar="RUN", help="a name, a tag, a folder, or last [the one that runs]")
     parser.add_argument("--once", action="store_true", help="print the table once; also where output is not a terminal")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates [1]")
@@ -127,12 +141,15 @@ def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None
         return [f"{stored.name}: {stored.status}, no rank has given a heartbeat yet"]
     steps, total = max(beat.step for beat in beats.values()), stored.steps[1]
     head = f"{stored.name}: {stored.status}, step {of_total(steps, total)}, {len(beats)} rank{'s' * (len(beats) > 1)}"
+    goes_on = stored.status in _LIVE
+    head += "" if goes_on else ", as in its last steps"
     slowest, ratio = slowest_of(beats), slowness(beats)
     if slowest is not None and ratio is not None:
-        head += f"; rank {slowest} is the slowest: its own work takes {ratio:.2f} times that of the others"
+        words = ("is", "takes") if goes_on else ("was", "took")
+        head += f"; rank {slowest} {words[0]} the slowest: its own work {words[1]} {ratio:.2f} times that of the others"
     head += f"; {note}" if (note := speed_note(stored.ranks_per_gpu)) else ""
     shown = _known_columns(beats)
-    marks = {slowest: "slowest"} if stored.status not in _LIVE else _marks(beats, slowest, now)
+    marks = _marks(beats, slowest, now) if goes_on else {slowest: "slowest"}
     if len(beats) <= _ONE_BY_ONE:
         return [head, "", table([_header(shown), *(_row(rank, beats, shown, now, marks) for rank in beats)])]
     rows = [("", *(_COLUMNS[name][0] for name in shown), "heartbeat")]

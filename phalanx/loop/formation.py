@@ -279,7 +279,7 @@ class Formation(Prepared):
         return restore_snapshot(self, as_path(directory), required=required)
 
     def close(self) -> None:
-        """Release everything and leave the process group, in an order that cannot deadlock."""
+        """Release everything and leave the process group, so that no rank waits for another for ever."""
         self.finish_save()
         self._return_weights()
         self.release()

@@ -1,4 +1,4 @@
-"""A rank's position, device and process group: joined once, left in an order that cannot deadlock."""
+"""A rank's position, device and process group: joined once, and left so that no rank waits for another for ever."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_rank_is_silent_only_while_the_run_goes_on_and_a_restart_has_no_ranks(
     ended = {"event": "run_ended", "time": time.time(), "status": "finished"}
     (path / "events.jsonl").write_text(json.dumps(ended) + "\n")
     shown = top.lines(StoredRun(path), beats, later)
-    assert "seen: finished" in shown[0]
+    assert "seen: finished, step 50, 2 ranks, as in its last steps; rank 0 was the slowest" in shown[0]
     assert "silent" not in shown[2]
 
 
@@ -74,6 +74,12 @@ def test_a_run_without_a_launcher_is_shown_by_its_last_report(tmp_path):
     (path / "events.jsonl").write_text(json.dumps(event.to_dict()) + "\n")
     [rank] = json.loads(phalanx("top", "alone", "--json").out)["ranks"]
     assert (rank["rank"], rank["step"], rank["step_seconds"], rank["memory"]) == (0, 7, 0.5, 2e9)
+
+
+def test_the_help_says_what_each_column_means():
+    out = phalanx("top", "--help").out
+    assert not [name for name, _ in top._COLUMNS.values() if name not in out.partition("columns:")[2]]
+    assert "The rest of a step is the backward pass" in out
 
 
 def test_bad_input_is_answered(tmp_path):

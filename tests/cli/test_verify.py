@@ -87,6 +87,8 @@ def test_a_right_layout_agrees_to_ten_digits(words):
     answer, found = verify(RIGHT, *words)
     assert answer.code == 0, answer.text
     assert "AGREES" in answer.err.splitlines()[-1]
+    assert ": it gives what one process gives (largest difference " in answer.err.splitlines()[-1]
+    assert "Training finished" not in answer.text
     assert found["agrees"]
     assert 0 < max(differences(found).values()) < 1e-10, "ranks add in another order, so not a bit less than rounding"
     assert max(differences(found, 1).values()) > 1e-9, "float32 rounds more"
@@ -160,14 +162,14 @@ def test_a_layout_that_continues_differently_is_found_by_reshard():
 def test_a_run_that_loses_and_gets_ranks_ends_with_the_same_bits():
     answer, found = verify(RIGHT, "--faults", "--strategy", "ring", "--fixed-order", steps=12)
     assert answer.code == 0, answer.text
-    assert "end with the same bits when a rank is killed and the 2 ranks become 1, then 2 again" in answer.err
+    assert "it ends with the same bits when a rank is killed and the 2 ranks become 1, then 2 again" in answer.err
     assert differences(found)["parameters"] == 0.0
 
 
 def test_state_that_a_new_rank_does_not_get_is_found_by_faults():
     answer, _ = verify("x + torch.tanh(self.inner(x)) / self.calls", "--faults", steps=12)
     assert answer.code == 1, answer.text
-    assert "does not end with the same weights, within rounding, when a rank is killed" in answer.err
+    assert "it does not end with the same weights, within rounding, when a rank is killed" in answer.err
 
 
 def test_a_reference_model_is_verified_by_name():

@@ -154,7 +154,8 @@ def test_clocks_that_drift_are_followed(tmp_path):
          "num_workers=2 of 8 cores are used. Raise it: DataLoader(..., num_workers=7)."),
         ({"data": 1, "forward": 20, "backward": 19, "wait": 60}, "communication-bound: 60% of the step waits for "
          "communication, 0% of which is hidden. gradient_accumulation_steps=4"),
-        ({"data": 1, "forward": 60, "backward": 38, "wait": 1}, "compute-bound: 98% of the step computes"),
+        ({"data": 1, "forward": 60, "backward": 38, "wait": 1}, "compute-bound: 98% of the step computes; "
+         "aten::forward takes 60% of it: begin there."),
     ],
 )  # fmt: skip
 def test_verdicts(tmp_path, work, said):

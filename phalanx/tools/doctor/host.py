@@ -50,7 +50,7 @@ def _cpu(machine: HostReader) -> Iterator[CheckResult]:
             "note" if has_gpus else "warning",
             "CPU",
             "no bf16 instructions: bf16 on CPU ranks was seen to be 60 times slower than fp32",
-            "on the CPU: --mixed-precision none",
+            "on the CPU: --no-mixed-precision",
         )
 
 

@@ -165,7 +165,13 @@ def _straggler_bound(found: Analysis, slow: Straggler, share: str) -> str:
 
 def _compute_bound(found: Analysis, shares: dict[str, float]) -> str:
     meta, busy = _meta(found), shares["compute"] + shares["hidden"]
-    advice = "a smaller model or batch_size shortens the step, more ranks share the samples of an epoch"
+    timeline = found.timelines[0]
+    usages = timeline.modules or timeline.operations
+    advice = "no wait is left to remove; more ranks share the samples of an epoch"
+    if usages:
+        name, most = max(usages.items(), key=lambda item: item[1].seconds)
+        share = most.seconds / len(found.steps) / found.step_seconds
+        advice = f"{name} takes {share:.0%} of it: begin there. More ranks share the samples of an epoch"
     if meta["device"] == "cuda" and meta["precision"] == "fp32":
         advice = "mixed_precision='bf16' computes faster"
     elif meta["device"] == "cuda" and not _setting(found, "compile"):

@@ -40,7 +40,7 @@ _AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
 _QUIET_RUN: dict[str, Any] = {
     "epochs": None,
     "log_every_n_steps": 1,
-    "console": "plain",
+    "console": "quiet plain",
     **dict.fromkeys(("tensorboard", "mlflow", "wandb", "profile"), False),
     **dict.fromkeys(("run_dir", "checkpoint_dir", "checkpoint_frequency", "sinks", "metrics_port")),
     "resume_from_checkpoint": False,

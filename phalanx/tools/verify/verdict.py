@@ -269,18 +269,19 @@ def _largest(comparison: Comparison) -> list[str]:
 
 def _closing(verdict: Verdict) -> list[str]:
     if verdict.agrees:
-        found = ", ".join(_how_close(each) for each in verdict.comparisons)
-        return [f"AGREES  {verdict.layout}: does {verdict.claim} ({found})"]
-    lines = [f"DIFFERS  {verdict.layout}: does not {verdict.claim}", *(f"  {problem}" for problem in verdict.problems)]
+        largest = [(max(each.worst.values()), _short(each)) for each in verdict.comparisons]
+        shown = ", ".join(f"{value:.1e} in {name}" for value, name in largest if value)
+        found = f"largest difference {shown}" if shown else "no difference at all"
+        verb, _, rest = verdict.claim.partition(" ")
+        return [f"AGREES  {verdict.layout}: it {verb}{'es' if verb == 'go' else 's'} {rest} ({found})"]
+    lines = [
+        f"DIFFERS  {verdict.layout}: it does not {verdict.claim}",
+        *(f"  {problem}" for problem in verdict.problems),
+    ]
     differing = [comparison for comparison in verdict.comparisons if not comparison.agrees]
     lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in differing]
     first = differing[0].divergence if differing else None
     return [*lines, f"  {_BATCH_NORM}"] if first is not None and first.kind.startswith("BatchNorm") else lines
-
-
-def _how_close(comparison: Comparison) -> str:
-    largest = max(comparison.worst.values())
-    return f"{_short(comparison)} to {largest:.1e}" if largest else "no difference at all"
 
 
 def _short(comparison: Comparison) -> str:
