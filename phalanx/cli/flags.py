@@ -155,8 +155,7 @@ class FlagParser(argparse.ArgumentParser):
             message = f"{number[1]} {number[3]}: expected {kind}."
         names = message.partition("the following arguments are required: ")[2]
         said, example = missing_arguments(self, names) if names else (message, "")
-        raise UsageError(said, hint="
-  ".join([*([example] if example else []), f"See {self.prog} --help"]))
+        raise UsageError(said, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
