@@ -39,7 +39,8 @@ def print_plan(
         return 0
     rows = [("run", what), ("layout", _layout_words(layout))]
     if missing > 0:
-        rows.append(("", f"{missing} of the {layout.ranks_per_node} GPUs of a machine are not here, which a run needs"))
+        needed = layout.ranks_per_node
+        rows.append(("", f"a run needs {needed} GPU{'s' * (needed > 1)} on a machine; this one has {needed - missing}"))
     chosen = estimate.strategy if estimate else config.resolved_strategy
     rows.append(("strategy", f"{chosen} (backend {config.backend})"))
     if estimate is None:

@@ -73,15 +73,7 @@ class TorchTrainer:
         **settings: Unpack[TrainerSettings],
     ) -> None:
         values: dict[str, Any] = dict(settings)
-        if not isinstance(model, torch.nn.Module):
-            raise self._not_a_model(model)
-        if loss_fn is None and training_step is None and _is_lightning(model):
-            raise UsageError(
-                f"model = {type(model).__name__} is a LightningModule: its training_step, configure_optimizers and "
-                "hooks are not called here, and no loss was given",
-                hint="Give loss_fn= and optimizer= (its forward is then used), or training_step=function. "
-                "docs/coming-from.md has both versions of a training.",
-            )
+        _check_model(self, model, has_loss=loss_fn is not None or training_step is not None)
         if isinstance(config, torch.optim.Optimizer):
             if optimizer is not None:
                 raise UsageError(
@@ -103,18 +95,6 @@ class TorchTrainer:
         self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
         self.history: History | None = None
         self._last_data: Any = None
-
-    def _not_a_model(self, given: Any) -> UsageError:
-        name = type(self).__name__
-        if given is None:
-            return UsageError(f"{name} needs a model", hint=f"Write: {name}(model, num_workers=2).fit(train_loader)")
-        if isinstance(given, type) and issubclass(given, nn.Module):
-            return UsageError(
-                f"model = {given.__name__} is the class, not a model", hint=f"Write: {name}({given.__name__}(...), ...)"
-            )
-        is_keras = type(given).__module__.split(".")[0] in ("keras", "tf_keras")
-        hint = self.keras_hint if is_keras else f"Write: {name}(model, ...), where model is your torch.nn.Module."
-        return UsageError(f"model must be a torch.nn.Module; got {type(given).__name__}", hint=hint)
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
@@ -361,7 +341,24 @@ PyTorchDDPTrainer = Trainer
 """The same by another name."""
 
 
-def _is_lightning(model: nn.Module) -> bool:
-    """Say whether a model is a LightningModule of either package, without an import of them."""
-    owners = {kind.__module__.partition(".")[0] for kind in type(model).__mro__ if kind.__name__ == "LightningModule"}
-    return bool(owners & {"lightning", "pytorch_lightning"})
+def _check_model(trainer: TorchTrainer, given: Any, *, has_loss: bool) -> None:
+    """Refuse what is not a model, and a LightningModule whose own steps would silently not be called."""
+    name = type(trainer).__name__
+    if given is None:
+        raise UsageError(f"{name} needs a model", hint=f"Write: {name}(model, num_workers=2).fit(train_loader)")
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise UsageError(
+            f"model = {given.__name__} is the class, not a model", hint=f"Write: {name}({given.__name__}(...), ...)"
+        )
+    if not isinstance(given, nn.Module):
+        is_keras = type(given).__module__.split(".")[0] in ("keras", "tf_keras")
+        hint = trainer.keras_hint if is_keras else f"Write: {name}(model, ...), where model is your torch.nn.Module."
+        raise UsageError(f"model must be a torch.nn.Module; got {type(given).__name__}", hint=hint)
+    owners = {kind.__module__.partition(".")[0] for kind in type(given).__mro__ if kind.__name__ == "LightningModule"}
+    if not has_loss and owners & {"lightning", "pytorch_lightning"}:
+        raise UsageError(
+            f"model = {type(given).__name__} is a LightningModule: its training_step, configure_optimizers and hooks "
+            "are not called here, and no loss was given",
+            hint="Give loss_fn= and optimizer= (its forward is then used), or training_step=function. "
+            "docs/coming-from.md has both versions of a training.",
+        )

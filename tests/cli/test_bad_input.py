@@ -161,7 +161,7 @@ def test_steps_after_profile_are_answered_with_their_word():
 
 def test_one_gpu_that_is_missing_is_one(monkeypatch):
     monkeypatch.setattr("phalanx.cli.train.count_gpus", lambda: 0)
-    message = refused("train", "digits", "--num-gpus", "1", "--dry-run")
+    message = refused("train", "digits", "--num-gpus", "1")
     assert "needs 1 GPU on this machine" in message
     assert "run it on the CPU with --device cpu" in message
 

@@ -18,7 +18,18 @@ from phalanx.config.renamed import NAMES
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-_OWN_FLAGS = {"--script", "--module", "--config", "--toml", "--help", "--preset", "--resume", "--reshard", "--json"}
+_OWN_FLAGS = {
+    "--script",
+    "--module",
+    "--config",
+    "--toml",
+    "--help",
+    "--preset",
+    "--resume",
+    "--reshard",
+    "--json",
+    "--changed",
+}
 _UNDER_LAUNCHER = {
     "raw_ddp.py",
     "own_loop.py",

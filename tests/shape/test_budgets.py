@@ -21,9 +21,9 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 90_500, "core": 57_920}
-FILES = 489
-SETTINGS = 98
+LINES = {"package": 93_400, "core": 59_700}
+FILES = 495
+SETTINGS = 101
 NUMBER_OF_VERBS = 24
 CLASS_LINES = 250
 RANK_MODULES = 137
