@@ -96,12 +96,22 @@ def test_docker_compose_reads_its_file():
     )
 
 
-@pytest.mark.parametrize("file", ["train_single_node.sh", "slurm/train.sbatch"])
+OF_INIT = "phalanx/recipes/project/train.sbatch.in"
+
+
+@pytest.mark.parametrize("file", ["deploy/train_single_node.sh", "deploy/slurm/train.sbatch", OF_INIT])
 def test_shell_scripts_are_sound(file):
-    assert subprocess.run(["bash", "-n", str(DEPLOY / file)]).returncode == 0
+    assert subprocess.run(["bash", "-n", str(ROOT / file)]).returncode == 0
     if shutil.which("shellcheck"):
-        said = subprocess.run(["shellcheck", str(DEPLOY / file)], capture_output=True, text=True)
+        said = subprocess.run(["shellcheck", str(ROOT / file)], capture_output=True, text=True)
         assert said.returncode == 0, said.stdout
+
+
+def test_both_files_for_slurm_give_srun_its_cores_and_go_back_into_the_queue_after_75_alone():
+    for file in ("deploy/slurm/train.sbatch", OF_INIT):
+        text = (ROOT / file).read_text()
+        assert re.search(r'^srun .*--cpus-per-task="\$SLURM_CPUS_PER_TASK" ', text, re.M), file
+        assert re.search(r'^if \[ "\$code" -eq 75 \]; then\n  scontrol requeue "\$SLURM_JOB_ID"\nfi$', text, re.M), file
 
 
 def test_the_single_node_script_trains(tmp_path):

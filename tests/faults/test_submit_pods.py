@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +128,33 @@ def pods(tmp_path):
                 found.kill(index)
             for process in found.running.values():
                 process.wait(10)
+
+
+def test_a_project_of_init_trains_from_what_is_rendered(tmp_path, monkeypatch):
+    """The container's own command, with folders of this test in the place of those of the pod."""
+    monkeypatch.chdir(tmp_path)
+    run = [sys.executable, "-m", "phalanx"]
+    subprocess.run([*run, "init", "net"], check=True, capture_output=True)
+    words = ["recipe.toml", "--num-workers", "1", "--device", "cpu", "--max-steps", "2", "--image", "x:1"]
+    words += ["--directory", str(tmp_path / "work"), "--job-name", "demo", "--render"]
+    said = subprocess.run(
+        [*run, "submit", "kubernetes", *words], cwd=tmp_path / "net", capture_output=True, text=True, check=True
+    )
+    code, job = yaml.safe_load_all(said.stdout)
+    (tmp_path / "code.tar.gz").write_bytes(base64.b64decode(code["binaryData"]["code.tar.gz"]))
+    for name in ("net", "bin", "work"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin/phalanx").write_text(f'#!/bin/sh\nexec {sys.executable} -m phalanx "$@"\n')
+    (tmp_path / "bin/phalanx").chmod(0o755)
+    (*shell, script) = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    script = script.replace("/phalanx-code", str(tmp_path)).replace("/tmp/code", str(tmp_path / "unpacked"))
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*shell, script], cwd=tmp_path / "work", env={**clean_environment(), **path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "work/runs/demo/checkpoints").glob("step-*")), "outside of the copy"
 
 
 @long_proof

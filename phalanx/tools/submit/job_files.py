@@ -227,7 +227,7 @@ def _read_project() -> list[bytes]:
 
 LARGEST = 200 * 2**20
 """Bytes of an archive: more is probably data, which is not shipped."""
-_NEVER = {".git", "__pycache__", ".venv", "venv", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
+_NEVER = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache"}
 
 
 def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
@@ -252,18 +252,23 @@ def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
 
 def _tracked(directory: Path) -> list[Path]:
     """Return the files that git knows or does not ignore; empty where the folder is not one of git."""
-    command = ["git", "-C", str(directory), "ls-files", "-co", "--exclude-standard", "-z"]
+    command = ["git", "-C", str(directory), "ls-files", "-cot", "--exclude-standard", "-z"]
     try:
         found = subprocess.run(command, capture_output=True, check=True).stdout.decode()
     except (OSError, subprocess.CalledProcessError):
         return []
-    paths = [directory / name for name in found.split("\0") if name]
-    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+    names = [entry[2:] for entry in found.split("\0") if entry and (entry[0] != "?" or _is_code(Path(entry[2:])))]
+    return [path for name in names if (path := directory / name).is_file() and not path.is_symlink()]
 
 
 def _walked(directory: Path) -> list[Path]:
-    found = (path for path in directory.rglob("*") if not _NEVER & set(path.relative_to(directory).parts))
-    return sorted(path for path in found if path.is_file() and not path.is_symlink())
+    found = (path for path in directory.rglob("*") if _is_code(path.relative_to(directory)))
+    return [path for path in found if path.is_file() and not path.is_symlink()]
+
+
+def _is_code(path: Path) -> bool:
+    """Whether a file that git does not know belongs to the code: the folder of the runs does not."""
+    return path.parts[0] != "runs" and not _NEVER & set(path.parts)
 
 
 def _packed(directory: Path, files: list[Path]) -> bytes:
