@@ -305,7 +305,8 @@ def _too_few_gpus(config: DistributedConfig, wanted: int, gpus_here: int) -> Usa
     fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
     fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
     total = config.total_ranks or wanted
+    ranks = f"{total} rank{'s' * (total > 1)}"
     return UsageError(
         f"num_workers = {total} on GPUs needs {wanted} on this machine, but {found}.",
-        hint=f"To continue: {fewer}run the same {total} ranks on the CPU with --device cpu (device='cpu' in Python).",
+        hint=f"To continue: {fewer}run the same {ranks} on the CPU with --device cpu (device='cpu' in Python).",
     )
