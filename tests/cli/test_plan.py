@@ -120,7 +120,9 @@ def test_what_the_command_leaves_open_is_said():
     assert "./YOUR_DATA is not planned: " in out
     assert "the recipe gpt compiles on GPUs, which is faster than planned: --compile plans for it" in out
     assert "compiles on GPUs" not in phalanx(*words, "--compile").out
-    assert "how long it trains is not planned: give --tokens" in phalanx(*words, "--lora-rank", 8).out
+    adapters = phalanx(*words, "--lora-rank", 8).out
+    assert "how long it trains is not planned: give --tokens" in adapters
+    assert "--set model.pretrained=FOLDER_OR_RUN" in adapters
 
 
 def test_one_gpu_keeps_states_in_host_memory_where_nothing_else_fits():

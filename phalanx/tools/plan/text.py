@@ -106,6 +106,8 @@ def _notes(plan: Plan, subject: str) -> Iterator[str]:
     yield f"{YOUR_DATA} is not planned: a folder of files (tokens: `phalanx data tokenize`), or my_package.data:load"
     if "max_steps" not in plan.settings:
         yield "how long it trains is not planned: give --tokens, or --samples and --epochs"
+    if "lora_rank" in plan.settings and not Path(subject).exists():
+        yield "adapters change trained weights, which are not planned: --set model.pretrained=FOLDER_OR_RUN"
     recipe = find_recipe(_target(plan, subject)[0])
     if recipe is not None and recipe.gpu_settings.get("compile") and not plan.goal.compile:
         yield f"the recipe {recipe.name} compiles on GPUs, which is faster than planned: --compile plans for it"
