@@ -62,6 +62,7 @@ def test_the_printed_settings_are_accepted_by_train():
         "gpt3-175b --gpus 512 --gpu h100",
         "mixtral-8x7b --gpus 64 --gpu h100",
         "gpt2 --gpus 2 --gpu rtx4090 --fast --memory --tokens 1B",
+        "gpt2-xl --gpus 2 --gpu h100 --precision fp32",
     ],
 )
 def test_the_printed_command_trains_what_was_planned(words, tmp_path, monkeypatch):
@@ -111,6 +112,17 @@ def test_nothing_fits_ends_with_2_and_the_smallest_change():
     found = json.loads(phalanx("plan", "llama-13b", "--gpus", 1, "--gpu", "t4", "--json").out)
     assert found["fits"] is False
     assert found["smallest_change"]
+
+
+def test_what_the_command_leaves_open_is_said():
+    words = ("plan", "gpt2", "--gpus", 1, "--gpu", "h100")
+    out = phalanx(*words).out
+    assert "./YOUR_DATA is not planned: " in out
+    assert "the recipe gpt compiles on GPUs, which is faster than planned: --compile plans for it" in out
+    assert "compiles on GPUs" not in phalanx(*words, "--compile").out
+    adapters = phalanx(*words, "--lora-rank", 8).out
+    assert "how long it trains is not planned: give --tokens" in adapters
+    assert "--set model.pretrained=FOLDER_OR_RUN" in adapters
 
 
 def test_one_gpu_keeps_states_in_host_memory_where_nothing_else_fits():

@@ -195,6 +195,7 @@ def test_settings_leave_defaults_out_and_name_a_stage_where_gradients_must_stay_
         "num_gpus": 8,
         "strategy": "fsdp",
         "batch_size": 2,
+        "mixed_precision": False,
     }
     more = settings_of(layout, Goal(global_batch=64), Cluster(gpu="cpu", gpus=8))
     assert (more["device"], more["num_workers"], more["zero_stage"]) == ("cpu", 8, 3)

@@ -47,7 +47,7 @@ ADAPTER_RATE = 2e-4
 
 
 def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
-    """Return the settings of `phalanx train` for a layout; those with their default value are left out."""
+    """Return the settings of `phalanx train` for a layout; most with their default value are left out."""
     found: dict[str, Any] = {**_resources(cluster), **_sharding(layout, goal)}
     count = layout.accumulation(goal.global_batch)
     if layout.pp > 1:  # a batch is cut into micro-batches by the pipeline, and makes one step
@@ -59,8 +59,7 @@ def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
             found["gradient_accumulation_steps"] = count
     axes = {"tensor_parallel": layout.tp, "context_parallel": layout.cp, "expert_parallel": layout.ep}
     found |= {axis: size for axis, size in axes.items() if size > 1}
-    if goal.precision != "fp32":
-        found["mixed_precision"] = goal.precision
+    found["mixed_precision"] = goal.precision if goal.precision != "fp32" else False  # recipes have bf16 on GPUs
     if layout.recompute != "none":
         found["activation_checkpointing"] = layout.recompute
     if layout.offload != "none":

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.config.distributed import toml_value
 from phalanx.observe.format import span, table
-from phalanx.recipes import recipe_names
+from phalanx.recipes import find_recipe, recipe_names
 from phalanx.recipes.imports import is_import_path
 from phalanx.tools.plan.cluster import FITTED
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -27,8 +27,6 @@ _LETTERS = "#=+*%@o:x~-"
 _MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full square; HFU: with recomputed products"
 _SHOWN_REFUSALS = 4
 YOUR_DATA = "./YOUR_DATA"
-_DATA_NOTE = f"{YOUR_DATA} is not planned: a folder of files (tokens: `phalanx data tokenize`), or my_package.data:load"
-_LENGTH_NOTE = "how long it trains is not planned: give --tokens, or --samples and --epochs"
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,20 @@ def sections(plan: Plan, subject: str, *, whole: bool = False) -> Iterator[Secti
     if plan.reliability:
         yield Section(f"reliability: {reliability_words(plan)}")
     title = "to train it" if plan.cluster.nodes == 1 else "to train it (or another target of `phalanx submit`)"
-    notes = [_DATA_NOTE, *([] if "max_steps" in plan.settings else [_LENGTH_NOTE])]
-    yield Section(title, code=train_command(plan, subject), lines=[f"  {note}" for note in notes])
+    yield Section(title, code=train_command(plan, subject), lines=[f"  {note}" for note in _notes(plan, subject)])
     yield Section("the same as a file for --config", code=settings_toml(plan.settings))
+
+
+def _notes(plan: Plan, subject: str) -> Iterator[str]:
+    """Yield what the printed command leaves open."""
+    yield f"{YOUR_DATA} is not planned: a folder of files (tokens: `phalanx data tokenize`), or my_package.data:load"
+    if "max_steps" not in plan.settings:
+        yield "how long it trains is not planned: give --tokens, or --samples and --epochs"
+    if "lora_rank" in plan.settings and not Path(subject).exists():
+        yield "adapters change trained weights, which are not planned: --set model.pretrained=FOLDER_OR_RUN"
+    recipe = find_recipe(_target(plan, subject)[0])
+    if recipe is not None and recipe.gpu_settings.get("compile") and not plan.goal.compile:
+        yield f"the recipe {recipe.name} compiles on GPUs, which is faster than planned: --compile plans for it"
 
 
 def _subject(plan: Plan) -> str:
