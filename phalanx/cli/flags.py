@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
-from phalanx.cli.mistakes import missing_arguments, unknown_words
+from phalanx.cli.mistakes import explained, unknown_words
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
@@ -148,8 +148,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        names = message.partition("the following arguments are required: ")[2]
-        said, example = missing_arguments(self, names) if names else (message, "")
+        said, example = explained(self, message)
         raise UsageError(said, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
 
     def parse_known_args(  # type: ignore[override]
@@ -281,6 +280,11 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
 
         recipe = with_located_sources(recipe)
     recipe.check()
+    from phalanx.data.sets import check_name as check_data
+    from phalanx.models.registry import check_name as check_model
+
+    check_model(str(recipe.model["name"]))
+    check_data(str(recipe.data["name"]))
     return recipe
 
 
