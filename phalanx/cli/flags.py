@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
-from phalanx.cli.mistakes import missing_arguments, unknown_words
+from phalanx.cli.mistakes import explained, unknown_words
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
@@ -42,7 +42,6 @@ ALSO_ACCEPTED = "also accepted"
 """The title of the aliases, which are shown with all settings only."""
 SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS}, "advanced": AdvancedOptions}
 """The groups of settings, and the options of every engine."""
-_WRONG_NUMBER = re.compile(r"argument (--\S+): invalid (int|float) value: '(.*)'")
 _NEGATIVE = re.compile(r"-\d[\w.]*")
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
@@ -149,12 +148,8 @@ class FlagParser(argparse.ArgumentParser):
         return format_parts(self, shown)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print; wrong numbers in the words of the settings."""
-        if number := _WRONG_NUMBER.fullmatch(message):
-            kind = "a whole number" if number[2] == "int" else "a number"
-            message = f"{number[1]} {number[3]}: expected {kind}."
-        names = message.partition("the following arguments are required: ")[2]
-        said, example = missing_arguments(self, names) if names else (message, "")
+        """Raise what argparse would print."""
+        said, example = explained(self, message)
         raise UsageError(said, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
 
     def parse_known_args(  # type: ignore[override]
@@ -289,6 +284,11 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
 
         recipe = with_located_sources(recipe)
     recipe.check()
+    from phalanx.data.sets import check_name as check_data
+    from phalanx.models.registry import check_name as check_model
+
+    check_model(str(recipe.model["name"]))
+    check_data(str(recipe.data["name"]))
     return recipe
 
 

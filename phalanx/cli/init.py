@@ -43,5 +43,5 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
     print(f"wrote {', '.join(sorted(path.name for path in files))} to {folder}")
-    print("train it with:\n  " + ("" if namespace.name is None else f"cd {folder} && ") + "phalanx train recipe.toml")
+    print("train it with:\n  " + ("" if folder == Path() else f"cd {folder} && ") + "phalanx train recipe.toml")
     return 0

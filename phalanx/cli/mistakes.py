@@ -6,6 +6,7 @@ An option of a recipe's model given as a flag is the one exception: the model's 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -71,8 +72,30 @@ def unknown_verb(word: str, rest: Sequence[str], verbs: Iterable[str]) -> str:
     return f"unknown command '{word}'. Write: phalanx {f'{ours} {shlex.quote(given)}' if given and fits else meant}"
 
 
-def missing_arguments(parser: argparse.ArgumentParser, names: str) -> tuple[str, str]:
-    """Return what is said where required arguments are missing, and a whole command as an example."""
+_PLAIN = {
+    r"expected (?:one|at least one) argument": "{flag} needs a value: {flag} {metavar}",
+    r"invalid int value: '(.*)'": "{flag} {value}: expected a whole number",
+    r"invalid float value: '(.*)'": "{flag} {value}: expected a number",
+    r"not allowed with argument (.*)": "{flag} and {value} exclude each other",
+}
+"""Messages of argparse about one argument, and ours."""
+
+
+def explained(parser: argparse.ArgumentParser, message: str) -> tuple[str, str]:
+    """Return a message of argparse in our words, and a whole command as an example where arguments are missing."""
+    if names := message.partition("the following arguments are required: ")[2]:
+        return _missing_arguments(parser, names)
+    argument, _, said = message.removeprefix("argument ").partition(": ")
+    flag = next((name for name in argument.split("/") if name.startswith("--")), argument)
+    action = parser._option_string_actions.get(flag)
+    for pattern, ours in _PLAIN.items():
+        if match := re.fullmatch(pattern, said):
+            metavar = str(action.metavar if action is not None and action.metavar else "VALUE")
+            return ours.format(flag=flag, value=match[1] if match.groups() else "", metavar=metavar), ""
+    return message, ""
+
+
+def _missing_arguments(parser: argparse.ArgumentParser, names: str) -> tuple[str, str]:
     words, seen = [parser.prog], dict.fromkeys(_EXAMPLES, 0)
     for action in parser._actions:
         if not action.required or action.nargs == "*":
@@ -99,7 +122,8 @@ def unknown_words(
         elif word.startswith("-"):
             found.append(f"unknown flag '{name}'. {_meant_flag(name, given, flags, known)}".rstrip())
         elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
-            found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
+            own = " A script's own arguments go after --." if "script" in flags else ""
+            found.append(f"unexpected argument '{word}'.{own}")
     return found
 
 

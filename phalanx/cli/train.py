@@ -114,6 +114,10 @@ def _run_on_hosts(words: list[str], *, dry: bool) -> int:
 def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> None:
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
         raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
+    if recipe is not None and Path(name := str(recipe.data["name"])).is_absolute():
+        from phalanx.data.sets import check_path  # before the ranks start, which takes seconds
+
+        check_path(Path(name))
     if target is not None:
         target.check()
 

@@ -30,6 +30,8 @@ class ScriptTarget:
     def check(self) -> None:
         """Refuse a path that is not a readable file."""
         path = Path(self.path)
+        if path.is_file() and path.suffix not in ("", ".py", ".pyc"):
+            raise UsageError(f"script '{self.path}' is not a .py file.", hint="Data are given with --data.")
         if path.is_file():
             return
         if path.is_dir():

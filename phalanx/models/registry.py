@@ -63,6 +63,12 @@ def build(name: str, **options: Any) -> nn.Module:
     return model
 
 
+def check_name(name: str) -> None:
+    """Refuse a name that is neither of a reference model, nor an import path, nor a path."""
+    if not is_import_path(name) and not _is_path(name):
+        _find(name)
+
+
 def build_options(name: str) -> list[str]:
     """Return the names of a model's options; empty for the folder of a Hugging Face model."""
     if _is_path(name):

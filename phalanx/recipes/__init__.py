@@ -102,7 +102,7 @@ class Recipe:
             table, _, key = path.partition(".")
             if table not in TABLES or not key:
                 raise UsageError(
-                    f"--set {path}: {unknown_name('table of a recipe', table, TABLES)}",
+                    f"--set {path}: {unknown_name('table', table, TABLES, of='a recipe')}",
                     hint="Write --set model.dropout=0.1, --set data.seq_len=256, or --set batch_size=32.",
                 )
             before = getattr(found, table)

@@ -126,6 +126,40 @@ def test_a_missing_argument_is_answered_with_a_whole_command(words, needs, examp
     assert (first, second) == (f"phalanx: {needs}", f"  For example: {example}")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train digits --epochs", "--epochs needs a value: --epochs N"),
+        ("train digits --set", "--set needs a value: --set KEY=VALUE"),
+        ("ui --port abc", "--port abc: expected a whole number"),
+        ("tune digits --trials abc", "--trials abc: expected a whole number"),
+        ("top --interval x", "--interval x: expected a number"),
+        ("config show --toml --changed", "--changed and --toml exclude each other"),
+        ("runs list digits", "unexpected argument 'digits'."),
+        ("train digits --set modl.x=1", "--set modl.x: unknown table 'modl' of a recipe. Did you mean 'model'?"),
+    ],
+)
+def test_words_of_argparse_are_ours(words, said):
+    assert refused(*words.split()).splitlines()[0].startswith(f"phalanx: {said}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model mpl --data ./rows.csv", "unknown model 'mpl'. Did you mean 'mlp'?"),
+        ("--model mlp --data ./row.csv", "there is no such file. Did you mean 'rows.csv'?"),
+        ("digits --data digts", "unknown data set 'digts'. Did you mean 'digits'?"),
+        ("--script rows.csv", "script 'rows.csv' is not a .py file."),
+    ],
+)
+def test_names_and_files_are_checked_before_ranks_start(tmp_path, words, said):
+    (tmp_path / "rows.csv").write_text("a,label\n1,0\n")
+    message = refused("train", *words.split())
+    assert said in message
+    assert "starting" not in message
+    assert files_under(tmp_path) == {"rows.csv"}
+
+
 def test_verify_alone_says_what_to_verify():
     assert "phalanx verify digits" in refused("verify")
 

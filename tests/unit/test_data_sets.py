@@ -121,7 +121,7 @@ def test_mnist_files(tmp_path, ending):
 def test_mnist_mistakes(tmp_path):
     with pytest.raises(UsageError, match="needs the folder"):
         load("mnist")
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(UsageError, match="does not exist"):
         load("mnist", root=tmp_path / "nowhere")
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
     write_idx(labels, (5,))
@@ -164,7 +164,7 @@ def test_image_folder(tmp_path):
 
 
 def test_image_folder_mistakes(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(UsageError, match="does not exist"):
         load("imagefolder", root=tmp_path / "nowhere")
     (tmp_path / "cat").mkdir()
     with pytest.raises(DataError, match="holds no images in class folders"):

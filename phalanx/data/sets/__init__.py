@@ -49,19 +49,31 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
         raise UsageError(unknown_name("split", split, _SPLITS))
     if is_import_path(name):
         return load_splits(name, **options)[_SPLITS.index(split)]
+    check_name(name)
     if name in _DATASETS:
         make, what = _function(name), f"data set '{name}'"
-    elif Path(name).is_absolute() or Path(name).exists():
-        make, options, what = _function(_kind_of(Path(name))), {"root": name, **options}, f"data '{name}'"
-    elif Path(name).suffix:
-        near = nearest(Path(name).name, [path.name for path in Path(name).parent.glob("*")])
-        raise UsageError(f"data = '{name}': there is no such file{f'. Did you mean {near!r}?' if near else ''}")
     else:
-        raise UsageError(
-            unknown_name("data set", name, _DATASETS),
-            hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
-        )
+        make, options, what = _function(_kind_of(Path(name))), {"root": name, **options}, f"data '{name}'"
     return call_with(make, options, what, split=split)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is neither of a built-in data set, nor an import path, nor a path."""
+    if is_import_path(name) or name in _DATASETS or Path(name).is_absolute() or Path(name).exists():
+        return
+    if Path(name).suffix:
+        check_path(Path(name))
+    raise UsageError(
+        unknown_name("data set", name, _DATASETS),
+        hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
+    )
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path at which there is nothing, with the nearest one beside it."""
+    if not path.exists():
+        near = nearest(path.name, [each.name for each in path.parent.glob("*")])
+        raise UsageError(f"data = '{path}': there is no such file{f'. Did you mean {near!r}?' if near else ''}")
 
 
 def takes(name: str, option: str) -> bool:

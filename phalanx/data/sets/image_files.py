@@ -37,7 +37,7 @@ def import_pillow() -> Any:
 def list_classes(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     """Return the sorted names of the folders in `root`, which are the classes, and the images in them with labels."""
     if not root.is_dir():
-        raise DataError(f"the folder {root} does not exist.", hint="Give the folder that holds one folder a class.")
+        raise UsageError(f"the folder {root} does not exist.", hint="Give the folder that holds one folder per class.")
     classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     samples = [
         (file, label)

@@ -89,8 +89,10 @@ def _find(folder: Path, stem: str, kind: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    reason = "has no" if folder.is_dir() else "does not exist; it should hold"
-    raise DataError(f"{folder} {reason} {candidates[0].name} or {candidates[1].name}.")
+    names = f"{candidates[0].name} or {candidates[1].name}"
+    if not folder.is_dir():
+        raise UsageError(f"the folder {folder} does not exist; it should hold {names}")
+    raise DataError(f"{folder} has no {names}.")
 
 
 def _read_bytes(path: Path) -> bytes:
