@@ -361,7 +361,7 @@ def test_a_hugging_face_config(tmp_path):
         (("my-net/model.py:Net", "--gpus", 8, "--gpu", "h100"), "in the folder my-net: phalanx plan model:Net"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--tokens", "-5B"), "--tokens -5B: expected a number above 0"),
         (("llama-7b", "--gpus", 3.5, "--gpu", "h100"), "--gpus 3.5: expected a whole number"),
-        (("llama-7b", "--nodes", 1.5, "--gpu", "h100"), "--nodes 1.5: expected a whole number."),
+        (("llama-7b", "--nodes", 1.5, "--gpu", "h100"), "--nodes 1.5: expected a whole number"),
         (("llama-7b", "--instance", "p5", "--nodes", 2, "--gpus", 8), "2 machines of p5.48xlarge have 16 GPUs"),
     ],
 )
