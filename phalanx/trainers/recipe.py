@@ -271,7 +271,7 @@ def _bare_parts(recipe: Recipe, data_dir: str | None, without_storage: bool) -> 
         made = make(name, **model)
         data["seq_len"] = min(_longest_input(made), _LONGEST_OF_FOLDER)
     train, val = _both_splits(data)
-    classes = len(train.classes) if hasattr(train, "classes") and "classes" in build_options(name) else None
+    classes = _class_count(train) if "classes" in build_options(name) else None
     if classes is not None and "classes" not in model:  # known only from the user's files
         model["classes"], made = classes, None
     if name in names():
@@ -292,13 +292,19 @@ def _longest_input(model: Any) -> int:
     return getattr(config, "seq_len", None) or getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
+def _class_count(train: Any) -> int | None:
+    """Return how many classes data have, which names or a number of them tell."""
+    classes = getattr(train, "classes", None)
+    return classes if classes is None or isinstance(classes, int) else len(classes)
+
+
 def _end_sizes(options: list[str], train: Any) -> dict[str, int]:
     """Return the sizes of a perceptron's ends that the first sample or the names of the classes tell."""
     sample = train[0] if "in_features" in options and hasattr(train, "__getitem__") and len(train) else None
     if not isinstance(sample, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in sample[:2]):
         return {}
     inputs, target = sample[:2]
-    ends = len(train.classes) if hasattr(train, "classes") else target.numel() if target.is_floating_point() else 0
+    ends = _class_count(train) or (target.numel() if target.is_floating_point() else 0)
     return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
 
 
