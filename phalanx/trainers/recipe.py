@@ -296,7 +296,9 @@ def _end_sizes(options: list[str], train: Any) -> dict[str, int]:
     if not isinstance(sample, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in sample[:2]):
         return {}
     inputs, target = sample[:2]
-    ends = len(train.classes) if hasattr(train, "classes") else target.numel() if target.is_floating_point() else 0
+    classes = getattr(train, "classes", ())
+    named = classes if isinstance(classes, int) else len(classes)
+    ends = target.numel() if target.is_floating_point() else named
     return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
 
 
