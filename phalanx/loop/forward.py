@@ -80,9 +80,11 @@ class Forward:
                 f"the loss is a tensor of shape {list(loss.shape)}, not one number",
                 hint="Return the mean over the batch: reduction='mean' in torch's losses.",
             )
+        alone = isinstance(batch, torch.Tensor)  # [X, y] is a list of two batches
         raise ModelError(
             "no loss was found in what the model returned" if loss is None else f"the loss is a {type(loss).__name__}",
-            hint="Give loss_fn=lambda output, target: ... that returns a scalar, or let the model return its loss.",
+            hint="Give loss_fn=lambda output, target: ... that returns a scalar, or let the model return its loss."
+            + f"\n  A batch is {shape_text(batch)} without a target: give TensorDataset(inputs, targets)." * alone,
         )
 
 

@@ -304,7 +304,7 @@ def _end_sizes(options: list[str], train: Any) -> dict[str, int]:
     if not isinstance(sample, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in sample[:2]):
         return {}
     inputs, target = sample[:2]
-    ends = _class_count(train) or (target.numel() if target.is_floating_point() else 0)
+    ends = target.numel() if target.is_floating_point() else _class_count(train)
     return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
 
 

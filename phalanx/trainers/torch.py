@@ -16,9 +16,9 @@ from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import local_path
-from phalanx.config.renamed import ENV_PREFIX
+from phalanx.config.renamed import ENV_PREFIX, NAMES
 from phalanx.engine import engine_of
-from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
+from phalanx.errors import PhalanxError, PreemptedError, UsageError, nearest, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
 from phalanx.loop.metrics import LossFn, Metric, find_loss
@@ -83,6 +83,9 @@ class TorchTrainer:
             optimizer, config = config, None
         if isinstance(optimizer, str):  # a name is the config's field of the same name
             values["optimizer"], optimizer = optimizer, None
+        for name in values.keys() - NAMES.keys():
+            if close := nearest(name, _OF_CONSTRUCTOR, 0.8):
+                raise UsageError(f"unknown argument '{name}' of {type(self).__name__}. Did you mean '{close}'?")
         self.model = model
         self.config = self._configure(config, values)
         self.loss_fn = find_loss(loss_fn)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, finish, phalanx, start
 
+from phalanx.cli.config import parser as config_parser
 from phalanx.cli.parsers import PARSERS
 from phalanx.cli.plan import parser as plan_parser
 from phalanx.cli.strategies import parser as strategies_parser
@@ -111,7 +112,7 @@ def test_the_console_session_is_what_the_program_says(command, expected, folder)
 
 
 def test_every_flag_that_the_docs_use_exists():
-    parsers = [make() for make in (*PARSERS.values(), plan_parser, strategies_parser)]
+    parsers = [make() for make in (*PARSERS.values(), config_parser, plan_parser, strategies_parser)]
     of_verbs = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     known = _OWN_FLAGS | of_verbs | {f"--{no}{name.replace('_', '-')}" for name in NAMES for no in ("", "no-")}
     for page in PAGES:

@@ -191,6 +191,8 @@ def test_a_perceptron_takes_its_sizes_from_the_rows(tmp_path):
         layers = recipe_parts(recipe, None)[0].layers
         sizes[name] = layers[1].in_features, layers[-1].out_features
     assert sizes == {"rows": (2, 2), "numbers": (1, 1)}
+    drawn = Recipe("drawn", "", {"name": "synthetic", "shape": [3], "classes": 4}, {"name": "mlp"})
+    assert recipe_parts(drawn, None)[0].layers[-1].out_features == 4
     loss = implied_loss(torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 3.0]))
     assert loss == 0.5
 

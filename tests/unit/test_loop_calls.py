@@ -397,6 +397,13 @@ def test_fit_says_where_callbacks_and_losses_belong():
         trainer(nn.Linear(3, 2)).fit((torch.randn(12, 3), torch.arange(12) % 2), callbacks=[])
 
 
+def test_a_list_of_two_tensors_and_a_misspelt_argument_are_answered():
+    with pytest.raises(ModelError, match=r"A batch is float32 \[12, 3\] without a target: give TensorDataset"):
+        trainer(nn.Linear(3, 2), max_steps=1).fit([torch.randn(12, 3), torch.arange(12) % 2])
+    with pytest.raises(UsageError, match=r"unknown argument 'callback' of Trainer. Did you mean 'callbacks'"):
+        trainer(nn.Linear(3, 2), callback=[])
+
+
 def test_weights_that_are_not_there_are_answered_with_the_nearest_file(tmp_path):
     (tmp_path / "net.pt").touch()
     with pytest.raises(CheckpointError, match=r"neither a file nor a checkpoint directory\n  Did you mean '.*net.pt'?"):
