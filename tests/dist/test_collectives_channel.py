@@ -156,7 +156,7 @@ def test_a_lost_peer_is_named(ranks):
 
 def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:
     """Four ranks on three emulated hosts with unknown switches."""
-    from phalanx.comm import exchange as exchanges
+    from phalanx.comm.collectives import hierarchical as exchanges
     from phalanx.comm.collectives import topology
     from phalanx.comm.collectives.topology import LinkMatrix
 
