@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.recipes.imports import unknown_option
+from phalanx.recipes.imports import check_number, unknown_option
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,8 +45,9 @@ def from_preset(model: str, presets: Mapping[str, Config], preset: str, changes:
     """Return the config `preset` of a model with some of its fields changed."""
     if preset not in presets:
         raise UsageError(unknown_name("preset", preset, presets, of=f"model '{model}'"))
-    fields = [field.name for field in dataclasses.fields(presets[preset])]
+    fields = {field.name: field.type for field in dataclasses.fields(presets[preset])}
     for change in changes:
         if change not in fields:
             raise unknown_option(f"model '{model}'", change, ["preset", *fields])
+        check_number(f"model '{model}'", change, changes[change], fields[change])
     return dataclasses.replace(presets[preset], **changes)

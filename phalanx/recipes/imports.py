@@ -121,6 +121,13 @@ def unknown_option(what: str, given: str, allowed: Sequence[str]) -> UsageError:
     return UsageError(unknown_name("option", given, allowed, of=what))
 
 
+def check_number(what: str, option: str, value: Any, kind: Any) -> None:
+    """Refuse a text for an option whose annotation, a type or its name, is that of a number."""
+    expected = {"int": "a whole number", "float": "a number"}.get(str(getattr(kind, "__name__", kind)))
+    if expected and isinstance(value, str):
+        raise UsageError(f"{what}: {option} = {value!r}: expected {expected}")
+
+
 def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, **fixed: Any) -> Any:
     """Call a function with options by keyword; unknown and missing ones are reported with the nearest name.
 
@@ -140,6 +147,7 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, *
             if not named:
                 raise UsageError(f"{what} takes no options; got '{option}'")
             raise unknown_option(what, option, named)
+        check_number(what, option, options[option], getattr(parameters.get(option), "annotation", None))
     missing = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in options]
     if missing:
         raise UsageError(f"{what} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 
@@ -198,3 +199,16 @@ def test_a_folder_of_a_model_gives_its_tokenizer_to_texts_and_bytes_are_refused(
     with pytest.raises(UsageError, match=r"read as bytes, and the model in .*folder knows") as caught:
         recipe_parts(bare, None)
     assert f"data.tokenizer={folder}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("convnet", {"width": "abc"}, "model 'convnet': width = 'abc': expected a whole number"),
+        ("convnet", {"dropout": "high"}, "model 'convnet': dropout = 'high': expected a number"),
+        ("gpt", {"layers": "x"}, "model 'gpt': layers = 'x': expected a whole number"),
+    ],
+)
+def test_a_text_for_a_number_is_refused_before_torch_sees_it(name, options, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        build(name, **options)
