@@ -153,7 +153,8 @@ def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
 
     try:
         named = find_recipe(recipe)
-        return f"model.{name}" if named is not None and name in build_options(str(named.model["name"])) else ""
+        close = None if named is None else nearest(name, build_options(str(named.model["name"])), 0.75)
+        return f"model.{close}" if close else ""
     except PhalanxError:  # of the recipe, which is reported where it is used
         return ""
 

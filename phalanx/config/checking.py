@@ -16,6 +16,7 @@ from phalanx.config.renamed import NAMES, REMOVED, count_ranks, join_words, remo
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
+from phalanx.errors import nearest
 
 _RULES = (
     rules.sharding,
@@ -30,6 +31,7 @@ _RULES = (
 )
 """In this order, after those of the engines: a rule does not run where an earlier one found a field wrong that it
 needs."""
+_OF_TRAINERS = ("loss_fn", "scheduler", "training_step", "metrics", "callbacks", "augment", "hooks")
 _RANGE = re.compile(r"\d+:\d+")
 
 
@@ -104,4 +106,6 @@ def unknown_field(name: str, given: Any = None) -> str:
     if close in REMOVED:
         return f"unknown setting '{name}'. {removed(close, close, given)}"
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
+    if own := nearest(name, _OF_TRAINERS, 0.8):
+        guess = f" '{own}' is an argument of the trainer itself: Trainer(model, {own}=...)."
     return f"unknown setting '{name}'.{guess}"

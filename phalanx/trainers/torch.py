@@ -16,9 +16,9 @@ from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import local_path
-from phalanx.config.renamed import ENV_PREFIX, NAMES
+from phalanx.config.renamed import ENV_PREFIX
 from phalanx.engine import engine_of
-from phalanx.errors import PhalanxError, PreemptedError, UsageError, nearest, unknown_name
+from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
 from phalanx.loop.metrics import LossFn, Metric, find_loss
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from phalanx.trainers.rate_finder import RateSweep
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
-_OF_CONSTRUCTOR = {"loss_fn", "scheduler", "training_step", "metrics", "callbacks", "augment", "hooks", "model"}
 _REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
 """Evaluation and prediction report to no tracker and serve no port: a run that trains may hold it."""
 
@@ -83,9 +82,6 @@ class TorchTrainer:
             optimizer, config = config, None
         if isinstance(optimizer, str):  # a name is the config's field of the same name
             values["optimizer"], optimizer = optimizer, None
-        for name in values.keys() - NAMES.keys():
-            if close := nearest(name, _OF_CONSTRUCTOR, 0.8):
-                raise UsageError(f"unknown argument '{name}' of {type(self).__name__}. Did you mean '{close}'?")
         self.model = model
         self.config = self._configure(config, values)
         self.loss_fn = find_loss(loss_fn)
@@ -138,11 +134,6 @@ class TorchTrainer:
     def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
         __tracebackhide__ = True
-        if own := sorted(_OF_CONSTRUCTOR & settings.keys()):
-            raise UsageError(
-                f"fit takes data and settings; {own[0]} belongs to the trainer",
-                hint=f"Write: {type(self).__name__}(model, {own[0]}=...).fit(data)",
-            )
         config = self.config.replace(**settings) if settings else self.config
         config.refuse_unused(settings)
         config = config.settled

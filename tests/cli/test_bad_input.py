@@ -167,6 +167,7 @@ def test_verify_alone_says_what_to_verify():
 def test_an_option_of_the_model_as_a_flag_is_answered_with_set():
     assert "'--dropout'. Write: --set model.dropout=0.3\n" in refused("train", "digits", "--dropout", "0.3")
     assert "'--model.width'. Write: --set model.width=3\n" in refused("train", "digits", "--model.width", "3")
+    assert "'--n-layer'. Write: --set model.layers=3\n" in refused("train", "gpt", "--n-layer", "3")
     message = refused("resume", "digits", "--model.width", "3")
     assert "A run keeps its model and data; a new one takes it: phalanx train RECIPE --set model.width=3" in message
 

@@ -29,6 +29,8 @@ def test_the_environment_is_torchruns(launch_script):
     run = launch_script(source, threads_per_rank=1, env={"ADDED": "yes"}, run_id="job7")
     assert run.console.lines == [(0, "0 0 2 2 0 1 0 2 default 127.0.0.1 0 0 job7 True 1 yes")]
     assert run.log(1).split()[:3] == ["1", "1", "2"]
+    ids = {LaunchSpec(target=ModuleTarget("json"), ranks_per_node=1, log_dir=run.log_dir).run_id for _ in range(2)}
+    assert len(ids) == 2, "a run without an id of the user's gets one of its own"
 
 
 def test_the_console_shows_rank_zero_only_and_each_rank_has_a_log(launch_script):
