@@ -113,8 +113,8 @@ def test_options_reach_the_loss_and_the_augmentation(images):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"augment.crops": 3}, "augment.*'crops'.*crop"),
-        ({"loss.smoothing": 0.1}, "loss 'cross_entropy'.*'smoothing'"),
+        ({"augment.crops": 3}, "'crops'.*augment.*crop"),
+        ({"loss.smoothing": 0.1}, "'smoothing'.*loss 'cross_entropy'"),
         ({"loss.name": "cross"}, "loss 'cross'"),
         ({"augment.name": "nowhere:augment"}, "nowhere"),
     ],

@@ -137,7 +137,7 @@ def test_pairs_are_rows_of_files_or_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tasks": ["sortt"]}, "task of drawn pairs 'sortt'.*Did you mean 'sort'"),
+        ({"tasks": ["sortt"]}, "task 'sortt' of drawn pairs.*Did you mean 'sort'"),
         ({"seq_len": 1}, "seq_len = 1"),
         ({"tokenizer": "somewhere"}, "tokenizer is for texts of your own"),
     ],
@@ -155,7 +155,7 @@ def test_wrong_options_of_spans_and_files_without_the_columns(tmp_path):
     with pytest.raises(UsageError, match="tokens for hidden spans, and the tokenizer has 125"):
         made(seq_len=2300)
     (tmp_path / "rows.csv").write_text("inputs,target\na,b\n")
-    with pytest.raises(UsageError, match=r"column of .*rows.csv 'input'.*Did you mean 'inputs'"):
+    with pytest.raises(UsageError, match=r"column 'input' of .*rows.csv.*Did you mean 'inputs'"):
         pairs(root=tmp_path / "rows.csv")
     (tmp_path / "text.txt").write_text("nothing")
     with pytest.raises(DataError, match="holds no table files"):

@@ -79,7 +79,7 @@ def test_the_loss_of_an_answer_is_the_mean_of_its_first_and_last_token():
 
 
 def test_wrong_tasks_and_long_texts_are_refused():
-    with pytest.raises(ModelError, match=r"task of a BERT 'mlmm'.*Did you mean 'mlm'"):
+    with pytest.raises(ModelError, match=r"task 'mlmm' of a BERT.*Did you mean 'mlm'"):
         build("bert", task="mlmm")
     with pytest.raises(ModelError, match="a sequence of 65 tokens given to a BERT of seq_len=64"):
         build("bert")(torch.zeros(1, 65, dtype=torch.long))

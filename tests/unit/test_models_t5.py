@@ -125,7 +125,7 @@ def test_the_bias_of_a_distance_is_that_of_its_bucket_and_no_large_table_is_kept
 def test_a_text_alone_and_an_unknown_activation_are_refused():
     with pytest.raises(ModelError, match="a T5 needs what is to be written"):
         build("t5")(torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(ModelError, match=r"activation of a T5 'rellu'.*Did you mean 'relu'"):
+    with pytest.raises(ModelError, match=r"activation 'rellu' of a T5.*Did you mean 'relu'"):
         build("t5", activation="rellu")
 
 
