@@ -219,6 +219,9 @@ def open_run(
         # A label's number is that of the training data, also where a file lacks some of the labels.
         recipe = replace(recipe, data={**recipe.data, "class_names": run.classes})
     if run.recipe is not None and named:
+        columns = {name: value for name, value in run.recipe.data.items() if name in ("inputs", "target", "text")}
+        if all(takes(str(recipe.data["name"]), name) for name in columns):  # another table of the same kind
+            recipe = replace(recipe, data={**columns, **recipe.data})
         # Other texts are cut into the tokens that the model knows.
         recipe = replace(recipe, data=with_tokenizer(recipe.data, tokenizer_of(run.recipe, own_dir)))
     if data is not None and not is_import_path(data):

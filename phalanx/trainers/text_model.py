@@ -15,8 +15,8 @@ from torch import nn
 
 from phalanx.config.fields import T5_END, T5_PAD
 from phalanx.data.sets.chat_template import Messages, read_template
-from phalanx.data.sets.files import read_tokenizer
 from phalanx.data.sets.masked import byte_sentinels
+from phalanx.data.sets.tables import read_tokenizer
 from phalanx.errors import UsageError
 from phalanx.models.contract import WrapsModel, implements
 from phalanx.models.decoder import Decoder

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from phalanx.data.sets import load, load_splits
-from phalanx.errors import DataError, UsageError
+from phalanx.data.sets.files import files
+from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.loop.forward import implied_loss
 from phalanx.models import build
 from phalanx.recipes import Recipe
@@ -228,3 +229,26 @@ def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
     assert int(rows[1]["labels"]) == 0
     with pytest.raises(UsageError, match="cannot be read"):
         load(str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "nope"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (["a,b,answer", *["1.0,2.0,yes"] * 20], "columns of texts would be left out: answer"),
+        (["a,b,label", *["1.0,2.0,1"] * 20, "x,2.0,1"], "row 21 of .* holds 'x' in the column 'a'"),
+        (["a,b,label", *["1.0,2.0,yes"] * 20, "1.0,2.0,"], "row 21 of .* has no value in the column 'label'"),
+        (["a,b,label", *["1.0,2.0,yes"] * 20, "1.0,,yes"], "row 21 of .* has no value in the column 'b'"),
+    ],
+)
+def test_a_table_with_a_wrong_cell_or_an_unknown_target_is_refused(tmp_path, rows, says):
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+    with pytest.raises(PhalanxError, match=says):
+        list(files("train", tmp_path / "rows.csv", val_fraction=0.01))
+
+
+def test_data_to_predict_may_lack_the_target_and_have_names(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text("name,a,b\nfirst,1.0,2.0\n")
+    rows = files("train", tmp_path / "rows.csv", target="answer", val_fraction=0)
+    assert rows[0].tolist() == [1.0, 2.0]

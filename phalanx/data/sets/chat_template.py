@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.data.sets.files import VOCABULARY, read_tokenizer
+from phalanx.data.sets.tables import VOCABULARY, read_tokenizer
 from phalanx.errors import DataError, UsageError
 
 Messages = list[dict[str, Any]]

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets.files import VOCABULARY
 from phalanx.data.sets.pieces import TextPieces
+from phalanx.data.sets.tables import VOCABULARY
 from phalanx.errors import DataError, UsageError
 
 

@@ -15,12 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.image_files import IMAGE_ENDINGS
 from phalanx.data.sets.imagefolder import ImageFolder
-from phalanx.errors import DataError, UsageError, unknown_name
+from phalanx.data.sets.tables import (
+    TARGETS,
+    VOCABULARY,
+    TableDataset,
+    check_columns,
+    classes_of,
+    read_table,
+    read_tokenizer,
+)
+from phalanx.errors import DataError, UsageError
 
 _KINDS = {
     ".parquet": "parquet",
@@ -36,7 +45,6 @@ _KINDS = {
 """The reader of each ending, by its name in the library datasets."""
 _TABLES = ("parquet", "arrow", "json", "csv")
 _VALIDATION = ("val", "valid", "dev", "test")
-_TARGETS = ("label", "labels", "target", "class", "cls", "y")
 
 
 def files(
@@ -71,17 +79,22 @@ def files(
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
-    table = _read_table(kind, chosen)
+    table = read_table(kind, chosen)
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
     if text is not None and target is None and inputs is None:
-        _check_columns(table, [text], path)
+        check_columns(table, [text], path)
         return _windows(_tokens("\n".join(table[text]), tokenizer), seq_len, part, val_fraction, tokenizer)
-    target = target or next((name for name in _TARGETS if name in table.column_names), None)
+    needs_target = val_fraction > 0  # what is named for evaluate or predict is not split, and may lack a target
+    if target is None or (not needs_target and target not in table.column_names):
+        target = next((name for name in TARGETS if name in table.column_names), None)
     training = of_split(path, found, "train")[0]
     classes = list(class_names or ())
     if target and class_names is None:
-        classes = _classes(kind, training, table, target, of_texts=text is not None)
-    rows = TableDataset(table, path, inputs, target, classes, tokenizer=tokenizer, text=text, length=seq_len)
+        classes = classes_of(kind, training, table, target, of_texts=text is not None)
+    columns = (inputs, target, classes)
+    rows = TableDataset(
+        table, path, *columns, tokenizer=tokenizer, text=text, length=seq_len, needs_target=needs_target
+    )
     return _held_out(rows, part, val_fraction)
 
 
@@ -92,8 +105,8 @@ def rows_of(root: str | Path, split: str, columns: Sequence[str], val_fraction: 
     if kind in ("images", "text", "webdataset"):
         raise DataError(f"{path} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
     chosen, part = of_split(path, found, split)
-    table = _read_table(kind, chosen)
-    _check_columns(table, columns, path)
+    table = read_table(kind, chosen)
+    check_columns(table, columns, path)
     return _held_out(table, part, val_fraction)
 
 
@@ -178,36 +191,6 @@ def _windows(tokens: torch.Tensor, seq_len: int, part: str | None, fraction: flo
     return windows
 
 
-def read_tokenizer(folder: str) -> Any:
-    """Return the Hugging Face tokenizer in a folder."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UsageError("tokenizer needs transformers", hint="Run: pip install transformers") from None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"tokenizer = '{folder}' cannot be read: {str(error).splitlines()[0]}",
-            hint="Give a local folder with tokenizer.json, as transformers' save_pretrained writes it.",
-        ) from None
-
-
-def _read_table(kind: str, chosen: list[Path]) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise UsageError(
-            f"reading {chosen[0].suffix} files needs the library datasets", hint="Run: pip install 'phalanx[data]'"
-        ) from None
-    datasets.disable_progress_bars()
-    options = {"sep": "\t"} if chosen[0].suffix == ".tsv" else {}
-    try:
-        return datasets.load_dataset(kind, data_files=[str(file) for file in chosen], split="train", **options)
-    except Exception as error:  # each format has its own errors
-        raise DataError(f"{chosen[0]} cannot be read as {kind}: {error.__cause__ or error}") from error
-
-
 def read_rows(root: str | Path | None, split: str, fraction: float) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of one split of the tables (jsonl, json, parquet, ...) at a path, each with its number."""
     if root is None:
@@ -217,124 +200,10 @@ def read_rows(root: str | Path | None, split: str, fraction: float) -> list[tupl
     if kind not in _TABLES:
         raise DataError(f"{path} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected.")
     chosen, part = of_split(path, found, split)
-    table = _read_table(kind, chosen)
+    table = read_table(kind, chosen)
     numbers = held_out(len(table), part, fraction)
     return list(enumerate(table) if numbers is None else zip(numbers, table.select(numbers), strict=True))
 
-
-def _check_columns(table: Any, names: Sequence[str], path: Path) -> None:
-    for name in names:
-        if name not in table.column_names:
-            raise UsageError(unknown_name("column", name, table.column_names, of=str(path)))
-
-
-def _is_text(feature: Any) -> bool:
-    return getattr(feature, "dtype", "") in ("string", "large_string")
-
-
-def _classes(kind: str, training: list[Path], table: Any, target: str, *, of_texts: bool) -> list[str]:
-    """Return the names of labels that are texts, as the training files have them; empty for numbers.
-
-    `of_texts`: whole numbers are labels, too, since what is said of a text is a class.
-    """
-    feature = table.features.get(target)
-    if hasattr(feature, "names"):
-        return list(feature.names)
-    if of_texts and getattr(feature, "dtype", "").startswith(("int", "uint")):
-        return [str(number) for number in range(max(_read_table(kind, training)[target]) + 1)]
-    if not _is_text(feature):
-        return []
-    return sorted(set(_read_table(kind, training)[target]))
-
-
-class TableDataset(Dataset[Any]):
-    """Rows of a table as (inputs, target), or as dicts for a Hugging Face model."""
-
-    deterministic = True
-
-    def __init__(
-        self,
-        table: Any,
-        path: Path,
-        inputs: str | Sequence[str] | None,
-        target: str | None,
-        classes: list[str],
-        *,
-        tokenizer: str | None,
-        text: str | None,
-        length: int,
-    ) -> None:
-        self._table = table
-        self._target = target
-        if classes:
-            self.classes = classes
-        self._labels = {name: number for number, name in enumerate(classes)}
-        own: Any = read_tokenizer(tokenizer) if tokenizer else None
-        self._tokenizer = own if own is not None else byte_tokenizer if text else None
-        if self._tokenizer is not None:
-            self.vocab_size = VOCABULARY + 1 if own is None else len(own)
-        self._length = length
-        if inputs is not None:
-            self._inputs = [inputs] if isinstance(inputs, str) else list(inputs)
-        else:
-            self._inputs = [text] if text else self._default_inputs()
-        _check_columns(table, [*self._inputs, *([target] if target else [])], path)
-        if not self._inputs:
-            raise UsageError(
-                f"{path} has no column of numbers for inputs; its columns: {', '.join(table.column_names)}",
-                hint='Name them: --set data.inputs=\'["a", "b"]\' --set data.target=label',
-            )
-
-    def _default_inputs(self) -> list[str]:
-        features = {name: kind for name, kind in self._table.features.items() if name != self._target}
-        if self._tokenizer is not None:
-            return [name for name, kind in features.items() if _is_text(kind)][:1]
-        return [name for name, kind in features.items() if not _is_text(kind)]
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Any:
-        row = self._table[index]
-        label = None if self._target is None else self._label(row[self._target])
-        if self._tokenizer is not None:
-            encoded = self._tokenizer(
-                row[self._inputs[0]], truncation=True, padding="max_length", max_length=self._length
-            )
-            found = {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
-            return found if label is None else {**found, "labels": label}
-        values = [_as_tensor(row[name]) for name in self._inputs]
-        stacked = values[0] if len(values) == 1 else torch.stack([value.float() for value in values], dim=-1)
-        return stacked if label is None else (stacked, label)
-
-    def _label(self, value: Any) -> torch.Tensor:
-        if isinstance(value, str):
-            if value not in self._labels:
-                raise DataError(f"the label {value!r} is in the validation data, but not in the training data.")
-            return torch.tensor(self._labels[value])
-        return _as_tensor(value)
-
-
-def byte_tokenizer(text: str, *, max_length: int, **_: Any) -> dict[str, list[int]]:
-    """Return a text as a tokenizer of transformers does: the token after all bytes, then its first bytes, padded."""
-    tokens = [VOCABULARY, *text.encode("utf-8", errors="replace")][:max_length]
-    padding = [0] * (max_length - len(tokens))
-    return {"input_ids": tokens + padding, "attention_mask": [1] * len(tokens) + padding}
-
-
-def _as_tensor(value: Any) -> torch.Tensor:
-    """Return a value of a table; images as float32 [channels, height, width] from 0 to 1."""
-    if hasattr(value, "convert"):  # a PIL image
-        return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).float() / 255
-    try:
-        found = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a column holds {value!r}, which is not a number: {error}.") from error
-    return found.float() if found.is_floating_point() else found
-
-
-VOCABULARY = 256
-"""One token a byte."""
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _VALIDATION_EVERY = 10

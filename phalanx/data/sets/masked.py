@@ -15,7 +15,8 @@ from torch import Tensor
 
 from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets.files import VOCABULARY, files, read_tokenizer, text
+from phalanx.data.sets.files import files, text
+from phalanx.data.sets.tables import VOCABULARY, read_tokenizer
 from phalanx.errors import DataError, UsageError
 
 _MASKED, _RANDOM = 0.8, 0.1

@@ -18,8 +18,9 @@ from torch.utils.data import Subset
 from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.chats import counted_rows
-from phalanx.data.sets.files import read_tokenizer, rows_of
+from phalanx.data.sets.files import rows_of
 from phalanx.data.sets.masked import byte_sentinels, check_t5
+from phalanx.data.sets.tables import read_tokenizer
 from phalanx.errors import DataError, UsageError, unknown_name
 
 TASKS = ("copy", "sort")

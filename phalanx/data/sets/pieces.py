@@ -7,11 +7,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.data.sets import files
+from phalanx.data.sets import tables
 from phalanx.data.sets.token_shards import TOKENIZER, read_tokenizer
 from phalanx.errors import DataError
 
-BYTES_AND_ONE = files.VOCABULARY + 1
+BYTES_AND_ONE = tables.VOCABULARY + 1
 """The bytes, and one more token: the mask of masked texts; here it begins a text, and separates two of them."""
 _NAMES = {"begin": ("[CLS]", "<s>"), "separator": ("[SEP]", "</s>"), "padding": ("[PAD]", "<pad>")}
 
@@ -67,7 +67,7 @@ def _opened(path: Path) -> Any:
     """Return a tokenizer of the library tokenizers that neither cuts nor pads."""
     file = path / TOKENIZER if path.is_dir() else path
     # A folder of an older transformers has a vocabulary alone.
-    found = read_tokenizer(file) if file.is_file() else files.read_tokenizer(str(path)).backend_tokenizer
+    found = read_tokenizer(file) if file.is_file() else tables.read_tokenizer(str(path)).backend_tokenizer
     found.no_truncation()
     found.no_padding()
     return found
