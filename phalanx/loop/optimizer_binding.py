@@ -104,9 +104,11 @@ class OwnSchedule:
         self.scheduler = scheduler
         self._position = position
         self._first = _progress(scheduler)
+        self._applied: int | None = None
 
     def apply(self, step: int) -> None:
         """Step the scheduler until it has reached the run's position (steps count from 0)."""
+        self._applied = step
         while _progress(self.scheduler) < self._first + self._position(step):
             with warnings.catch_warnings():  # torch looks for its own wrapper of optimizer.step, which was replaced
                 warnings.filterwarnings("ignore", message=".*(optimizer|lr_scheduler)", category=UserWarning)
@@ -123,7 +125,10 @@ class OwnSchedule:
         """Do nothing: the user's scheduler does not depend on the length of the run."""
 
     def put_back(self, *, only_scheduled: bool = False) -> None:
-        """Do nothing: the user's scheduler has set the rates, and continues from them."""
+        """Step as after the last step, where the run ends: the next one continues from there, as in a torch loop."""
+        if only_scheduled and self._applied is not None:
+            self.apply(self._applied + 1)
+            self._applied = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the scheduler was when the run began; the scheduler itself is saved among the prepared ones."""

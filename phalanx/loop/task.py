@@ -119,6 +119,11 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         from phalanx.loop.training_step import check_training_step  # few tasks have one
 
         check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
+        if task.val is not None and type(task.model).forward is nn.Module.forward:
+            raise UsageError(
+                f"{type(task.model).__name__} has no forward, by which validation data are evaluated",
+                hint="Write a forward in it, with loss_fn= or metrics=, or leave the validation data out.",
+            )
     elif isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
     _check_optimizer(task, config)
@@ -163,6 +168,14 @@ def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
         raise UsageError(
             f"optimizer = a dict of {len(given)} optimizers, and no training_step(step, batch) that steps them",
             hint="Write training_step=..., or give one optimizer with several groups of parameters.",
+        )
+    unused = [name for name in ("learning_rate", "weight_decay", "momentum") if name in config.given()]
+    if isinstance(given, torch.optim.Optimizer) and unused:
+        name = type(given).__name__
+        warnings.warn(
+            f"{unused[0]} = {getattr(config, unused[0])!r} has no effect on the {name} that was given: set it there, "
+            f"or name the optimizer: optimizer='{name.lower()}'",
+            stacklevel=4,
         )
     kind = given if inspect.isclass(given) else type(given)
     if hasattr(kind, "step"):

@@ -108,11 +108,19 @@ def test_a_scheduler_of_torch_is_stepped_once_per_epoch_and_kept_in_checkpoints(
     assert [epoch.learning_rate for epoch in whole.epochs] == pytest.approx(rates_by_hand(5))
     part = trainer(epochs=3, checkpoint_dir="b")
     part.fit(make_data())
-    assert part.scheduler.last_epoch == part.config.epochs - 1
+    assert part.scheduler.last_epoch == part.config.epochs, "as in a loop of torch, stepped after the last epoch too"
     resumed = trainer(epochs=5, checkpoint_dir="b", resume_from_checkpoint=True).fit(make_data())
     assert [(e.learning_rate, e.train_loss) for e in resumed.epochs] == [
         (e.learning_rate, e.train_loss) for e in whole.epochs
     ]
+
+
+def test_a_scheduler_goes_on_over_several_short_fits():
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    trainer = make_trainer(model, optimizer=optimizer, scheduler=warmed_up(optimizer), num_workers=2, epochs=1)
+    rates = [trainer.fit(make_data()).epochs[-1].learning_rate for _ in range(5)]
+    assert rates == pytest.approx(rates_by_hand(5))
 
 
 def test_a_function_makes_a_scheduler_that_is_stepped_with_every_step():
@@ -434,3 +442,10 @@ def test_a_misspelt_setting_is_answered_with_the_right_one():
 def test_an_error_in_a_rank_reaches_the_caller_with_its_cause():
     with pytest.raises(Exception, match=r"rank \d .*raised ValueError: no loss today"):
         make_trainer(loss_fn=failing_loss).fit(make_data())
+
+
+def test_a_rate_beside_an_optimizer_with_its_own_is_named():
+    model = make_model()
+    trainer = make_trainer(model, optimizer=make_sgd(model.parameters()), learning_rate=0.7, epochs=1)
+    with pytest.warns(UserWarning, match=r"learning_rate = 0\.7 has no effect on the SGD that was given"):
+        trainer.fit(make_data())

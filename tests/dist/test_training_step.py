@@ -206,3 +206,18 @@ def test_what_cannot_be_stepped_is_refused_with_what_to_write(tmp_path, monkeypa
         assert text in str(caught.value), (text, str(caught.value))
     with pytest.raises(UsageError, match="no training_step"):
         phalanx.PyTorchDDPTrainer(model=whole, optimizer=optimizers(whole)).fit(rows())
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(2, 1)
+
+
+def test_validation_data_need_a_forward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = Bare()
+    given = {"critic": torch.optim.SGD(model.parameters(), 0.1)}
+    trainer = phalanx.Trainer(model, optimizer=given, training_step=gan_step, batch_size=8)
+    with pytest.raises(UsageError, match="Bare has no forward, by which validation data are evaluated"):
+        trainer.fit(rows(), rows())
