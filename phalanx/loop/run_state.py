@@ -37,6 +37,7 @@ def loop_state(loop: Any) -> dict[str, Any]:
         "evaluation": loop.evaluation.state_dict(),
         "callbacks": loop.hooks.state_dict(),
         "classes": loop.task.classes,
+        "columns": loop.task.columns,
         **control,
     }
 

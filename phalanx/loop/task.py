@@ -45,9 +45,15 @@ class TrainTask:
     """The user's own step, `function(TrainingStep, batch) -> loss`; `optimizer` is then a dict by parts."""
     classes: list[str] = field(default_factory=list)
     """The names of the labels, where the training data have some: checkpoints keep them."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The names of a table's inputs and target, where the training data are one: kept likewise."""
 
     def __post_init__(self) -> None:
         self.classes = self.classes or class_names(self.train)
+        data = self.train
+        while data is not None and not self.columns:  # of a loader or subset: that of the data set inside
+            found, data = getattr(data, "columns", None), getattr(data, "dataset", None)
+            self.columns = found if isinstance(found, dict) and found.keys() <= {"inputs", "target"} else {}
 
 
 def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:

@@ -220,6 +220,7 @@ def open_run(
         recipe = replace(recipe, data={**recipe.data, "class_names": run.classes})
     if run.recipe is not None and named:
         columns = {name: value for name, value in run.recipe.data.items() if name in ("inputs", "target", "text")}
+        columns |= read_manifest(run.checkpoint).shared.get("values", {}).get("columns", {})
         if all(takes(str(recipe.data["name"]), name) for name in columns):  # another table of the same kind
             recipe = replace(recipe, data={**columns, **recipe.data})
         # Other texts are cut into the tokens that the model knows.

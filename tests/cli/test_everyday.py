@@ -80,6 +80,23 @@ def test_predictions_have_the_names_of_the_labels_and_are_counted(inside, tmp_pa
     assert [row["name"] for row in document["rows"]] == ["yes"] * 5
 
 
+def test_columns_are_taken_by_their_names_and_not_by_their_places(inside, tmp_path):
+    with Path("new.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in rows[0] if name != "label"]
+    turned, other = tmp_path / "turned.csv", tmp_path / "other.csv"
+    for path, columns in ((turned, names[::-1]), (other, [*names[1:], "id"])):
+        lines = [",".join(str(row.get(name, 7)) for name in columns) for row in rows]
+        path.write_text("\n".join([",".join(columns), *lines]) + "\n")
+    expected = phalanx("predict", "names", "--data", "new.csv", "--json", *FAST).out
+    assert json.loads(phalanx("predict", "names", "--data", turned, "--json", *FAST).out)["rows"] == (
+        json.loads(expected)["rows"]
+    )
+    refused = phalanx("predict", "names", "--data", other, *FAST)
+    assert refused.code == 2
+    assert f"unknown column '{names[0]}' of {other}" in refused.err
+
+
 def test_a_file_with_one_of_the_labels_is_measured_by_the_numbers_of_the_training_data(inside):
     answer = phalanx("evaluate", "names", "--data", "new.csv", "--json", *FAST)
     assert json.loads(answer.out)["metrics"]["accuracy"] == 1

@@ -129,6 +129,12 @@ class TableDataset(Dataset[Any]):
                 hint='Name them: --set data.inputs=\'["a", "b"]\' --set data.target=label',
             )
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What other tables for the same model must have, by name; none for texts, which have their own option."""
+        named = {"inputs": self._inputs, "target": self._target} if self._tokenizer is None else {}
+        return {name: value for name, value in named.items() if value is not None}
+
     def _default_inputs(self) -> list[str]:
         features = {name: kind for name, kind in self._table.features.items() if name != self._target}
         if self._tokenizer is not None:
