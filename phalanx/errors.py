@@ -118,6 +118,8 @@ class RankFailedError(PhalanxError):
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
+        self.partial_result: object = None
+        """What was trained before, where a rank that held all of it could still send it."""
 
 
 class ForkServerDiedError(PhalanxError):

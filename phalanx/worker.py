@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ def run_job_file(payload: str) -> None:
     job = load()
     if isinstance(job, Job):
         job.renew = load
-    result = job.run()
+    try:
+        result = job.run()
+    except Exception as error:
+        if (partial := getattr(error, "partial_result", None)) is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks after the first that failed
+            write_result(partial, path.parent)
+        raise
     env = read_rank_env()
     if env is None or env.local_rank == 0:
         write_result(result, path.parent)

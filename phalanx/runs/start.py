@@ -196,6 +196,10 @@ def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None =
                 raise
             result.stopped = result.stopped or errors.PreemptedError(str(stop) or "stopped by Ctrl-C at the end")
             return result
+        except errors.RankFailedError as error:
+            if (folder / RESULT_NAME).exists():
+                error.partial_result = read_result(folder)
+            raise
         may_have_none = spec.starter is None and spec.elastic is not None and spec.num_nodes > 1
         return read_result(folder, may_have_none=may_have_none)
 

@@ -101,26 +101,48 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         else:
             result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
         return_weights = job.action == "fit" and not in_place
-        if return_weights:
-            from phalanx.trainers.weights import whole_state, whole_weights
         by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
-        if return_weights and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
-            result.weights = whole_weights(job.task.model, keep=keep)
-            result.trained = {name: p.requires_grad for name, p in job.task.model.named_parameters()}
-            # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
-            if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, (torch.optim.Optimizer, Mapping)):
-                names = list(job.task.optimizer) if isinstance(job.task.optimizer, Mapping) else [""]
-                for name, optimizer in zip(names, formation.optimizers, strict=True):
-                    groups = named_groups(getattr(job.task.model, name) if name else job.task.model, optimizer)
-                    state = whole_state(optimizer.state_dict(), keep=keep)
-                    result.optimizers.append({"state": state, "groups": groups})
+        if return_weights and not by_engine:
+            _take_trained(result, formation, job.task, keep=keep)
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
+        from phalanx.trainers.weights import whole_state, whole_weights
+
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
             state = whole_state(job.task.optimizer.state_dict(), keep=keep)
             result.optimizers.append({"state": state, "groups": []})
     return result
+
+
+def _take_trained(result: JobResult, formation: Formation, task: TrainTask, *, keep: bool) -> None:
+    """Put the weights and the states of the user's optimizers into the result.
+
+    All ranks call this, for sharded tensors are gathered from all of them; `keep`: whether this one keeps them.
+    """
+    from phalanx.trainers.weights import whole_state, whole_weights
+
+    result.weights = whole_weights(task.model, keep=keep)
+    result.trained = {name: p.requires_grad for name, p in task.model.named_parameters()}
+    # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
+    if formation.world.mesh.pp == 1 and isinstance(task.optimizer, (torch.optim.Optimizer, Mapping)):
+        names = list(task.optimizer) if isinstance(task.optimizer, Mapping) else [""]
+        for name, optimizer in zip(names, formation.optimizers, strict=True):
+            groups = named_groups(getattr(task.model, name) if name else task.model, optimizer)
+            state = whole_state(optimizer.state_dict(), keep=keep)
+            result.optimizers.append({"state": state, "groups": groups})
+
+
+def _trained_until(error: BaseException, formation: Formation, job: Job, loop: TrainLoop) -> None:
+    """Attach what was trained to an error, where this rank alone holds all of it: other ranks may be gone."""
+    config, mesh = job.config, formation.world.mesh
+    apart = config.facts.shards or config.facts.has_servers or config.zero_stage or config.expert_parallel > 1
+    if apart or formation.strategy.owns_step or mesh.dp_size < mesh.world_size or formation.world.env.local_rank != 0:
+        return
+    loop.history.status = "failed"
+    partial = JobResult(history=loop.history, ended=f"after step {loop.step}, {came_back(job.task)}")
+    _take_trained(partial, formation, job.task, keep=True)
+    error.partial_result = partial  # type: ignore[attr-defined]  # the worker sends it
 
 
 def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
@@ -171,6 +193,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             last = loop.saving.last_path
             kept = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
             error.add_note(f"after step {loop.step}, {came_back(job.task)}, and {kept}")
+        elif job.gives_back and loop is not None and loop.step:
+            _trained_until(error, formation, job, loop)
         if formation.is_main and not _is_given(job):
             _note_failure(job, run_dir, error)
         if error is not original:

@@ -274,12 +274,16 @@ class TorchTrainer:
                 raise
             end_record(run_dir, "interrupted")
             discard_unused(config, run_dir)
-            raise KeyboardInterrupt(f"{BY_CTRL_C}, before the ranks had a result; {_nothing_came(run_dir)}") from None
+            raise KeyboardInterrupt(f"{BY_CTRL_C}, before the ranks had a result; {_what_came(run_dir)}") from None
         except PhalanxError as error:
             if run_dir is not None:
                 discard_unused(config, run_dir, error)
+                partial = getattr(error, "partial_result", None)
+                if isinstance(partial, JobResult):
+                    _take_back(self, partial)
+                    self.history = partial.history
                 if run_dir.is_dir():
-                    error.add_note(_nothing_came(run_dir))
+                    error.add_note(_what_came(run_dir, "" if partial is None else partial.ended))
             raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
         if run_dir is not None and config.fast_dev_run:
             discard_unused(config, run_dir)
@@ -311,13 +315,13 @@ def _check_left(config: DistributedConfig) -> None:
         check_left(config)
 
 
-def _nothing_came(run_dir: Path) -> str:
-    """Say what the caller has after a fit whose ranks returned nothing."""
+def _what_came(run_dir: Path, trained: str = "") -> str:
+    """Say what the caller has after a fit that failed; `trained`: what came back."""
     from phalanx.runs.stored import StoredRun  # the parent's side, after a failure
 
     last = StoredRun(run_dir).checkpoints[-1:]
     kept = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
-    return f"the model is as it was before fit, and {kept}"
+    return f"{trained or 'the model is as it was before fit'}, and {kept}"
 
 
 class Trainer(TorchTrainer):

@@ -166,8 +166,25 @@ def test_an_error_on_one_rank_says_what_the_caller_has():
     assert int(trainer.optimizer.state[trainer.model.weight]["step"]) == 20
 
 
-def test_an_error_on_ranks_says_what_the_caller_has():
-    trainer = trainer_of(2, callbacks=[Raises()], checkpoint_frequency="5 steps")
+def test_an_error_of_all_ranks_gives_back_what_was_trained():
+    trainer = trainer_of(2, callbacks=[Raises()])
+    with pytest.raises(PhalanxError, match="of the user") as failed:
+        trainer.fit(DATA, epochs=5)
+    start = "after step 20, what was trained is in the model and the optimizer"
+    assert failed.value.__notes__ == [f"{start}, and no checkpoint was saved"]
+    assert int(trainer.optimizer.state[trainer.model.weight]["step"]) == 20
+    assert trainer.history is not None
+    assert trainer.history.status == "failed"
+
+
+class RaisesOnOne(Raises):
+    def on_step_end(self, trainer, info) -> None:
+        if not trainer.formation.is_main:
+            super().on_step_end(trainer, info)
+
+
+def test_an_error_of_a_rank_without_the_main_one_says_what_the_caller_has():
+    trainer = trainer_of(2, callbacks=[RaisesOnOne()], checkpoint_frequency="5 steps", strategy="fsdp")
     before = trainer.model.weight.detach().clone()
     with pytest.raises(PhalanxError, match="of the user") as failed:
         trainer.fit(DATA, epochs=5)
