@@ -234,7 +234,7 @@ _SECRETS = (
     *(".env", ".env.*", ".netrc", ".ssh", ".aws", ".kube", ".gnupg"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key"),
 )
-"""Files and folders that are not shipped even where git has them: whoever sees the job would read them."""
+"""Files and folders that are not shipped even where git has them: others may see the job."""
 _OUTPUTS = ("*.onnx", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "*.html")
 """What commands write: no part of the code unless git has it."""
 
