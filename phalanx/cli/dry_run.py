@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from phalanx.tools.plan.auto import RunNeeds
     from phalanx.world.mesh import JobLayout
 
+_MANY_EPOCHS = 1000
+"""More are probably max_steps for other data."""
+
 
 def print_plan(
     recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what: str, *, missing: int, as_json: bool
@@ -82,6 +85,18 @@ def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) ->
         ("model", f"{estimate.model}, {estimate.parameters:,} parameters{trained}"),
         ("batch", batch),
         ("steps", steps),
+        *(("", note) for note in _unusual(estimate)),
         ("memory", f"about {size(sum(estimate.memory), binary=True)} per rank{where}: {parts}"),
         ("", f"about {size(estimate.peak, binary=True)} at the peak, with activations and buffers"),
     ]
+
+
+def _unusual(estimate: RunNeeds) -> list[str]:
+    """Return what is probably not meant: a batch of more than the data, or very many epochs."""
+    found = []
+    samples, batch, steps = estimate.samples, estimate.global_batch, estimate.steps_per_epoch
+    if samples and batch and batch > samples:
+        found.append(f"the global batch of {batch:,} is larger than the data of {samples:,} samples")
+    if steps and estimate.steps and (epochs := estimate.steps / steps) > _MANY_EPOCHS:
+        found.append(f"these are {epochs:,.0f} epochs: every sample is seen as often")
+    return found

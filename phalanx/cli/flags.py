@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
-from phalanx.cli.mistakes import explained, unknown_words
+from phalanx.cli.mistakes import OLD_VERBS, explained, unknown_words
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
@@ -211,6 +211,8 @@ def take_action(words: list[str], verb: str, actions: Mapping[str, Any], form: s
     """Take the action off the words after a verb; `form`: what follows `phalanx VERB` in a right command."""
     action = words.pop(0) if words and not words[0].startswith("-") else ""
     if action not in actions:
+        if now := OLD_VERBS.get(f"{verb} {action}"):
+            raise UsageError(f"'{verb} {action}' is now: {now}")
         given = unknown_name("action", action, actions, of=f"phalanx {verb}") if action else f"{verb} needs an action"
         raise UsageError(given, hint=f"Write: phalanx {verb} {form}, with one of {', '.join(actions)}")
     return action

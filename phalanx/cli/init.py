@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
 
-_HELP = "Write a small project (model, data, recipe, test, Slurm file) that trains at once."
+_HELP = "Write a small project (model, data, recipe, test, Slurm file, .gitignore) that trains at once."
 
 
 def parser() -> FlagParser:
@@ -30,7 +30,9 @@ def run(arguments: Sequence[str]) -> int:
             f"'{name}' is not a name for a project", hint="Use letters, digits, - and _: phalanx init my-net"
         )
     parts = [part for part in resources.files("phalanx.recipes").joinpath("project").iterdir() if part.is_file()]
-    files = {folder / part.name.removesuffix(".in"): part for part in parts}
+    # setuptools packs no names that begin with a dot. A project's own .gitignore stays as it is.
+    files = {folder / part.name.removesuffix(".in").replace("dot-", "."): part for part in parts}
+    files = {path: part for path, part in files.items() if path.name != ".gitignore" or not path.exists()}
     existing = sorted(path.name for path in files if path.exists())
     if existing:
         raise UsageError(

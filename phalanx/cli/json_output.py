@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.option import check_folder
 from phalanx.errors import UsageError, unknown_name
 
 
@@ -44,8 +45,7 @@ def check_output(path: Path, flag: str, endings: tuple[str, ...] = (), *, force:
     if endings and path.suffix not in endings:
         ending = unknown_name("ending", path.suffix or "(none)", endings)
         raise UsageError(f"{flag} {path}: {ending}", hint=f"Write: {flag} {path.with_suffix(endings[0])}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{flag} {path}: there is no folder {path.parent}", hint=f"Make it: mkdir -p {path.parent}")
+    check_folder(f"{flag} {path}", path)
     if path.exists() and not force:
         raise UsageError(f"{flag} {path}: it exists already", hint="Name another one, or add --force to replace it.")
 

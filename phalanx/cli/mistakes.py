@@ -18,6 +18,7 @@ from phalanx.recipes import TABLES, find_recipe
 OLD_VERBS = {
     "cancel": "phalanx runs stop RUN",
     "chaos": "phalanx verify RECIPE --faults N",
+    "ckpt verify": "phalanx ckpt check PATH",
     "completion": 'eval "$(register-python-argcomplete phalanx)"',
     "logs": "phalanx runs logs RUN",
     "nccl-env": "phalanx doctor --nccl-env KIND",
@@ -26,7 +27,7 @@ OLD_VERBS = {
     "status": "phalanx runs show RUN",
     "trace": "phalanx report RUN --profile",
 }
-"""What to write instead of verbs that were renamed."""
+"""What to write instead of verbs and actions that were renamed."""
 
 _VERBS_ELSEWHERE = {
     "train --script FILE": "run launch torchrun",

@@ -272,7 +272,9 @@ def _tag(namespace: argparse.Namespace) -> None:
 
 
 def _note(namespace: argparse.Namespace) -> None:
-    note_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.note)
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    note_run(run, namespace.note)
+    print(f"note of {run.name}: {namespace.note.strip() or '(removed)'}")
 
 
 def _logs(namespace: argparse.Namespace) -> None:

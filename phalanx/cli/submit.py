@@ -33,7 +33,7 @@ from phalanx.tools.submit.job import (
     records,
     write_record,
 )
-from phalanx.tools.submit.job_files import archive, check_ship, check_uv, local_files
+from phalanx.tools.submit.job_files import archive, archive_line, check_ship, check_uv, local_files
 from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
@@ -266,6 +266,9 @@ def hand_over(
     check_uv(target)
     check_ship(target, job)
     files = target.render(job)
+    if target.options.ship == "archive":
+        comment = "# " * (namespace.render or namespace.dry_run)  # beside files that someone may redirect with it
+        print(comment + archive_line(Path.cwd(), job.files), file=sys.stderr)
     if namespace.render:
         print("\n".join(_with_names(files)))
         return 0

@@ -176,6 +176,12 @@ def local_path(given: str | Path) -> Path:
     return Path(given)
 
 
+def check_folder(given: str, path: Path) -> None:
+    """Refuse to write a file in a folder that does not exist; `given`: the call or flag that names it."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{given}: there is no folder {path.parent}", hint=f"Make it: mkdir -p {path.parent}")
+
+
 def _is_a(value: Any, kind: str) -> bool:
     match kind:
         case "None":

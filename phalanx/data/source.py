@@ -58,10 +58,11 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
     """Recognise a DataLoader, a map-style or iterable data set, (inputs, targets), or an iterable of batches."""
     if isinstance(given, DataLoader):
         return _read_loader(given, notes)
-    if isinstance(given, torch.Tensor):
+    if isinstance(given, (torch.Tensor, np.ndarray)):
+        kind = "a tensor" if isinstance(given, torch.Tensor) else "an array"
         raise DataError(
-            f"a tensor of shape {list(given.shape)} is not a data set.",
-            hint="Write torch.utils.data.TensorDataset(inputs, targets).",
+            f"{kind} of shape {list(given.shape)} is not a data set.",
+            hint="Write fit((inputs, targets)), or torch.utils.data.TensorDataset(inputs, targets).",
         )
     if isinstance(given, tuple) and _are_columns(given):
         given = TensorDataset(*map(torch.as_tensor, given))

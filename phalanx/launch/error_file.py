@@ -94,7 +94,12 @@ def _cut_library_frames(summary: traceback.TracebackException | None) -> None:
         return
     kept = list(
         itertools.dropwhile(
-            lambda frame: frame.filename.startswith(_PACKAGE) or is_launchers(frame.filename), summary.stack
+            lambda frame: (
+                frame.filename.startswith(_PACKAGE)
+                or is_launchers(frame.filename)
+                or frame.filename.endswith("torch/utils/_contextlib.py")  # a decorator of a function of ours
+            ),
+            summary.stack,
         )
     )
     if kept:

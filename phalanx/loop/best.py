@@ -40,9 +40,9 @@ class MetricWatch:
         if self.watched.name not in values and not self._watch_another(values):
             return None
         value = values[self.watched.name]
-        again, self._judged = self._judged == step, step
+        counts, self._judged = self._judged not in (None, step), step  # nothing came before the first one
         if not self._is_better(value):
-            self.since += not again
+            self.since += counts
             return False
         self.value, self.step, self.since = value, step, 0
         return True

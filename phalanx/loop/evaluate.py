@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.config import FIELDS
 from phalanx.data.device import map_batch
 from phalanx.errors import UsageError
 from phalanx.loop.best import check_metrics
@@ -94,6 +96,9 @@ class Evaluation:
         if loop.task.val is not None:
             task = loop.task
             self._loader = loop.formation.prepare_loader(task.val, training=False).augmented(task.augment)
+        elif loop.config.eval_every not in (0, "0", FIELDS["eval_every"].default):
+            given = loop.config.eval_every
+            loop.formation.notes.append(f"eval_every = {given!r}: there is no validation data, so nothing is evaluated")
         self._last: tuple[int, dict[str, float]] = (-1, {})
         self._every = None if self._loader is None else loop.config.evaluate_every
         self._done = 0
@@ -180,6 +185,9 @@ class Evaluation:
     def judge(self, split: str, metrics: dict[str, float]) -> None:
         """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
         loop, values = self._loop, {f"{split}/{name}": value for name, value in metrics.items()}
+        for watched in (loop.config.best_metric, loop.config.stopping_metric):
+            if watched is not None and not math.isfinite(value := values.get(watched.name, 0.0)):
+                loop.report.say(f"{watched.name} is {value}, which is no improvement", "warning")
         loop.saving.judge(values, loop.step)
         loop.control.judge(values, loop.step)
 
@@ -239,7 +247,7 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
             with formation.autocast():
                 try:
                     output = model_output(bare, batch)
-                except RuntimeError as error:
+                except (RuntimeError, ValueError, IndexError) as error:
                     raise_explained(error, bare, batch)
             samples = loader.current.samples
             if samples:

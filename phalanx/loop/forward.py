@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.errors import ModelError
+from phalanx.errors import ModelError, PhalanxError
 from phalanx.loop.metrics import LossFn, cross_entropy
 from phalanx.models.contract import LossFromOutput, implements
 
@@ -67,7 +68,7 @@ class Forward:
         """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""
         try:  # not the context manager, which costs more: this is called in every step
             return self.run(model, batch)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise_explained(error, model, batch)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -247,8 +248,9 @@ def _whole(batch: Any) -> Any:
 
 _ABOUT_SHAPES = re.compile(
     r"shapes? cannot be multiplied|size mismatch|must match the size|expected input.*to have|batch_size|"
-    r"Given groups|normalized_shape|same size|shape .* is invalid|dimension out of range|must have same dtype|"
-    r"expected scalar type|Expected .*dtype|should be the same|must be equal",
+    r"Given groups|normalized_shape|same size|shape .* is invalid|dimension out of range|must have (the )?same dtype|"
+    r"expected scalar type|Expected .*dtype|should be the same|must be equal|index out of range in self|"
+    r"Expected more than 1 value per channel",
     re.IGNORECASE,
 )
 
@@ -269,21 +271,55 @@ _ABOUT_VIEWS = re.compile(r"view size is not compatible|Cannot view a tensor", r
 """torch's messages about `x.view(...)` across dimensions that are not neighbours in memory, eager and compiled."""
 
 
-def raise_explained(error: RuntimeError, model: nn.Module, batch: Any) -> NoReturn:
+_WHAT_TO_DO = {
+    r"Expected more than 1 value per channel": "BatchNorm has no variance of one sample, such as the last batch of an "
+    "epoch may have: give drop_last=True, or another batch_size.",
+    r"got (Long|Int|Short|Char|Byte) and|Input type \((long|int|short|signed|unsigned)": "Layers multiply floats: give "
+    "inputs.float() in the data.",
+    r"index out of range in self": "An embedding of n rows takes the numbers 0 to n - 1.",
+}
+"""Hints for some of torch's messages."""
+_ABOUT_LABELS = re.compile(r"Target -?\d+ is out of bounds")
+
+
+def raise_explained(error: RuntimeError | ValueError | IndexError, model: nn.Module, batch: Any) -> NoReturn:
     """Raise an error of torch about shapes as one that names the batch and the layer; others as they are."""
     if _ABOUT_VIEWS.search(str(error)) and any(p.ndim > 3 and not p.is_contiguous() for p in model.parameters()):
         raise ModelError(
             "the model views an activation in another shape, and its convolutions are stored channels last",
             hint="Write x.reshape(...) or x.flatten(1) instead of x.view(...) in its forward, or channels_last=False.",
         ) from error
-    if not _ABOUT_SHAPES.search(str(error)):
+    if _ABOUT_LABELS.search(str(error)):
+        _raise_about_labels(error)
+    if not _ABOUT_SHAPES.search(str(error)) or isinstance(error, PhalanxError):
         raise error
     place = _place(error.__traceback__, model)
     first = str(error).splitlines()[0]
+    known = (hint for pattern, hint in _WHAT_TO_DO.items() if re.search(pattern, first))
+    hint = next(known, "Change the data or the layer so that they agree.")
     raise ModelError(
         f"a batch of {shape_text(batch)} does not fit{' the model' if not place else ''}: {place or first}",
-        hint=f"Change the data or the layer so that they agree. torch: {first}" if place else "",
+        hint=f"{hint} torch: {first}" if place else "",
     ) from error
+
+
+def _raise_about_labels(error: Exception) -> NoReturn:
+    """Raise an error of the cross entropy about a label as one that names the labels of the batch and the outputs."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        output, labels = frame.f_locals.get("input"), frame.f_locals.get("target")
+        if isinstance(output, torch.Tensor) and isinstance(labels, torch.Tensor):
+            classes = output.shape[min(1, output.ndim - 1)]
+            counted = labels[labels != IGNORED_LABEL]
+            low, high = int(counted.min()), int(counted.max())
+            hint = f"Give the model {high + 1} outputs, or labels that begin at 0."
+            if low < 0:
+                hint = f"Number the labels from 0; {IGNORED_LABEL} is the label that does not count."
+            raise ModelError(
+                f"the labels of a batch are {low} to {high}, and the model's {classes} outputs are for the labels 0 to "
+                f"{classes - 1}",
+                hint=hint,
+            ) from error
+    raise error
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> str:

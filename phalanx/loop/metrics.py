@@ -80,7 +80,11 @@ class MetricSums:
         if self._metrics is None:
             self._metrics = default_metrics(output, target, loss if may_shift else None)
         for name, metric in self._metrics.items():
-            found = metric(output, target)
+            try:
+                found = metric(output, target)
+            except Exception as error:
+                error.add_note(f"It was raised by the metric '{name}'.")
+                raise
             if is_gathered(metric):
                 self._keep(name, found, samples, offset)
             else:

@@ -210,8 +210,9 @@ class RunControl:
         watch, patience = self._early, self._formation.config.patience
         if watch is not None and watch.judge(values, step) is False and watch.since >= patience:
             unit = "epoch" if watch.watched.name.startswith("train/") else "evaluation"
-            times = f"{watch.since} {unit}{'s' * (watch.since > 1)}"
-            self.end_early(f"early stopping, {watch.watched.name} has not improved for {times}")
+            times, value = f"{watch.since} {unit}{'s' * (watch.since > 1)}", values[watch.watched.name]
+            why = f"has not improved for {times}" if math.isfinite(value) else f"is {value}"
+            self.end_early(f"early stopping, {watch.watched.name} {why}")
 
     def must_stop(self, step: int) -> bool:
         """Whether all ranks stop after this step, to be resumed later; `max_time` ends training instead."""

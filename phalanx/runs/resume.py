@@ -18,10 +18,13 @@ from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
 
 def last_run_of(name: str) -> StoredRun:
     """Return the newest run in ./runs that was started under a name."""
-    runs = [run for run in list_runs() if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
-    if not runs:
-        raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}", hint="Leave --resume out.")
-    return runs[0]
+    runs = list_runs()
+    found = next((run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)), None)
+    if found is None:
+        others = f"; the latest: {', '.join(run.name for run in runs[:3])}" if runs else ""
+        hint = f"Write: {_command(runs[0])}. Or leave --resume out." if runs else "Leave --resume out."
+        raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}{others}", hint=hint)
+    return found
 
 
 def resume_settings(run: StoredRun) -> dict[str, Any]:

@@ -56,7 +56,6 @@ def export_model(
     `classes`: the names of the labels, which a Hugging Face folder keeps as id2label.
     """
     chat = _chat_of(recipe) if format == "hf" and recipe is not None else None
-    path.parent.mkdir(parents=True, exist_ok=True)
     model = model.trained_model() if implements(model, WrapsModel) else model
     if adapters(model):
         model = remove_lora(merge_lora(copy.deepcopy(model)))

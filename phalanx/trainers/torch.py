@@ -15,7 +15,7 @@ from torch import nn
 from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
-from phalanx.config.option import local_path
+from phalanx.config.option import check_folder, local_path
 from phalanx.config.renamed import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
@@ -175,7 +175,9 @@ class TorchTrainer:
 
         ONNX needs an example of the inputs: the data of the last fit, or `data`.
         """
-        path = local_path(path)
+        path, env = local_path(path), read_rank_env()
+        if here := env is None or env.rank == 0:
+            check_folder(f"save('{path}')", path)
         if path.suffix == ".onnx":
             return self._save_onnx(path, data)
         if path.suffix not in _SAVED_AS:
@@ -183,8 +185,7 @@ class TorchTrainer:
                 f"save('{path}'): {unknown_name('ending', path.suffix or '(none)', _SAVED_AS)}",
                 hint="A Hugging Face folder is written by phalanx.models.save_pretrained(model, folder).",
             )
-        env = read_rank_env()
-        save_weights(self.model, path, here=env is None or env.rank == 0)
+        save_weights(self.model, path, here=here)
         return path
 
     def _save_onnx(self, path: Path, data: Any) -> Path:

@@ -120,7 +120,6 @@ def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
     state = {torch_compiler.uncompiled_name(name): value for name, value in state.items()}
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             _write(state, temporary, torch_format=path.suffix in _TORCH_SUFFIXES)
             temporary.replace(path)

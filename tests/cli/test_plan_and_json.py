@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -37,6 +38,14 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
     assert "at the peak, with activations and buffers" in answer.out
     assert ["epochs", "2", "flag"] in [line.split() for line in answer.out.splitlines()]
     assert files_under(tmp_path) == set()
+
+
+def test_a_dry_run_names_a_batch_above_the_data_and_very_many_epochs():
+    words = ("train", "digits", "--device", "cpu", "--dry-run")
+    large = phalanx(*words, "--gradient-accumulation-steps", 1000).out
+    assert re.search(r"the global batch of [\d,]+ is larger than the data of 1,\d+ samples", large), large
+    assert re.search(r"these are 2,000 epochs", phalanx(*words, "--epochs", 2000).out)
+    assert not re.search("larger than the data|these are", phalanx(*words).out)
 
 
 def test_a_dry_run_reports_an_error_of_the_model_or_the_data_without_our_frames(tmp_path):

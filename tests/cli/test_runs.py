@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -87,7 +88,7 @@ def test_a_tag_and_the_beginning_of_a_name_find_a_run(inside):
 
 def test_a_note_stays_with_the_run(inside):
     run = only_run()
-    ran("runs", "note", "last", "  lr too high  ")
+    assert ran("runs", "note", "last", "  lr too high  ").out == f"note of {run.name}: lr too high\n"
     assert "lr too high" in ran("runs", "show", "last").out
     assert json.loads((run.path / "run.json").read_text())["note"] == "lr too high"
     ran("resume", run.name, "--epochs", 3)
@@ -139,7 +140,9 @@ def test_train_resume_takes_the_last_run_of_the_recipe(inside):
     assert only_run().steps == (48, 48)
     ran("train", "--resume", only_run().name, "--epochs", 4)
     assert only_run().steps == (64, 64)
-    assert "there is no run of 'digits'" in phalanx("train", "digits", "--resume").text
+    message = phalanx("train", "digits", "--resume").text
+    assert re.search(rf"there is no run of 'digits' in .*; the latest: {only_run().name}\n", message)
+    assert f"Write: phalanx resume {only_run().name}. Or leave --resume out." in message
 
 
 def test_what_took_no_step_leaves_no_run(inside):

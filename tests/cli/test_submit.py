@@ -13,7 +13,7 @@ from command import phalanx
 
 from phalanx.errors import ConfigError, UsageError
 from phalanx.tools.submit.job import JobRecord, find_record, job_name, jobs_folder, records, write_record
-from phalanx.tools.submit.job_files import archive
+from phalanx.tools.submit.job_files import archive, archive_line
 from phalanx.tools.submit.target import read_options
 
 LLAMA = ("llama", "--preset", "70b", "--num-nodes", "8", "--gpus-per-node", "8", "--batch-size", "1")
@@ -324,6 +324,32 @@ def test_names():
     assert job_name(None, "My Script_2").startswith("my-script-2-")
     with pytest.raises(UsageError):
         job_name("1a", "x")
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_secrets_and_outputs_are_not_shipped_and_what_is_shipped_is_said(tmp_path, in_git):
+    secrets = [".env", ".ssh/config", "certs/server.pem", "id_rsa"]
+    outputs = ["best.onnx", "empty.yaml", "job.yaml", "net.pt", "plan.html"]
+    for path in [*secrets, *outputs, "runs/a/run.json", "run.yaml", "train.py"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("" if path == "empty.yaml" else "a: 1\n")
+    (tmp_path / "job.yaml").write_text("apiVersion: v1\nkind: Service\n")
+    if in_git:
+        subprocess.run(["git", "init", "-q"], check=True)
+        subprocess.run(["git", "add", "-f", *secrets, "net.pt"], check=True)
+        outputs.remove("net.pt")
+    line = archive_line(tmp_path)
+    assert line.startswith(
+        "code: 3 files, 15 bytes: net.pt, run.yaml, train.py;" if in_git else "code: 2 files, 10 bytes: run."
+    )
+    assert line.endswith(f"; left out: {', '.join(sorted([*secrets, *outputs])[:6])}, ...")
+    (tmp_path / "code.tar.gz").write_bytes(archive(tmp_path, ["best.onnx"])[1])
+    with tarfile.open(tmp_path / "code.tar.gz") as tar:
+        expected = ["best.onnx", *(["net.pt"] if in_git else []), "run.yaml", "train.py"]
+        assert tar.getnames() == expected, "what the command names is shipped"
+    found = phalanx("submit", "ssh", "digits", "--hosts", "a:1", "--ship", "archive", "--render")
+    assert "code: " in found.err
+    assert "code: " not in found.out
 
 
 def test_an_archive_is_named_by_its_content_and_leaves_ignored_files_out(tmp_path):

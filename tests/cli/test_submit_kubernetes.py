@@ -59,6 +59,7 @@ def project(phalanx, tmp_path, monkeypatch):
     """The project that `phalanx init` writes, as the current folder."""
     monkeypatch.chdir(tmp_path)
     phalanx("init", "net")
+    assert "runs/\n" in (tmp_path / "net/.gitignore").read_text()
     monkeypatch.chdir(tmp_path / "net")
     return tmp_path / "net"
 

@@ -415,13 +415,21 @@ def test_code_of_the_script_may_name_modules_of_other_types(tmp_path):
     assert precise() is torch.backends.cudnn.allow_tf32
 
 
-@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "deep/er/weights.pth"])
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "weights.pth"])
 def test_saved_weights_load_again(name):
     trainer, other = make_trainer(), make_trainer(nn.Linear(4, 3))
     path = trainer.save(name)
     other.load(path)
     assert_equal(weights(other.model), weights(trainer.model))
     assert [entry.name for entry in path.parent.iterdir() if entry.is_file()] == [path.name]
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt", "onnx"])
+def test_weights_are_not_saved_to_a_missing_folder(ending, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"save\\('absent/x.{ending}'\\): there is no folder absent"):
+        make_trainer().save(f"absent/x.{ending}")
+    assert not Path("absent").exists()
 
 
 def test_weights_of_another_shape_name_the_parameter(tmp_path):

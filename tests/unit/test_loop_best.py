@@ -182,6 +182,14 @@ def test_training_stops_when_the_metric_no_longer_improves(tmp_path):
     assert history.reason == "early stopping, val/loss has not improved for 2 evaluations"
 
 
+def test_a_metric_that_is_nan_is_named_and_the_first_evaluation_does_not_count(tmp_path):
+    nan = {"metrics": {"m": lambda output, target: torch.tensor(float("nan"))}}
+    history = fit(tmp_path, [1.0] * 4, early_stopping="max:val/m", patience=1, keep_best="max:val/m", **nan)
+    assert len(history.epochs) == 2
+    assert history.reason == "early stopping, val/m is nan"
+    assert "val/m is nan, which is no improvement" in (tmp_path / "run/events.jsonl").read_text()
+
+
 def test_patience_continues_after_a_resumption(tmp_path):
     settings = {"early_stopping": "val/loss", "patience": 3, "checkpoint_dir": str(tmp_path / "kept")}
     fit(tmp_path, [1.0, 2.0, 2.0], **settings)

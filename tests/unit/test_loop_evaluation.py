@@ -13,6 +13,7 @@ import phalanx
 from phalanx import Callback, PyTorchDDPTrainer, Trainer
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, ModelError, UsageError
+from phalanx.launch.error_file import users_traceback
 from phalanx.observe.goodput import read_events
 from phalanx.observe.history import History
 
@@ -153,6 +154,25 @@ def test_a_stream_without_a_length_takes_steps_and_no_share():
     assert measured(fit(train=Stream(), eval_every="3 steps")) == [3, 6, 9, 12, 15]
     with pytest.raises(UsageError, match=r"(?s)a share of an epoch, but .* no length.*eval_every='500 steps'"):
         fit(train=Stream(), eval_every=0.5)
+
+
+def test_evaluations_without_validation_data_are_announced(capsys):
+    fit(val=None, eval_every="2 steps", console="plain", progress=True)
+    assert "eval_every = '2 steps': there is no validation data, so nothing is evaluated" in capsys.readouterr().out
+    fit(val=None, console="plain", progress=True)
+    assert "no validation data" not in capsys.readouterr().out
+
+
+def test_a_metric_that_raises_is_named():
+    def mine(output, target):
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        fit(metrics={"mine": mine})
+    assert caught.value.__notes__[0] == "It was raised by the metric 'mine'."
+    assert users_traceback(caught.value)[1].endswith(", in test_a_metric_that_raises_is_named")
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next.tb_next  # after this file's own frames
+    assert users_traceback(caught.value)[1].endswith(", in mine")
 
 
 class Fails(Callback):

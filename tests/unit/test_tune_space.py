@@ -61,6 +61,7 @@ def test_all_mistakes_are_reported_at_once():
         "b2": tune.choice([2, 3]),
         "j": {"uniform": [0]},
         "k": {"uniform": [0, 1], "choice": [1]},
+        "l": [0.001, 0.01],
     }
     with pytest.raises(ConfigError) as caught:
         SearchSpace(entries)
@@ -74,13 +75,14 @@ def test_all_mistakes_are_reported_at_once():
         "optimizer = 'adamv': not one of",
         "learning_rate = -1: must be greater than 0",
         "g: a list does not say how to draw from it: write phalanx.tune.uniform(1, 2) for a range, or",
+        "l: a list does not say how to draw from it: write phalanx.tune.loguniform(0.001, 0.01) for a range, or",
         "h: randint takes whole numbers; got 0.5",
         "i: its condition b2 = 1 is never true",
         "j: uniform takes low, high; got 1 values",
         "k: one word says what it may be",
     ):
         assert expected in text
-    assert len(caught.value.problems) == 12
+    assert len(caught.value.problems) == 13
 
 
 def test_conditions_in_a_circle():

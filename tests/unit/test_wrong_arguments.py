@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, Trainer
 from phalanx.data.sets import load
-from phalanx.errors import ModelError, PhalanxError, UsageError
+from phalanx.errors import DataError, ModelError, PhalanxError, UsageError
 from phalanx.loop.metrics import LOSSES, find_loss
 
 
@@ -117,6 +117,39 @@ def test_outputs_and_targets_that_do_not_fit_are_named(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="target size"):
         message = refused(lambda: trainer.fit(data), ModelError)
     assert "the loss got an output float32 [4, 2] and a target float32 [4, 3]" in message
+
+
+WIDE = torch.randn(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "targets", "words"),
+    [
+        (
+            nn.Linear(4, 3),
+            WIDE,
+            torch.arange(8),
+            r"labels of a batch are 0 to 7, and the model's 3 .* 0 to 2(.|\n)*8 outputs",
+        ),
+        (nn.Linear(4, 3), WIDE, torch.arange(8) % 3 - 1, r"labels of a batch are -1 to 1, (.|\n)*from 0; -100 is"),
+        (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), WIDE[:1], torch.zeros(1).long(), "drop_last=True"),
+        (nn.Linear(4, 3), WIDE.long(), torch.zeros(8).long(), r"got int64 \[8, 4\](.|\n)*inputs\.float\(\)"),
+        (nn.Conv2d(1, 3, 2), torch.ones(8, 1, 4, 4).byte(), torch.zeros(8, 3, 3).long(), r"inputs\.float\(\)"),
+        (nn.Embedding(3, 3), torch.arange(8), torch.zeros(8).long(), r"Embedding\(3, 3\) got int64 \[8\]"),
+    ],
+)
+def test_usual_mistakes_of_data_say_what_to_write(model, inputs, targets, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(model, loss_fn="cross_entropy", device="cpu", progress=False, batch_size=len(inputs))
+    with pytest.raises(ModelError, match=words):
+        trainer.fit(TensorDataset(inputs, targets))
+
+
+def test_arrays_without_a_data_set_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(nn.Linear(4, 3), device="cpu", progress=False)
+    with pytest.raises(DataError, match=r"an array of shape \[8, 4\] is not a(.|\n)*fit\(\(inputs, targets\)\)"):
+        trainer.fit(WIDE.numpy(), torch.zeros(8).numpy())
 
 
 def test_other_errors_of_a_model_stay_as_they_are(tmp_path, monkeypatch):

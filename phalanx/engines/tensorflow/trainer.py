@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import DistributedConfig, resolve
+from phalanx.config.option import check_folder
 from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
 from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
@@ -154,7 +155,7 @@ class TensorFlowDistributedTrainer:
         path = Path(path)
         member = read_task()
         if member is None or member.leads:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            check_folder(f"save('{path}')", path)
             (self.model.save if path.suffix == ".keras" else self.model.save_weights)(str(path))
         return path
 

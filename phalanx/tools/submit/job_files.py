@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import hashlib
 import io
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_USAGE, UsageError
+from phalanx.observe.format import size
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import is_import_path
 from phalanx.tools.submit.job import ClusterJob
@@ -227,7 +229,14 @@ def _read_project() -> list[bytes]:
 
 LARGEST = 200 * 2**20
 """Bytes of an archive: more is probably data, which is not shipped."""
-_NEVER = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache"}
+_NEVER = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache")
+_SECRETS = (
+    *(".env", ".env.*", ".netrc", ".ssh", ".aws", ".kube", ".gnupg"),
+    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key"),
+)
+"""Files and folders that are not shipped even where git has them: others may see the job."""
+_OUTPUTS = ("*.onnx", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "*.html")
+"""What commands write: no part of the code unless git has it."""
 
 
 def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
@@ -235,40 +244,71 @@ def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
 
     `named`: files of the folder that belong to it also where git ignores them.
     """
-    also = [path for file in named if (path := (directory / file).resolve()).is_file()]
-    also = [path for path in also if path.is_relative_to(directory)]
-    files = sorted({*(_tracked(directory) or _walked(directory)), *also})
-    size = sum(path.stat().st_size for path in files)
-    if size > LARGEST:
+    files, _ = _chosen(directory, named)
+    total = sum(path.stat().st_size for path in files)
+    if total > LARGEST:
         largest = sorted(files, key=lambda path: -path.stat().st_size)[:3]
         named = ", ".join(str(path.relative_to(directory)) for path in largest)
         raise UsageError(
-            f"the code in {directory} is {size / 2**20:,.0f} MB, more than {LARGEST / 2**20:.0f}; largest: {named}",
+            f"the code in {directory} is {total / 2**20:,.0f} MB, more than {LARGEST / 2**20:.0f}; largest: {named}",
             hint="Data is not shipped: keep it outside, or list it in .gitignore.",
         )
     content = _packed(directory, files)
     return f"code-{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content
 
 
-def _tracked(directory: Path) -> list[Path]:
-    """Return the files that git knows or does not ignore; empty where the folder is not one of git."""
+def archive_line(directory: Path, named: Sequence[str] = ()) -> str:
+    """Return what an archive contains, in one line, and what was left out of it that git does not ignore."""
+    files, left_out = _chosen(directory, named)
+    amount = f"{len(files)} file{'s' * (len(files) != 1)}, {size(sum(path.stat().st_size for path in files))}"
+    line = f"code: {amount}: {_first_of([str(path.relative_to(directory)) for path in files])}"
+    return line + (f"; left out: {_first_of(left_out)}" if left_out else "")
+
+
+def _first_of(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join([*names[:most], *["..."] * (len(names) > most)])
+
+
+def _chosen(directory: Path, named: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the files to ship, and the names of those that are secrets or were written by commands."""
+    also = {path for file in named if (path := (directory / file).resolve()).is_file()}
+    also = {path for path in also if path.is_relative_to(directory)}
+    found = _in_git(directory) or dict.fromkeys((path.relative_to(directory) for path in directory.rglob("*")), False)
+    files, left_out = also, set()
+    for name, tracked in found.items():
+        path = directory / name
+        if path in also or not path.is_file() or path.is_symlink() or (not tracked and _matches(name, _NEVER)):
+            continue
+        if not tracked and name.parts[0] == "runs":  # not a module of that name
+            continue
+        if _matches(name, _SECRETS) or (not tracked and (_matches(name, _OUTPUTS) or _is_rendered(path))):
+            left_out.add(str(name))
+        else:
+            files.add(path)
+    return sorted(files), sorted(left_out)
+
+
+def _in_git(directory: Path) -> dict[Path, bool]:
+    """Return the files that git does not ignore, and whether it knows them; empty in a folder without git."""
     command = ["git", "-C", str(directory), "ls-files", "-cot", "--exclude-standard", "-z"]
     try:
         found = subprocess.run(command, capture_output=True, check=True).stdout.decode()
     except (OSError, subprocess.CalledProcessError):
-        return []
-    names = [entry[2:] for entry in found.split("\0") if entry and (entry[0] != "?" or _is_code(Path(entry[2:])))]
-    return [path for name in names if (path := directory / name).is_file() and not path.is_symlink()]
+        return {}
+    return {Path(entry[2:]): entry[0] != "?" for entry in found.split("\0") if entry}
 
 
-def _walked(directory: Path) -> list[Path]:
-    found = (path for path in directory.rglob("*") if _is_code(path.relative_to(directory)))
-    return [path for path in found if path.is_file() and not path.is_symlink()]
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(part, pattern) for part in path.parts for pattern in patterns)
 
 
-def _is_code(path: Path) -> bool:
-    """Whether a file that git does not know belongs to the code: the folder of the runs does not."""
-    return path.parts[0] != "runs" and not _NEVER & set(path.parts)
+def _is_rendered(path: Path) -> bool:
+    """Whether a file has objects of Kubernetes, or is the empty one that a shell makes for `--render > job.yaml`."""
+    if path.suffix not in (".yaml", ".yml"):
+        return False
+    with path.open("rb") as file:
+        start = file.read(4096)
+    return not start or b"apiVersion:" in start
 
 
 def _packed(directory: Path, files: list[Path]) -> bytes:

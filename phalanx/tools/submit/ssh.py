@@ -189,7 +189,7 @@ class Ssh(Target[SshOptions]):
         """Run in the foreground: forward the output; end every host where one fails, or at an exception."""
         files = self.render(job)
         self.check(job, files)
-        packed = archive(Path(job.directory))[1] if self.options.ship == "archive" else None
+        packed = archive(Path(job.directory), job.files)[1] if self.options.ship == "archive" else None
         plan = self._prepare(job, files["node.sh"], packed)
         try:
             return HostGroup(plan, show).run()

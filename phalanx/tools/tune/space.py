@@ -213,9 +213,10 @@ def _about_list(entry: Any, *, in_python: bool) -> str:
     is_pair = len(values) == 2 and all(isinstance(value, (int, float)) for value in values) and values[0] < values[1]
     low_high = ", ".join(map(repr, values))
     choice = f"phalanx.tune.choice({values!r})" if in_python else f"{{ choice = {values!r} }}"
-    uniform = f"phalanx.tune.uniform({low_high})" if in_python else f"{{ uniform = [{low_high}] }}"
-    kind = type(entry).__name__
-    return f"a {kind} does not say how to draw from it: write {f'{uniform} for a range, or ' * is_pair}{choice}"
+    kind = "loguniform" if is_pair and 0 < 10 * values[0] <= values[1] else "uniform"  # bounds of different sizes
+    drawn = f"phalanx.tune.{kind}({low_high})" if in_python else f"{{ {kind} = [{low_high}] }}"
+    given = type(entry).__name__
+    return f"a {given} does not say how to draw from it: write {f'{drawn} for a range, or ' * is_pair}{choice}"
 
 
 def _as_list(value: Any) -> list[Any]:
