@@ -117,12 +117,13 @@ def limits_words(plan: Plan) -> list[str]:
     """Return whether the deadline and the budget are kept."""
 
     found, goal = [], plan.goal
-    for limit, spent, what in (
-        (goal.deadline_hours, plan.cost.get("days", 0.0) * 24, "{} h of the deadline of {} h"),
-        (goal.budget, plan.cost.get("money"), "${} of the budget of ${}"),
+    for limit, spent, what, instead in (
+        (goal.deadline_hours, plan.cost.get("days", 0.0) * 24, "{} h of the deadline of {} h", "--fast, or more GPUs"),
+        (goal.budget, plan.cost.get("money"), "${} of the budget of ${}", "--what-if fewest-gpus, --fast"),
     ):
         if limit is not None and spent and plan.fits:
-            kept = "kept" if spent <= limit else f"missed by {spent / limit - 1:.0%}: try --what-if gpu, or more GPUs"
+            missed = f"missed by {spent / limit - 1:.0%}: try --what-if gpu, {instead}"
+            kept = "kept" if spent <= limit else missed
             found.append(f"{what.format(rounded(spent), rounded(limit))}: {kept}")
     return found
 

@@ -105,7 +105,8 @@ def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget
         return None, ModuleTarget(record.module, tuple(record.arguments))
     if run.damage:
         raise UsageError(run.damage, hint=f"Start it again with resume_from_checkpoint='{run.checkpoint_dir}'.")
+    again = f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'."
     raise UsageError(
         f"{run.path} was not started by phalanx train, so the command cannot be repeated",
-        hint=f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'.",
+        hint=again if run.checkpoints else "It has saved no checkpoint: give checkpoint_dir= in your program.",
     )

@@ -22,11 +22,12 @@ Do weights, gradients, optimizer states and activations of one copy fit in one G
 |-- yes: DDP. Every GPU has a copy; the simplest, and usually the fastest.
 `-- no: train only small adapters of a pretrained model?
     |-- yes: FSDP + LoRA. The frozen weights are sharded; gradients and states are small.
-    `-- no: is it a transformer (repeated blocks)?
-        |-- no:  pipeline or tensor parallel, where the model can be cut; else offload, or a larger GPU.
-        `-- yes: do its states, divided by all GPUs, fit, and does the network carry all weights each step?
-            |-- yes: FSDP (ZeRO-3). Add --offload cpu where memory is still short.
-            `-- no:  3D. Tensor parallel inside a machine, pipeline between machines, data parallel around both."""
+    `-- no: do the states, divided by all GPUs, fit, and does the network carry all weights each step?
+        |-- yes: the least sharding that fits: ZeRO-1 (optimizer states), ZeRO-2 (gradients), FSDP (ZeRO-3, parameters).
+        |        Add --offload cpu where memory is still short.
+        `-- no:  is it a transformer (repeated blocks)?
+            |-- yes: 3D. Tensor parallel inside a machine, pipeline between machines, data parallel around both.
+            `-- no:  pipeline parallel, where the model can be cut into stages; else a larger GPU."""
 _TABLE = [
     ("Strategy", "Best for", "Memory efficiency", "Communication"),
     ("DDP", "models of which a copy fits", "low: all states per GPU", "all-reduce of gradients, once per step"),
