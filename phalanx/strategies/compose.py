@@ -26,7 +26,7 @@ from phalanx.strategies.pipeline.placement import (
     rename_tied,
     share_buffers,
 )
-from phalanx.strategies.pipeline.strategy import Pipeline
+from phalanx.strategies.pipeline.strategy import Pipeline, refuse_documents
 from phalanx.strategies.tensor_overlap import Overlap
 from phalanx.strategies.tensor_parallel import is_split, split_tensors, splits_sequence
 from phalanx.strategies.tensors import average, global_norm, is_meta, scale_to_norm
@@ -105,11 +105,8 @@ class Composed(FSDP):
         """Run a pipeline's schedule, or forward and backward of the model."""
         if not isinstance(wrapped, Pipeline):
             return super().train_batch(wrapped, batch, passes)
-        if isinstance(batch, Mapping) and "documents" in batch:
-            raise UsageError(
-                "pipeline_parallel cannot keep documents apart: only hidden states pass from stage to stage",
-                hint="Use windows (--set data.packing=windows), or strategy='fsdp' or tensor_parallel.",
-            )
+        if isinstance(batch, Mapping):
+            refuse_documents(batch)
         if passes.loss_fn is None:
             raise UsageError(
                 "a pipeline needs the loss separate from the model: the last stage computes it",

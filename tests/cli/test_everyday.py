@@ -89,8 +89,9 @@ def test_columns_are_taken_by_their_names_and_not_by_their_places(inside, tmp_pa
         lines = [",".join(str(row.get(name, 7)) for name in columns) for row in rows]
         path.write_text("\n".join([",".join(columns), *lines]) + "\n")
     expected = phalanx("predict", "names", "--data", "new.csv", "--json", *FAST).out
-    assert json.loads(phalanx("predict", "names", "--data", turned, "--json", *FAST).out)["rows"] == (
-        json.loads(expected)["rows"]
+    assert (
+        json.loads(phalanx("predict", "names", "--data", turned, "--json", *FAST).out)["rows"]
+        == (json.loads(expected)["rows"])
     )
     refused = phalanx("predict", "names", "--data", other, *FAST)
     assert refused.code == 2

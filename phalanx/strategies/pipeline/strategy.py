@@ -59,6 +59,15 @@ class Tie(NamedTuple):
     group: dist.ProcessGroup
 
 
+def refuse_documents(batch: Mapping[str, Any]) -> None:
+    """Refuse packed documents, in training and in the evaluation that comes before it."""
+    if "documents" in batch:
+        raise UsageError(
+            "pipeline_parallel cannot keep documents apart: only hidden states pass from stage to stage",
+            hint="Use windows (--set data.packing=windows), or strategy='fsdp' or tensor_parallel.",
+        )
+
+
 class Pipeline(nn.Module):
     """This rank's stages as one model: trained by `train_batch`, called like any other for evaluation."""
 
@@ -169,8 +178,14 @@ class Pipeline(nn.Module):
                 finish()
         return total
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Send inputs through all stages, one after the other; every rank of the row gets the output (no gradients)."""
+        refuse_documents(named)
+        if named:
+            raise UsageError(
+                f"a pipeline takes its inputs by position, and the batch names them: {', '.join(named)}",
+                hint="Give batches of (inputs, targets).",
+            )
         if torch.is_grad_enabled():
             raise UsageError(
                 "a pipeline cannot be called like a model in training: its stages are on different ranks",
