@@ -143,6 +143,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
         if not callable(metric):
             raise UsageError(f"metrics['{name}'] is a {type(metric).__name__}", hint="Give a function(output, target).")
+        _check_called(f"metrics['{name}']", metric)
     if task.metrics is not None and not isinstance(task.metrics, Mapping):
         raise UsageError(
             f"metrics is a {type(task.metrics).__name__}",
@@ -152,8 +153,21 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         raise UsageError(f"{type(task.model).__name__} has no trainable parameters")
 
 
+def _check_called(name: str, function: Any) -> None:
+    """Raise for a function of the user's that does not take an output and a target."""
+    if not inspect.isfunction(function):
+        return  # callable objects and functions in C say less about their arguments
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise UsageError(
+            f"{name} cannot be called as function(output, target): {error}", hint="Give it these two arguments."
+        ) from None
+
+
 def _check_loss(loss_fn: Any) -> None:
     """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
+    _check_called("loss_fn", loss_fn)
     trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
     if trained:
         name = type(loss_fn).__name__

@@ -452,6 +452,12 @@ def test_an_error_in_a_rank_reaches_the_caller_with_its_cause():
         make_trainer(loss_fn=failing_loss).fit(make_data())
 
 
+@pytest.mark.parametrize("given", [{"loss_fn": lambda output: output}, {"metrics": {"m": lambda a, b, c: a}}])
+def test_a_function_with_other_arguments_is_refused_before_the_start(given):
+    with pytest.raises(UsageError, match=r"(loss_fn|metrics\['m'\]) cannot be called as function\(output, target\)"):
+        make_trainer(**given).fit(make_data())
+
+
 def test_a_rate_beside_an_optimizer_with_its_own_is_named():
     model = make_model()
     trainer = make_trainer(model, optimizer=make_sgd(model.parameters()), learning_rate=0.7, epochs=1)
