@@ -43,6 +43,7 @@ _MEANINGS = """columns:
   own work       waiting for data and the forward pass, which wait for no other rank: a rank that is slow shows it here
   data wait      share of the time in which it waited for its next batch
   exposed comm.  share in which it waited for the other ranks, where the strategy counts that
+  cores          CPU cores that its process keeps busy, without the processes that load its data
   memory         peak of the device, on the CPU that of the process
   GPU            its utilization; also GPU memory, power and temp., as nvidia-smi shows them
   heartbeat      when it last said that it goes on

@@ -150,6 +150,10 @@ class LRSchedule:
         """Follow another factor from the next step on: the length of the run has changed."""
         self._factor = factor
 
+    def end(self, step: int) -> None:
+        """Give the groups their own rates where the run ends; a rate that a callback has set stays."""
+        self.put_back(only_scheduled=True)
+
     def put_back(self, *, only_scheduled: bool = False) -> None:
         """Give the groups their own rates; `only_scheduled`: a rate that a callback has set stays."""
         if self._applied is None:

@@ -6,6 +6,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,16 +105,22 @@ class OwnSchedule:
         self.scheduler = scheduler
         self._position = position
         self._first = _progress(scheduler)
-        self._applied: int | None = None
 
     def apply(self, step: int) -> None:
         """Step the scheduler until it has reached the run's position (steps count from 0)."""
-        self._applied = step
+        self._step_until(step, self.scheduler.step)
+
+    def end(self, step: int) -> None:
+        """Step as after the last step, where the run ends: the next one continues from there, as in a torch loop."""
+        # Not the bound step: a rank that was replaced after the last step has taken none itself.
+        self._step_until(step, partial(type(self.scheduler).step, self.scheduler))
+
+    def _step_until(self, step: int, advance: Callable[[], None]) -> None:
         while _progress(self.scheduler) < self._first + self._position(step):
             with warnings.catch_warnings():  # torch looks for its own wrapper of optimizer.step, which was replaced
                 warnings.filterwarnings("ignore", message=".*(optimizer|lr_scheduler)", category=UserWarning)
                 before = _progress(self.scheduler)
-                self.scheduler.step()
+                advance()
             if _progress(self.scheduler) <= before:
                 name = type(self.scheduler).__name__
                 raise UsageError(
@@ -125,10 +132,7 @@ class OwnSchedule:
         """Do nothing: the user's scheduler does not depend on the length of the run."""
 
     def put_back(self, *, only_scheduled: bool = False) -> None:
-        """Step as after the last step, where the run ends: the next one continues from there, as in a torch loop."""
-        if only_scheduled and self._applied is not None:
-            self.apply(self._applied + 1)
-            self._applied = None
+        """Do nothing: the user's scheduler has set the rates, and continues from them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the scheduler was when the run began; the scheduler itself is saved among the prepared ones."""

@@ -124,7 +124,7 @@ class TrainLoop:
         if ending.reported:  # ranks were lost while the result was returned
             self.history.status, self.history.reason = ending.status, ending.reason
             self.formation.average = None
-            self.schedule.put_back(only_scheduled=True)
+            self.schedule.end(self.step)
             return
         self.evaluation.try_out()
         self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
@@ -219,7 +219,7 @@ class TrainLoop:
         status, reason = self.control.stopped()
         self.report.ended(status, reason, self.step, self.saving.last_path)
         self.control.ending.reported = True
-        self.schedule.put_back(only_scheduled=True)
+        self.schedule.end(self.step)
         raise preempted_error(reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
@@ -247,7 +247,7 @@ class TrainLoop:
         self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
         ending.reported = True
         self.hooks.fire("on_fit_end", self)
-        self.schedule.put_back(only_scheduled=True)
+        self.schedule.end(self.step)
 
     def _take_result(self) -> None:
         """Give the model the weights that are the result of the run: those of all ranks, averaged where asked."""

@@ -100,7 +100,7 @@ def test_the_way_of_a_user_from_a_project_to_a_trained_model(phalanx, cluster, t
     until(lambda: not cluster.ask("squeue", "--noheader").strip(), lambda: cluster.ask("squeue"))
     before = max(int(path.name[5:]) for path in run_dir.glob("checkpoints/step-*"))
 
-    phalanx(*words, "--max-steps", str(before + 20))
+    phalanx(*words, "--epochs", "100000", "--max-steps", str(before + 20))
     output = phalanx("jobs", "logs", "net", "-f")
     assert wait_for(phalanx, "net", *ENDED)["detail"].startswith("COMPLETED"), output
     assert f"step-{before:08}" in str(starts(run_dir)[-1]["resumed_from"])

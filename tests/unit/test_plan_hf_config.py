@@ -127,7 +127,7 @@ def test_an_unknown_family_is_one_error_that_says_what_to_write(tmp_path, given,
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not a JSON file"), ("[]", "holds a list"), (None, "No such file")]
+    ("text", "message"), [("{", "not a JSON file"), ("[]", "holds a list"), (None, "no such file")]
 )
 def test_a_file_that_is_not_a_config_is_refused(tmp_path, text, message):
     path = tmp_path / "config.json"
