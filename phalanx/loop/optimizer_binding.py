@@ -131,7 +131,7 @@ class OwnSchedule:
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Do nothing: the user's scheduler does not depend on the length of the run."""
 
-    def put_back(self, *, only_scheduled: bool = False) -> None:
+    def put_back(self) -> None:
         """Do nothing: the user's scheduler has set the rates, and continues from them."""
 
     def state_dict(self) -> dict[str, Any]:
