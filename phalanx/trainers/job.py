@@ -141,7 +141,11 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
         return
     loop.history.status = "failed"
     partial = JobResult(history=loop.history, ended=f"after step {loop.step}, {came_back(job.task)}")
-    _take_trained(partial, formation, job.task, keep=True)
+    try:
+        _take_trained(partial, formation, job.task, keep=True)
+    except (RuntimeError, MemoryError) as second:  # of a GPU after its first error, or a full memory: not the cause
+        error.add_note(f"what was trained cannot be read any more: {second}")
+        return
     error.partial_result = partial  # type: ignore[attr-defined]  # the worker sends it
 
 

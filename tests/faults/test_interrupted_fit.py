@@ -177,6 +177,29 @@ def test_an_error_of_all_ranks_gives_back_what_was_trained():
     assert trainer.history.status == "failed"
 
 
+class RaisesAndBreaks(Raises):
+    """Leaves weights that cannot be read any more, as those on a GPU after an error of a kernel."""
+
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == 20:
+            import phalanx.trainers.weights as weights
+
+            def broken(*_, **__):
+                raise RuntimeError("CUDA error: device-side assert triggered")
+
+            weights.whole_weights = broken
+        super().on_step_end(trainer, info)
+
+
+def test_weights_that_cannot_be_read_do_not_hide_the_first_error():
+    trainer = trainer_of(2, callbacks=[RaisesAndBreaks()])
+    before = trainer.model.weight.detach().clone()
+    with pytest.raises(PhalanxError, match="raised ValueError: of the user") as failed:
+        trainer.fit(DATA, epochs=5)
+    assert failed.value.__notes__ == ["the model is as it was before fit, and no checkpoint was saved"]
+    assert torch.equal(trainer.model.weight, before)
+
+
 class RaisesOnOne(Raises):
     def on_step_end(self, trainer, info) -> None:
         if not trainer.formation.is_main:
