@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["AllgatherOptions", "missing", "pytree"]
 
+VERSION: tuple[int, int] = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
+
 PRIVATE = {
     "torch:_C._current_graph_task_id": "gradient hooks: ring, horovod, compression, verify",
     "torch.autograd:Variable._execution_engine.queue_callback": "the end of backward: ring, horovod, compression",
@@ -44,6 +46,7 @@ PRIVATE = {
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:ProcessGroup._set_default_backend": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroupGloo._set_sequence_number_for_group": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroupGloo._allgather_base": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroupGloo._reduce_scatter_base": 'the backend "phalanx"',
@@ -210,9 +213,16 @@ def abort_nccl() -> None:
 
 
 def attach_gloo(group: Any, gloo: Any) -> None:
-    """Make gloo the CPU backend inside a process group written in Python."""
-    gloo._set_sequence_number_for_group()
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    """Make gloo the CPU backend, and the default one, inside a process group written in Python.
+
+    torch 2.14 also takes a subclass of its `Backend`, inside a group of its own. Up to 2.15 such a backend cannot say
+    from which rank `recv` took a message, and `supports_coalescing` of one calls itself without end.
+    """
+    if VERSION < (2, 14):  # since then groups count by themselves, and the call warns
+        gloo._set_sequence_number_for_group()
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)  # torch 2.15 asks each group with a backend for it, to record its calls
+    group._register_backend(torch.device("cpu"), kind, gloo)
 
 
 def gloo_all_gather(gloo: Any, output: Tensor, tensor: Tensor, options: Any = None) -> Any:
@@ -253,7 +263,8 @@ def drop_unreduced(model: Any) -> None:
     """Drop the gradients that an FSDP module has of backward passes without a reduction."""
     group = model._get_fsdp_state()._fsdp_param_group
     for parameter in () if group is None else group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
+        if VERSION < (2, 15):  # the parameter's own gradient since then
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
 
@@ -264,7 +275,7 @@ def let_fsdp_shard_bytes() -> None:
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
         return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    if VERSION < (2, 13):
         module: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
         module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
 

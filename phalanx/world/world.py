@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.engine import engines_here
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.gpus import ranks_per_gpu, shared_memory, sharing_environment
 from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
@@ -120,15 +121,51 @@ def join_world(config: DistributedConfig) -> World:
         store = abortable_store(store)
     export_rank_env(env)
     os.environ.update(card_environment(env))
+    form = _form_own_backend if backend == "phalanx" else _form
+    backend = form(backend, dist.PrefixStore(f"{name}/group", store), env, config.timeout, device)
+    return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
+
+
+def _form(backend: str, store: dist.Store, env: RankEnv, seconds: float, device: torch.device) -> str:
+    """Form the process group of all ranks; return the backend that it uses."""
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"{name}/group", store),
+        store=store,
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=config.timeout),
+        timeout=timedelta(seconds=seconds),
         device_id=device if "nccl" in backend else None,
     )
-    return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
+    return backend
+
+
+def _form_own_backend(backend: str, store: dist.Store, env: RankEnv, seconds: float, device: torch.device) -> str:
+    """Form the group by our own backend; if that fails on any rank, all ranks form it by gloo instead.
+
+    The backend is an optimization, and torch calls its backends experimental: a torch that changes their interface may
+    cost speed, not the run. A lost rank or store is no failure of the backend, and is raised as with gloo.
+    """
+    outcome = "formed"
+    try:
+        _form(backend, store, env, seconds, device)
+    except (PhalanxError, dist.DistError, ConnectionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - any failure inside torch's or our code
+        outcome = f"{type(error).__name__}: {error}"
+    keys = [f"outcome/{rank}" for rank in range(env.world_size)]
+    store.set(keys[env.rank], outcome)
+    store.wait(keys)
+    failures = [text for text in (store.get(key).decode() for key in keys) if text != "formed"]
+    if not failures:
+        return backend
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        torch_compat.number_groups_from_zero()
+    if env.rank == 0:
+        note = f"the backend 'phalanx' does not work with torch {torch.__version__}; the ranks use gloo, which is slower"
+        warnings.warn(f"{note} ({failures[0].splitlines()[0]})", stacklevel=4)
+    return _form("gloo", dist.PrefixStore("gloo", store), env, seconds, device)
 
 
 def _connect(env: RankEnv, seconds: float, *, signed: bool) -> dist.Store:
