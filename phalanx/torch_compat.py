@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["AllgatherOptions", "missing", "pytree"]
+__all__ = ["AllgatherOptions", "TorchDispatchMode", "missing", "pytree"]
 
 VERSION: tuple[int, int] = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
 
@@ -86,16 +87,7 @@ PRIVATE = {
     "torch.cuda.memory:_cuda_releasePool": "training after a capture (capture) that failed",
     "torch.cuda.memory:_record_memory_history": "profile = 'memory' on CUDA",
     "torch.cuda.memory:_snapshot": "profile = 'memory' on CUDA",
-    "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan --fake-run",
-    "torch._subclasses.fake_tensor:unset_fake_temporarily": "phalanx plan --fake-run",
-    "torch.testing._internal.distributed.fake_pg:FakeStore": "phalanx plan --fake-run",
-    "torch.distributed.distributed_c10d:_resolve_process_group": "phalanx plan --fake-run",
-    "torch._C._distributed_c10d:ProcessGroup.unbox": "phalanx plan --fake-run",
-    "torch.distributed.pipelining.schedules:_PipelineSchedule._warmup_p2p": "phalanx plan --fake-run of a pipeline",
-    "torch.distributed.pipelining.stage:PipelineStage._recv_meta": "phalanx plan --fake-run of a pipeline",
-    "torch.distributed.pipelining.stage:PipelineStage._send_meta": "phalanx plan --fake-run of a pipeline",
-    "torch.distributed.pipelining.stage:_derive_grad_metas": "phalanx plan --fake-run of a pipeline",
-    "torch.distributed.pipelining.stage:_StageBackwardMeta": "phalanx plan --fake-run of a pipeline",
+    "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan of a module",
 }
 """`module:attribute` of each private API, and what does not work without it."""
 
@@ -369,7 +361,14 @@ def functional_collectives() -> Any:
     return torch.ops._c10d_functional
 
 
-# devices and profiles
+# tensors without memory, devices and profiles
+
+
+def fake_mode() -> Any:
+    """Return a mode in which tensors have shapes, dtypes and devices, but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def cuda_runtime() -> Any:

@@ -108,7 +108,6 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         help="what each engine can do for this job: DeepSpeed, Horovod, Ray, TensorFlow",
     )
     add("--designs", action="store_true", help="compare GPUs per machine, adapters per GPU, and rail or tree networks")
-    add("--fake-run", action="store_true", help="run the real code of one rank of each kind, on fake tensors")
     names = ", ".join(PRESETS)
     add(
         "--failures",

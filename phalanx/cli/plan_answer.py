@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.cli.json_output import print_json
 from phalanx.cli.report import compare_stored
@@ -17,7 +17,6 @@ from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 from phalanx.observe.format import span, table
 from phalanx.observe.goodput import account
-from phalanx.recipes.imports import is_import_path, load_import
 from phalanx.reliability import HOUR, PRESETS, FailureRate, Process, best_interval
 from phalanx.runs.stored import RUNS, find_run
 from phalanx.tools.plan import presets
@@ -31,9 +30,6 @@ from phalanx.tools.plan.plans import PRECISIONS, Goal, Plan
 from phalanx.tools.plan.search import Constraints
 from phalanx.tools.plan.text import Section, count, plan_data, plan_text, rounded
 from phalanx.tools.plan.what_if import PlanCase, answer, designs
-
-if TYPE_CHECKING:
-    from phalanx.tools.plan.memory_trace import DryRun
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DEFAULT_TOKENS = 20
@@ -86,31 +82,19 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     answers = [answer(question, case, plan) for question in namespace.what_if]
     answers += [designs(case, plan)] if namespace.designs else []
     rows = engines(case, plan) if namespace.engines else []
-    tried = _dry_run(subject, plan) if namespace.fake_run and plan.best is not None else None
     if namespace.html is not None:
         Path(namespace.html).write_text(page(plan, subject, answers, rows), encoding="utf-8")
     if namespace.json:
         named = [dict(zip(("engine", "runs", "why"), row, strict=True)) for row in rows]
         more: dict[str, Any] = {"what_if": [each.data() for each in answers], "engines": named}
-        more["dry_run"] = tried and tried.to_dict()
         print_json({**plan_data(plan, subject), **{name: value for name, value in more.items() if value}})
         return
     limits = limits_words(plan)
     sections = [plan_text(plan, subject), *limits, *(each.text() for each in answers)]
     sections += [Section("engines for this job", [ENGINE_HEAD, *rows]).text()] if rows else []
-    sections += [tried.text()] if tried else []
     print("\n\n".join(sections))
     if namespace.html is not None:
         print(f"\nThe same as pictures: {namespace.html}")
-
-
-def _dry_run(subject: str, plan: Plan) -> DryRun:
-    """Run the chosen layout on fake ranks; a class of the user is built from its import path."""
-    from phalanx.tools.plan.fake_layouts import dry_run_layout  # imports torch
-
-    assert plan.best is not None, "only a plan that fits is tried"
-    make = load_import(subject, "model") if is_import_path(subject) else None
-    return dry_run_layout(plan.model, plan.best.layout, plan.goal, plan.cluster, make)
 
 
 def limits_words(plan: Plan) -> list[str]:

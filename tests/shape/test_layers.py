@@ -23,7 +23,6 @@ CORE = {
     "tool": 1,
     "torch_compat": 1,
     "torch_compiler": 1,
-    "torch_fakes": 1,
     "torch_flash": 1,
     "torch_records": 1,
     "host": 1,
@@ -160,7 +159,6 @@ def test_private_torch_is_used_in_one_module_only():
         if name in (
             "phalanx.torch_compat",
             "phalanx.torch_compiler",
-            "phalanx.torch_fakes",
             "phalanx.torch_flash",
             "phalanx.torch_records",
             "phalanx.launch.forkserver.preload",

@@ -16,7 +16,7 @@ from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from phalanx import torch_compiler, torch_fakes
+from phalanx import torch_compiler
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies import tensor_overlap
@@ -31,7 +31,8 @@ ALONE = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 @pytest.fixture
 def mesh():
-    torch_fakes.join_fake_group(0, 2)
+    fake_store = import_module("torch.testing._internal.distributed.fake_pg").FakeStore
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
     torch.compiler.reset()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from phalanx import torch_compat, torch_fakes
+from phalanx import torch_compat
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import BatchPass, local
@@ -286,7 +286,7 @@ class _Runner:
 
     def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         assert self._microbatch_loss is not None, "only while a schedule runs"
-        return self._microbatch_loss(output, 0 if torch_fakes.is_fake(number) else int(number))
+        return self._microbatch_loss(output, int(number))
 
 
 class Tied:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx import torch_fakes
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.recipes.imports import call_with, load_import
 from phalanx.tools.plan.hf_config import shape_of
@@ -114,7 +114,7 @@ def _key(tensor: Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
-class _Traffic(torch_fakes.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Traffic(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what each operation reads and writes per batch, besides parameters; views move nothing."""
 
     def __init__(self, own: set[int]) -> None:
@@ -158,7 +158,7 @@ def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.
     """Run forward on fake tensors in place of the parameters, and return what it needs."""
     found, counter = _Found(), FlopCounterMode(display=False)
     hooks = [block.register_forward_pre_hook(found.enter_block) for block in blocks.values()]
-    mode = torch_fakes.fake_mode()
+    mode = torch_compat.fake_mode()
     log = logging.getLogger(type(mode).__module__)
     was_training, was_silent = module.training, log.disabled
     log.disabled = True  # it prints a traceback of torch before the error that is reported here
