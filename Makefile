@@ -16,10 +16,10 @@ test test-all: export OMP_WAIT_POLICY = PASSIVE
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-all lint format docs dist bench horovod clean
+.PHONY: help setup train test test-all test-torch test-newest lint format docs dist bench horovod clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.phalanx ## make .venv and install phalanx in it
 
@@ -78,6 +78,12 @@ test: $(VENV)/.test ## run the whole suite, in JOBS processes
 
 test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
 	export PHALANX_ALL_TESTS=1; $(PYTEST) || $(AGAIN)
+
+test-torch: ## use Phalanx with the newest torch of the index and the oldest allowed, without constraints (VERSIONS="2.13.0 ...")
+	$(PYTHON) tools/try_versions.py torch $(VERSIONS)
+
+test-newest: ## run the tests of Ray, Optuna, transformers and Lightning with their newest versions
+	$(PYTHON) tools/try_versions.py newest
 
 lint: $(VENV)/.test $(VENV)/.lint ## ruff, mypy and codespell
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """Every private torch API that Phalanx uses, one function each: the page to read when a new torch breaks something.
 
 `missing()` names what the installed torch lacks and what that breaks; `tests/unit/test_torch_compat.py` runs it and
-calls each function. Overridden methods that torch calls by a private name (DDP's `_build_params_for_reducer`, a process
-group's `_allgather_base`) stay in their classes and are listed here.
+calls each function. `tests/data/private_torch.json` has their arguments in each torch that was looked at;
+`tools/private_torch.py` compares them with those of the installed one. Overridden methods that torch calls by a private
+name (DDP's `_build_params_for_reducer`, a process group's `_allgather_base`) stay in their classes and are listed here.
 """
 
 from __future__ import annotations

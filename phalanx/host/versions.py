@@ -13,6 +13,17 @@ from pathlib import Path
 _NOT_FOR_USERS = ("bench", "dev", "docs", "engines", "lint", "test")
 """Extras of the package for its own development."""
 
+NEWEST_TORCH = "2.15"
+"""The newest torch that Phalanx was tested with (`make test-torch`); a newer one is used, and named if a run fails."""
+
+
+def untested_torch(version: str | None) -> str:
+    """Return the note about a torch that is newer than the newest tested; empty for any other."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    if found is None or (int(found[1]), int(found[2])) <= tuple(map(int, NEWEST_TORCH.split("."))):
+        return ""
+    return f"torch {version} is newer than {NEWEST_TORCH}, the newest that Phalanx was tested with"
+
 
 def installed_packages() -> dict[str, str]:
     """Return the installed packages with their versions, by the names of their folders: nothing is read."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.lost_peers import reports_lost_peer, reports_mismatch
+from phalanx.host.versions import installed_packages, untested_torch
 from phalanx.launch.stacks import main_stack
 from phalanx.observe.call_ring import is_users
 from phalanx.observe.memory_breakdown import MemoryBreakdown
@@ -173,7 +174,9 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
         return f"stopped: {record['message']}", (), record["hint"]
     message = record["message"].splitlines()
     text = f": {message[0]}" if message else ""
-    return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
+    untested = untested_torch(installed_packages().get("torch"))
+    hint = record["hint"] if not untested else f"{record['hint']} {untested.capitalize()}.".lstrip()
+    return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), hint
 
 
 def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | None) -> tuple[str, tuple[str, ...], str]:

@@ -12,6 +12,7 @@ from command import ROOT, phalanx
 
 from phalanx.cli.doctor import examine
 from phalanx.errors import UsageError
+from phalanx.host.versions import NEWEST_TORCH
 from phalanx.tools.doctor.gpus import check_log, read_log, topology
 from phalanx.tools.doctor.hosts import compare_hosts
 from phalanx.tools.doctor.network import check_links
@@ -105,6 +106,13 @@ def test_a_cpu_without_bf16_is_a_warning_where_there_are_no_gpus():
     slow = {"file__/proc/cpuinfo": "Features\t: fp asimd", "folder__/proc/driver/nvidia/gpus": []}
     assert "60 times slower" in said(recorded("dgx-h100", **slow), "warning")
     assert "60 times slower" not in said(recorded("dgx-h100"), "warning")
+
+
+def test_a_torch_newer_than_the_newest_tested_is_named():
+    versions = {**recorded("dgx-h100").fact("versions"), "torch": "2.99.1"}
+    words = said(recorded("dgx-h100", fact__versions=versions), "note")
+    assert f"torch 2.99.1 is newer than {NEWEST_TORCH}, the newest that Phalanx was tested with" in words
+    assert "the newest that" not in said(recorded("dgx-h100"), "note")
 
 
 def test_the_topology_is_read_as_nvidia_smi_prints_it():

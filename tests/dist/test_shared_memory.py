@@ -23,7 +23,9 @@ from command import clean_environment, finish
 from phalanx.comm import register_backend
 from phalanx.comm.shm import SharedGroup
 from phalanx.comm.shm.pages import group_text_gatherer
+from phalanx.config import DistributedConfig
 from phalanx.errors import CommunicationError
+from phalanx.world.world import join_world
 
 SIZES = (0, 1, 7, 1000, 20_000, 33_333)
 """Elements: nothing, odd ones, one shot, and more than one round of the staging area that the tests use."""
@@ -371,6 +373,36 @@ def share_while_pinned() -> tuple[list[str], float]:
 
 def test_ranks_pinned_to_unequal_numbers_of_cores_share_memory(ranks):
     assert ranks(share_while_pinned, world_size=2) == [([], 6.0)] * 2
+
+
+def join_where_the_backend_fails(broken_ranks: tuple[int, ...]) -> tuple[str | None, float, list[str]]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    register_backend()
+    create = dist.Backend._plugins["PHALANX"].creator_fn
+
+    def fail(*arguments: Any) -> None:
+        create(*arguments)  # the ranks have met: torch fails later, as 2.15 did
+        raise RuntimeError("Could not find the default backend type 0\nwith more words")
+
+    if rank in broken_ranks:
+        dist.Backend._plugins["PHALANX"] = dist.Backend._BackendPlugin(fail, False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world = join_world(DistributedConfig())
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    # The ranks' harness leaves the group.
+    return world.comm_backend, float(total.sum()), [str(each.message) for each in caught if "gloo" in str(each.message)]
+
+
+@pytest.mark.parametrize("broken_ranks", [(0, 1), (1,)])
+def test_gloo_takes_over_if_the_backend_cannot_be_formed_on_any_rank(ranks, broken_ranks):
+    first, second = ranks(join_where_the_backend_fails, broken_ranks, world_size=2)
+    assert first[:2] == second[:2] == ("gloo", 4.0)
+    note = f"the backend 'phalanx' does not work with torch {torch.__version__}; the ranks use gloo, which is slower"
+    assert first[2] == [f"{note} (RuntimeError: Could not find the default backend type 0)"]
+    assert second[2] == []
 
 
 def test_plain_ddp_and_fsdp_give_the_same_bits_on_the_backend(ranks):

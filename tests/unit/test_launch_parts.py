@@ -245,6 +245,15 @@ def _report_of(traceback, tmp_path):
     return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log").details
 
 
+def test_an_error_under_an_untested_torch_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.launch.failure.installed_packages", lambda: {"torch": "2.99.1+cu140"})
+    record = {"time": 0.0, "type": "ValueError", "message": "bad", "hint": "", "step": None, "traceback": ["one"]}
+    for traceback, named in ((["one"], True), ([], False)):  # a PhalanxError has none, and says what is wrong
+        ended = RankExit(0, 1, 0.0, {**record, "traceback": traceback}, ())
+        report = explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log")
+        assert ("Torch 2.99.1+cu140 is newer than" in report.hint) is named
+
+
 def test_a_long_traceback_is_cut_before_a_frame_with_a_note(tmp_path):
     frames = [line for n in range(20) for line in (f'  File "/x/train.py", line {n}, in f', f"    f({n})", "    ^^^^")]
     head, mark, first, *rest = _report_of(["Traceback (most recent call last):", *frames, "ValueError: bad"], tmp_path)

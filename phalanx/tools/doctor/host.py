@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from phalanx.host.versions import NEWEST_TORCH, untested_torch
 from phalanx.observe.format import size
 from phalanx.tools.doctor.reader import CheckResult, HostReader
 
@@ -28,6 +29,8 @@ def _software(machine: HostReader) -> Iterator[CheckResult]:
     """Say what is installed: with this, a report about a fault is complete."""
     versions = machine.fact("versions") or {}
     yield CheckResult("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    if untested := untested_torch(versions.get("torch")):
+        yield CheckResult("note", "torch", untested, f"if a run fails with it: pip install 'torch=={NEWEST_TORCH}.*'")
     lacking = machine.fact("extras") or {}
     if complete := [name for name, missing in lacking.items() if not missing]:
         yield CheckResult("ok", "extras", f"installed: {', '.join(complete)}")
