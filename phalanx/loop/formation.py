@@ -36,6 +36,7 @@ from phalanx.host.remote import as_path
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
+from phalanx.loop.own_loop import OwnLoop
 from phalanx.loop.prepare import (
     Prepared,
     PreparedLoader,
@@ -44,8 +45,10 @@ from phalanx.loop.prepare import (
     convert_layers,
     remember_process,
 )
+from phalanx.loop.script import stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
+from phalanx.loop.values import Values, enter_loop, leave_loop
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -78,6 +81,7 @@ class Formation(Prepared):
             config = config.replace(**settings)
         config.refuse_keras(type(self).__name__)
         register_backend()
+        stop_counting()
         world = join_world(config)
         self._undo: list[Callable[[], object]] = [] if world.is_launched else [remember_process()]
         if config.threads_per_rank is not None:
@@ -98,6 +102,9 @@ class Formation(Prepared):
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
+        self._own_loop = OwnLoop(self)
+        entered = enter_loop(self)
+        self._undo.append(lambda: leave_loop(entered))
 
     @property
     def at_boundary(self) -> bool:
@@ -199,15 +206,19 @@ class Formation(Prepared):
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
+        self._own_loop.begin()
         self.gradients.backward(loss, weight)
+        self._own_loop.add_loss(loss, weight)
 
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
+        self._own_loop.begin()
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
         self.clock.enter("forward")
         passes = BatchPasses(self.gradients, self.precision, forward, self.clock)
         loss = self.strategy.train_batch(model, batch, passes)
         self.clock.enter("other")
+        self._own_loop.add_loss(loss)
         return loss
 
     def clip_grad_norm(
@@ -230,6 +241,15 @@ class Formation(Prepared):
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
+
+    def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
+        """Record numbers of your own: `f.log({"critic": loss})` or `f.log("critic", loss)`.
+
+        Names under `val/` are of the validation data. A tensor stays on its device until the losses are read. `step`:
+        the last one that was taken, by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which
+        then call this; by default the main rank's numbers count.
+        """
+        self._own_loop.log(values, value, step, reduce)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the main rank only."""
@@ -281,6 +301,7 @@ class Formation(Prepared):
     def close(self) -> None:
         """Release everything and leave the process group, so that no rank waits for another for ever."""
         self.finish_save()
+        self._own_loop.end()
         self._return_weights()
         self.release()
         if not self.strategy.shards:  # a sharded model needs the group, and the user may save or train it again

@@ -304,9 +304,10 @@ def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
 
 def last_values(run: StoredRun) -> dict[str, float]:
     """Return the last value of each curve that a run's latest events are points of, by the names of dashboards."""
-    last = {(each["event"], each.get("split")): each for each in run._ends if each["event"] in ("step", "metrics")}
     found: dict[str, float] = {}
-    for event in last.values():
+    for event in run._ends:
+        if event["event"] not in ("step", "metrics"):
+            continue
         with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
             found |= cast("StepDone | MetricsReported", from_dict(event)).scalars()
     return found
