@@ -34,12 +34,14 @@ from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.forward import decide_forward
+from phalanx.loop.gather import gather, gather_samples
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.own_loop import OwnLoop
 from phalanx.loop.prepare import (
     Prepared,
     PreparedLoader,
+    Reading,
     adapt,
     check_trains_adapters,
     convert_layers,
@@ -102,6 +104,7 @@ class Formation(Prepared):
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
+        self._reading = Reading()
         self._own_loop = OwnLoop(self)
         entered = enter_loop(self)
         self._undo.append(lambda: leave_loop(entered))
@@ -185,7 +188,7 @@ class Formation(Prepared):
             in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
-        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls)
+        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls, self._reading)
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
@@ -241,6 +244,20 @@ class Formation(Prepared):
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
+
+    def gather(self, values: Any) -> Any:
+        """Return tensors with the rows of all ranks, equal on all of them; the number of rows may differ.
+
+        `values`: a tensor, or tensors in tuples, lists and dicts. Ranks that read the same samples count once.
+        """
+        return gather(self.world, values)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return what `gather` does for outputs of the last batch, one row per sample, each sample once.
+
+        At the ragged end of the data some ranks get placeholders or fewer samples: these rows are left out.
+        """
+        return gather_samples(self.world, values, self._reading.loader)
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Record numbers of your own: `f.log({"critic": loss})` or `f.log("critic", loss)`.

@@ -160,6 +160,12 @@ def _work_left(device: torch.device) -> Callable[[], bool]:
     return lambda: not stream.query()
 
 
+class Reading:
+    """Which prepared loader has yielded the last batch."""
+
+    loader: PreparedLoader | None = None
+
+
 class PreparedLoader:
     """This rank's share of a loader; one pass is one epoch.
 
@@ -167,10 +173,18 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, sharded: ShardedLoader, gradients: Gradients | None = None, calls: CompiledCalls | None = None
+        self,
+        sharded: ShardedLoader,
+        gradients: Gradients | None = None,
+        calls: CompiledCalls | None = None,
+        reading: Reading | None = None,
     ) -> None:
-        """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph."""
+        """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph.
+
+        `reading`: notes which loader has yielded last.
+        """
         self.sharded = sharded
+        self._reading = Reading() if reading is None else reading
         self._gradients, self._calls = gradients, calls
         self._augment: Augmentation | None = None
         self._seed = 0
@@ -188,6 +202,7 @@ class PreparedLoader:
                 board.count(number)
                 if self._calls is not None:
                     self._calls.use(compiled=False)
+                self._reading.loader = self
                 yield self._augmented(batch, None)
             return
         sharded, begin = self.sharded, self._gradients.begin
@@ -204,6 +219,7 @@ class PreparedLoader:
                     break
                 board.alive()
                 begin(sharded.current, sharded)
+                self._reading.loader = self
                 if self._calls is not None:
                     self._calls.use(compiled=self._is_whole)
                 yield self._augmented(batch, SampleKey(self._seed, sharded.epoch, sharded.current.offset))

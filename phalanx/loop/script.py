@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from phalanx.loop.values import Number, ValueLog, Values, as_events, checked
-from phalanx.observe.events import StepDone
+from phalanx.observe.events import Event, StepDone
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
-from phalanx.observe.sinks import FdSink, JsonlSink, Sink
+from phalanx.observe.sinks import EventStream, FdSink, JsonlSink
 
 _EVERY_STEPS = 10
 _LOSSES = ("loss", "train/loss")
@@ -37,8 +37,8 @@ class ScriptRecord:
         self._folder = folder
         self._is_main = os.environ.get("RANK", "0") == "0"
         self._values = ValueLog()
-        self._jsonl: JsonlSink | None = None
-        self._launcher: Sink | None = None
+        self._file: EventStream | None = None
+        self._launcher = EventStream()
         self._hook: Any = None
         self._optimizer = self._calls = 0
         self._rate = 0.0
@@ -100,17 +100,18 @@ class ScriptRecord:
                 self._write(event, shown=True)
         if since:
             seconds = (now - began) / since
-            done = StepDone(self.steps, epoch=0, loss=loss, learning_rate=self._rate, step_seconds=seconds, rank=0)
+            done = StepDone(self.steps, epoch=0, loss=loss, learning_rate=self._rate, step_seconds=seconds)
             self._write(done, shown=loss is not None)
 
-    def _write(self, event: Any, *, shown: bool) -> None:
+    def _write(self, event: Event, *, shown: bool) -> None:
         assert self._folder is not None, "asked before"
-        if self._jsonl is None:
-            self._jsonl = JsonlSink(self._folder / EVENTS)
-            self._launcher = FdSink.from_environment()
-        self._jsonl.handle(event)
-        if shown and self._launcher is not None:
-            self._launcher.handle(event)
+        if self._file is None:
+            self._file = EventStream([JsonlSink(self._folder / EVENTS)])
+            if (launcher := FdSink.from_environment()) is not None:
+                self._launcher.add(launcher)
+        self._file.emit(event)
+        if shown:
+            self._launcher.emit(event)
 
 
 def _over_ranks(values: Mapping[str, Number], op: str) -> dict[str, Number]:

@@ -243,10 +243,11 @@ class TrainLoop:
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Record numbers of your own: `trainer.log({"teacher": loss})`; a callback may call this. See `phalanx.log`."""
-        in_step = self.formation.clock.phase != "other"
-        if in_step:
+        current = self.step
+        if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
             self._call.runs_on_host("the step logs values")
-        self.report.log(self.step + in_step if step is None else step, values, value, reduce)
+            current = self.step + 1 if self.own_step is None else self.own_step.number
+        self.report.log(current if step is None else step, values, value, reduce)
 
     def _report_logged(self, epoch: int, *, ends_epoch: bool = False) -> None:
         """Report what the user logged, and judge it if it decides on checkpoints or the end; all ranks call this."""

@@ -72,12 +72,9 @@ class TrainingStep:
             part = getattr(model, name)
             made = given if isinstance(given, torch.optim.Optimizer) else given(list(part.parameters()))
             self.optimizers[name] = formation.prepare(made)
-        self.groups: Any = _AllGroups(list(self.optimizers.values()))
-
-    @property
-    def number(self) -> int:
+        self.number = 0
         """The number of the step that is being taken, from 1."""
-        return self._formation.step + 1
+        self.groups: Any = _AllGroups(list(self.optimizers.values()))
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +100,7 @@ class TrainingStep:
     ) -> StepOutcome | None:
         """Call the function for micro-batches up to the next step's boundary; None when the epoch has none left."""
         gradients, clock = self._formation.gradients, self._formation.clock
-        number = self.number
+        number = self.number = gradients.steps + 1
         clock.enter("data")
         for batch in batches:
             clock.enter("forward")

@@ -61,7 +61,7 @@ def step_parts(event: StepDone, run: RunStarted | None, logged: Mapping[str, flo
     """
     shared = " (shared GPU)" if run and run.ranks_per_gpu > 1 else ""
     parts = [] if event.loss is None else [f"loss {event.loss:.4f}"]
-    parts += [f"{name} {value:.4g}" for name, value in (logged or {}).items()]
+    parts += [f"{name} {value:.4g}" for name, value in (logged or {}).items() if name != "loss" or event.loss is None]
     parts.append(f"lr {event.learning_rate:.1e}")
     if event.grad_norm is not None:
         parts.append(f"grad {event.grad_norm:.2f}")

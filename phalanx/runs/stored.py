@@ -213,7 +213,9 @@ class StoredRun:
         for name, value in ended.get("best", {}).items():
             return f"{'val' if measured else 'train'}/{name}", float(value)
         last: dict[str, Any] = measured[-1] if measured else {}
-        return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), None)
+        loss = self.last_step.get("loss")
+        trained = None if loss is None else ("train/loss", float(loss))
+        return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), trained)
 
     @property
     def checkpoint_dir(self) -> Path:
