@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import uuid
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -35,13 +34,13 @@ from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.gather import gather, gather_samples
+from phalanx.loop.loop_record import LoopRecord
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
-from phalanx.loop.own_loop import OwnLoop
 from phalanx.loop.prepare import (
+    LastRead,
     Prepared,
     PreparedLoader,
-    Reading,
     adapt,
     check_trains_adapters,
     convert_layers,
@@ -85,13 +84,14 @@ class Formation(Prepared):
         register_backend()
         stop_counting()
         world = join_world(config)
-        self._undo: list[Callable[[], object]] = [] if world.is_launched else [remember_process()]
+        undo = [] if world.is_launched else [remember_process()]
         if config.threads_per_rank is not None:
             torch.set_num_threads(config.threads_per_rank)
         seed_everything(config.seed, rank=world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
+        self._undo += undo
         self._locks: dict[Path, RunLock] = {}
         self.saver = Saver()
         self._compiled_calls: CompiledCalls | None = None
@@ -104,8 +104,8 @@ class Formation(Prepared):
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
-        self._reading = Reading()
-        self._own_loop = OwnLoop(self)
+        self._reading = LastRead()
+        self._record = LoopRecord(self)
         entered = enter_loop(self)
         self._undo.append(lambda: leave_loop(entered))
 
@@ -209,19 +209,19 @@ class Formation(Prepared):
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
-        self._own_loop.begin()
+        self._record.begin()
         self.gradients.backward(loss, weight)
-        self._own_loop.add_loss(loss, weight)
+        self._record.add_loss(loss, weight)
 
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
-        self._own_loop.begin()
+        self._record.begin()
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
         self.clock.enter("forward")
         passes = BatchPasses(self.gradients, self.precision, forward, self.clock)
         loss = self.strategy.train_batch(model, batch, passes)
         self.clock.enter("other")
-        self._own_loop.add_loss(loss)
+        self._record.add_loss(loss)
         return loss
 
     def clip_grad_norm(
@@ -266,7 +266,7 @@ class Formation(Prepared):
         the last one that was taken, by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which
         then call this; by default the main rank's numbers count.
         """
-        self._own_loop.log(values, value, step, reduce)
+        self._record.log(values, value, step, reduce)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the main rank only."""
@@ -318,7 +318,7 @@ class Formation(Prepared):
     def close(self) -> None:
         """Release everything and leave the process group, so that no rank waits for another for ever."""
         self.finish_save()
-        self._own_loop.end()
+        self._record.end()
         self._return_weights()
         self.release()
         if not self.strategy.shards:  # a sharded model needs the group, and the user may save or train it again
@@ -338,10 +338,6 @@ class Formation(Prepared):
         self._locks.clear()
         self.strategy.close()
         self.clear()
-
-    def undo_later(self, undo: Callable[[], object]) -> None:
-        """Call a function when everything is released, before what was changed earlier is restored."""
-        self._undo.append(undo)
 
     def __enter__(self) -> Formation:
         return self

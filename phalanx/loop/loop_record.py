@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.data.order import BatchSplit
 from phalanx.loop.hooks import StepInfo
+from phalanx.loop.prepare import Prepared
 from phalanx.loop.recorders import open_sinks, own_run_dir
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, reduced
@@ -25,9 +26,6 @@ from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import make_run_dir
-
-if TYPE_CHECKING:
-    from phalanx.loop.formation import Formation
 
 NOT_RECORDED = (
     "log: nothing is recorded. Start the script with phalanx train --script, or give Formation(run_dir=...) or "
@@ -37,10 +35,10 @@ _UNREAD_STEPS = 50
 """At least every so many steps losses are read, however seldom they are reported."""
 
 
-class OwnLoop:
+class LoopRecord:
     """Follows a loop by the calls that it makes: `backward`, the optimizer's step, `log`."""
 
-    def __init__(self, formation: Formation) -> None:
+    def __init__(self, formation: Prepared) -> None:
         self._formation = formation
         self._is_recorded = _has_place(formation.config)
         self._report: Reporter | None = None
