@@ -65,7 +65,7 @@ class ScriptRecord:
             return
         self.steps += 1
         self._board.beat(self.steps)
-        if self._is_main and (self.steps == 1 or self.steps % _EVERY_STEPS == 0):
+        if self._is_main and self.steps % _EVERY_STEPS == 0:
             self._rate = float(optimizer.param_groups[0]["lr"])
             self._report()
 

@@ -94,10 +94,9 @@ class History:
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest validation loss, else training loss: of an epoch, or of a logged step before one has ended."""
+        """The lowest validation loss, or training loss without validation; None before the first epoch."""
         measured = list(_finite(self._measured("loss")))
-        trained = (record.train_loss for record in self.epochs) if self.epochs else (e.get("loss") for e in self.steps)
-        return min(measured or _finite(trained), default=None)
+        return min(measured or _finite(record.train_loss for record in self.epochs), default=None)
 
     def _measured(self, name: str) -> list[float | None]:
         """Return a metric's values on the validation data."""
