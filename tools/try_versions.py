@@ -138,8 +138,12 @@ def main() -> int:
     """Try what the command line names, and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("torch", "newest"))
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help="of torch: 2.13.0 [newest, and the oldest allowed]")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venvs", metavar="DIR", help="where they are kept [.venvs]")
+    parser.add_argument(
+        "versions", nargs="*", metavar="VERSION", help="of torch: 2.13.0 [newest, and the oldest allowed]"
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".venvs", metavar="DIR", help="where they are kept [.venvs]"
+    )
     arguments = parser.parse_args()
     arguments.environments.mkdir(exist_ok=True)
     environments = arguments.environments.resolve()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -165,8 +166,13 @@ class TorchTrainer:
         return self._run("evaluate", self._task(val=data), self.config).metrics
 
     def predict(self, data: Any) -> Any:
-        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only).
+
+        A tensor or an array holds the inputs.
+        """
         __tracebackhide__ = True
+        if isinstance(data, (torch.Tensor, np.ndarray)):
+            data = torch.utils.data.TensorDataset(torch.as_tensor(data))
         check_data(data, "predict")
         return self._run("predict", self._task(val=data), self.config).predictions
 

@@ -78,7 +78,9 @@ def test_the_proof_prints_what_the_readme_says(command, tmp_path, monkeypatch, f
         monkeypatch.chdir(tmp_path)
         answer = phalanx(*words)
     else:
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=clean_environment(), capture_output=True, text=True
+        )
         answer = Answer(done.returncode, done.stdout, done.stderr)
     assert answer.code == 0, answer.text
     PROOFS[command](answer)
