@@ -47,7 +47,8 @@ TORCH_CASES = {
     "fsdp": ("-m phalanx train digits --strategy fsdp --epochs 1 --num-workers 2", "best accuracy"),
     "killed rank": ("-m phalanx verify digits --fault kill:rank=1,step=20 --num-workers 2 --epochs 1", "recovered"),
     "private names, shared memory": (
-        f"-m pytest -q -p no:cacheprovider {ROOT}/tests/unit/test_torch_compat.py {ROOT}/tests/dist/test_shared_memory.py",
+        f"-m pytest -q -p no:cacheprovider {ROOT}/tests/unit/test_torch_compat.py "
+        f"{ROOT}/tests/dist/test_shared_memory.py",
         " passed",
     ),
 }

@@ -251,8 +251,8 @@ def _launch(
         except PhalanxError as error:
             outcome = "preempted" if isinstance(error, PreemptedError) else outcome
             if isinstance(error, (PreemptedError, RankFailedError)) and StoredRun(run_dir).checkpoints:
-                before = [error.hint] if isinstance(error, RankFailedError) and error.hint else []
-                error.hint = "\n  ".join([*before, f"To resume: {resume_command(StoredRun(run_dir))}"])
+                advice = f"{error.hint}\n  " if isinstance(error, RankFailedError) and error.hint else ""
+                error.hint = f"{advice}To resume: {resume_command(StoredRun(run_dir))}"
             if isinstance(error, NonFiniteLossError) and config.debug is None:
                 error.hint += f"\n  next: {_with_debug(StoredRun(run_dir), compiled=bool(config.compile))}"
             if recipe is not None or not was_started:  # a script may have written files

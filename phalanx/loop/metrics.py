@@ -166,7 +166,8 @@ def _as_numbers(name: str, found: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"the metric '{name}' returned a {type(found).__name__}, {repr(found)[:40]}, which is not a number",
-            hint="Return the batch's mean, one value per sample, or (total, count). Several values are several metrics.",
+            hint="Return the batch's mean, one value per sample, or (total, count); give several values as several "
+            "metrics.",
         ) from error
 
 
@@ -306,7 +307,7 @@ def _of_equal_shapes(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
 def _refuse_shapes(loss_fn: Any, output: torch.Size, target: torch.Size) -> None:
     """Raise if torch would broadcast these shapes; if it cannot, its own error names them."""
     try:
-        pairs = torch.broadcast_shapes(output, target)
+        pairs = torch.broadcast_shapes(output, target)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return
     inner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
@@ -319,8 +320,8 @@ def _refuse_shapes(loss_fn: Any, output: torch.Size, target: torch.Size) -> None
     elif target == (*output, 1):
         hint = "Give target.squeeze(-1) in the data, or write output.unsqueeze(-1) at the end of the model's forward."
     raise ModelError(
-        f"the outputs are {list(output)} and the targets {list(target)}: {name} would compare each with several others, "
-        f"{list(pairs)}",
+        f"the outputs are {list(output)} and the targets {list(target)}: {name} would compare each with several "
+        f"others, {list(pairs)}",
         hint=hint,
     )
 

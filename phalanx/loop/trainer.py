@@ -234,6 +234,11 @@ class TrainLoop:
         if not last:
             self.control.after_epoch(epoch + 1)
 
+    @property
+    def forward(self) -> Forward | None:
+        """How the model is called; None before the first batch."""
+        return self._call.forward
+
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
         return self.evaluation.run()
@@ -261,7 +266,7 @@ class TrainLoop:
         losses = self.report.loss_log.read()
         bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}")
+            raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}", bad)
         return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
 
     def losses_checked(self) -> None:

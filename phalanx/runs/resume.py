@@ -32,10 +32,13 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
     if run.status == "running":
         raise UsageError(f"{run.name} is still running", hint="Stop it first, with Ctrl-C or SIGTERM.")
     if not run.checkpoints:
-        raise UsageError(
-            f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
-            hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
-        )
+        hint = "Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'."
+        if run.record is not None and (run.record.script or run.record.module):
+            hint = (
+                "Only a trainer or Formation of Phalanx saves checkpoints there. A script that saves its own is "
+                "started again, and loads them itself."
+            )
+        raise UsageError(f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed", hint=hint)
     # In a folder that runs share, the newest checkpoint may be that of another run.
     newest = run.checkpoint_dir if run.owns_checkpoint_dir else run.checkpoints[-1]
     return {"run_dir": str(run.path), "resume_from_checkpoint": str(newest)}

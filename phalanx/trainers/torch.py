@@ -95,6 +95,8 @@ class TorchTrainer:
         self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
         self.history: History | None = None
         self._last_data: Any = None
+        self._tells_end = True
+        """Whether an end before the last step is reported on the terminal."""
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
@@ -226,7 +228,7 @@ class TorchTrainer:
             self.history = result.history or self.history
             if result.stopped is None:
                 env = read_rank_env()
-                if result.ended and (env is None or env.rank == 0):
+                if result.ended and self._tells_end and (env is None or env.rank == 0):
                     say_to_user(f"{result.ended}; {came_back(task, result.history)}")
                 return result
             result.stopped.message += f"; {came_back(task, result.history)}"

@@ -150,8 +150,8 @@ def _agree_on_backend(store: dist.Store, env: RankEnv) -> str:
     if env.rank == 0:
         rank, problem = next(iter(problems.items()))
         warnings.warn(
-            f"the backend 'phalanx' cannot be formed with torch {torch.__version__}: the ranks use gloo, which is slower "
-            f"(rank {rank}: {problem}). communication_backend = 'phalanx' raises the whole error",
+            f"the backend 'phalanx' cannot be formed with torch {torch.__version__}: the ranks use gloo, which is "
+            f"slower (rank {rank}: {problem}). communication_backend = 'phalanx' raises the whole error",
             stacklevel=3,
         )
     return "gloo"
@@ -159,7 +159,7 @@ def _agree_on_backend(store: dist.Store, env: RankEnv) -> str:
 
 @functools.cache
 def _problem_of_own_backend() -> str:
-    """Form a group of this rank alone by our own backend and leave it; return the error in a line, "" if there is none."""
+    """Form a group of this rank alone by our own backend and leave it; return the error in a line, or an empty one."""
     try:
         dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
     except ConnectionAbortedError:  # another rank was lost meanwhile

@@ -123,9 +123,9 @@ def test_doctor_and_a_failure_name_a_torch_that_was_not_tested(tmp_path, monkeyp
         monkeypatch.setattr(f"{module}.NEWEST_TORCH", "2.0")
     note = f"orch {torch.__version__} is newer than 2.0, the newest that Phalanx was tested with"
     shown = phalanx("doctor").out
-    assert re.search(rf"note +torch +t{re.escape(note)}\n +-> if a run fails with it: pip install 'torch==2.0.\*'", shown)
+    assert re.search(rf"note +torch +t{re.escape(note)}\n +-> if a run fails with it: pip install 'torch==2.0", shown)
 
-    Path("train.py").write_text("from phalanx import Formation\nFormation().world_size\nraise ValueError('of the user')\n")
+    Path("train.py").write_text("from phalanx import Formation\nFormation()\nraise ValueError('of the user')\n")
     answer = phalanx("train", "--script", "train.py", "--num-workers", 2)
     assert answer.code == 1
     assert answer.err.count(note) == 1

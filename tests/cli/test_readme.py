@@ -45,7 +45,8 @@ def a_plan(answer: Answer) -> None:
 
 def errors_of_the_planner(answer: Answer) -> None:
     mean, fitted, other, unfitted = numbers(
-        "within #% on average of the # published ones that they were fitted to, and #% too long for the # that they were not",
+        "within #% on average of the # published ones that they were fitted to, and #% too long for the # that they "
+        "were not",
         PROMISES,
     )
     rows = re.findall(r"^([a-z0-9+, -]+?) +(\d+) rows +mean ([\d.]+)% +worst", answer.out, re.MULTILINE)

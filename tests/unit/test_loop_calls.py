@@ -147,7 +147,7 @@ def test_a_named_loss_trains_as_without_a_name():
 @pytest.mark.parametrize("returned", ["good", None, {"a": 1.0}, ("a", 3)])
 def test_a_metric_that_is_not_a_number_is_named(returned):
     trained = trainer(nn.Linear(2, 1), batch_size=4, metrics={"mine": lambda o, t: returned})
-    with pytest.raises(ModelError, match="the metric 'mine' returned a .*, which is not a number"):
+    with pytest.raises(ModelError, match=r"the metric 'mine' returned a .*, which is not a number"):
         trained.evaluate((torch.rand(8, 2), torch.rand(8)))
 
 
