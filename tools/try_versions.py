@@ -71,13 +71,17 @@ def oldest_torch() -> str:
     return re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[0] + ".0"
 
 
-def environment(folder: Path, packages: list[str]) -> Path:
-    """Return the Python of an environment with these packages and Phalanx; one that is there is used again."""
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
+def environment(folder: Path, packages: list[str], *, newest: bool) -> Path:
+    """Return the Python of an environment with these packages and Phalanx; one that is there is used again.
+
+    `newest`: there may be newer versions than when it was made.
+    """
+    python, is_there = folder / "bin" / "python", (folder / "complete").exists()
+    if not is_there:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if not is_there or newest:
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *packages], check=True)
+        subprocess.run([*pip, *(["--upgrade"] if newest else []), *packages], check=True)
         subprocess.run([*pip, "--editable", ROOT, *TEST_PACKAGES], check=True)
         (folder / "complete").touch()
     return python
@@ -106,7 +110,7 @@ def run(python: Path, folder: Path, arguments: str, expected: str) -> str:
 
 def try_torch(wanted: str, environments: Path) -> tuple[str, bool]:
     """Use Phalanx with one torch; return its row and whether all went well. `wanted`: a version, or "newest"."""
-    python = environment(environments / f"torch-{wanted}", ["torch" if wanted == "newest" else f"torch=={wanted}"])
+    python = environment(environments / f"torch-{wanted}", ["torch" if wanted == "newest" else f"torch=={wanted}"], newest=wanted == "newest")
     installed, folder = version(python, "torch"), environments / f"work-{wanted}-{time.time_ns()}"
     folder.mkdir()
     (folder / "first_fit.py").write_text(SNIPPET)
@@ -124,7 +128,7 @@ def try_torch(wanted: str, environments: Path) -> tuple[str, bool]:
 def try_newest(environments: Path) -> tuple[list[str], bool]:
     """Run the tests of each package with its newest version."""
     pinned = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    python = environment(environments / "newest", [*pinned, f"{ROOT}[test]", *NEWEST])
+    python = environment(environments / "newest", [*pinned, f"{ROOT}[test]", *NEWEST], newest=True)
     rows, good = [], True
     for package, tests in NEWEST.items():
         problem = run(python, ROOT, f"-m pytest -q -p no:cacheprovider {tests}", " passed")
@@ -146,7 +150,7 @@ def main() -> int:
         "--environments", type=Path, default=ROOT / ".venvs", metavar="DIR", help="where they are kept [.venvs]"
     )
     arguments = parser.parse_args()
-    arguments.environments.mkdir(exist_ok=True)
+    arguments.environments.mkdir(parents=True, exist_ok=True)
     environments = arguments.environments.resolve()
     if arguments.what == "newest":
         rows, good = try_newest(environments)
