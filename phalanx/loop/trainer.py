@@ -234,11 +234,6 @@ class TrainLoop:
         if not last:
             self.control.after_epoch(epoch + 1)
 
-    @property
-    def forward(self) -> Forward | None:
-        """How the model is called; None before the first batch."""
-        return self._call.forward
-
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
         return self.evaluation.run()
@@ -272,6 +267,11 @@ class TrainLoop:
     def losses_checked(self) -> None:
         """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""
         self.report.losses(self._losses())
+
+    @property
+    def forward(self) -> Forward | None:
+        """How the model is called; None before the first batch."""
+        return self._call.forward
 
     def is_finished(self, *, within_epoch: bool = False) -> bool:
         """Whether no step is left; `within_epoch`: apart from the number of epochs."""

@@ -123,7 +123,7 @@ class Once(Dataset):
 
     def __getitem__(self, index: int):
         if index in self.read:
-            raise OSError(f"sample {index} is gone")
+            raise OSError(f"sample {index} was deleted")
         self.read.add(index)
         return torch.full((3,), float("nan")), torch.zeros(1)
 
@@ -131,7 +131,7 @@ class Once(Dataset):
 def test_an_error_of_the_data_set_does_not_hide_the_cause():
     error, _ = fit(DataLoader(Once(), batch_size=BATCH))
     assert "the loss is nan at step 1" in error.message
-    assert "cannot be read again: OSError: sample 0 is gone" in error.hint
+    assert "cannot be read again: OSError: sample 0 was deleted" in error.hint
 
 
 def test_the_model_gets_the_weights_of_the_last_checkpoint_back():
