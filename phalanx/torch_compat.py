@@ -1,9 +1,7 @@
 """Every private torch API that Phalanx uses, one function each: the page to read when a new torch breaks something.
 
-`missing()` names what the installed torch lacks and what that breaks; `tests/unit/test_torch_compat.py` runs it and
-calls each function. `tests/data/private_torch.json` has their arguments in each torch that was looked at;
-`tools/private_torch.py` compares them with those of the installed one. Overridden methods that torch calls by a private
-name (DDP's `_build_params_for_reducer`, a process group's `_allgather_base`) stay in their classes and are listed here.
+`tools/private_torch.py` lists the names, here and in the other files `torch_*.py`, with what breaks without each, and
+compares them with the versions of torch that were looked at; `tests/unit/test_torch_compat.py` calls each function.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,89 +20,12 @@ from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_futur
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["AllgatherOptions", "TorchDispatchMode", "missing", "pytree"]
+__all__ = ["AllgatherOptions", "TorchDispatchMode", "pytree"]
 
 VERSION: tuple[int, int] = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
 
-PRIVATE = {
-    "torch:_C._current_graph_task_id": "gradient hooks: ring, horovod, compression, verify",
-    "torch.autograd:Variable._execution_engine.queue_callback": "the end of backward: ring, horovod, compression",
-    "torch:_foreach_copy_": "reducers, local-sgd, diloco",
-    "torch:_foreach_lerp_": "averaged weights (ema_decay)",
-    "torch:_foreach_norm": "gradient clipping of sharded tensors",
-    "torch.utils._pytree:tree_map": "pipeline, context and tensor parallelism, deepspeed, verify",
-    "torch.distributed:_broadcast_coalesced": "the start of every run with several ranks",
-    "torch.distributed.distributed_c10d:_get_default_group": "the start of every run with several ranks",
-    "torch.distributed.distributed_c10d:_get_default_store": "joining a process group of the user's",
-    "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
-    "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
-    "torch._dynamo.callback:callback_handler.register_start_callback": "heartbeats and times while a rank compiles",
-    "torch._dynamo.utils:counters": "the number of compiled graphs",
-    "torch._dynamo.utils:get_compilation_metrics": "the reason of a recompilation",
-    "torch._inductor.runtime.cache_dir_utils:default_cache_dir": "a compile cache that the next run finds",
-    "torch._inductor.config:_micro_pipeline_tp": "tensor products that overlap with their communication",
-    "torch.distributed._symmetric_memory:_group_name_to_workspace_tensor": "the same, and its memory",
-    "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:ProcessGroup._set_default_backend": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:ProcessGroupGloo._set_sequence_number_for_group": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:ProcessGroupGloo._allgather_base": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:ProcessGroupGloo._reduce_scatter_base": 'the backend "phalanx"',
-    "torch._C._distributed_c10d:Reducer._push_all_rebuilt_params": "gradient compression under ddp",
-    "torch._C._distributed_c10d:Reducer._rebuild_buckets": "gradient compression under ddp",
-    "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer": "gradient compression under ddp",
-    "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": "exposed communication of ddp",
-    "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
-    "torch._C._distributed_c10d:ProcessGroup._get_backend": "the reports of hangs over nccl, recovery with nccl",
-    "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
-    "torch.distributed.distributed_c10d:_world.pg_backend_config": "recovery in place with nccl",
-    "torch.distributed:Work._source_rank": "the reports of hangs",
-    "torch.distributed._functional_collectives:wait_tensor": "exposed communication of fsdp and model parallelism",
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
-    "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
-    "torch:ops.aten._scaled_dot_product_flash_attention_backward": "context parallelism on GPUs",
-    "torch:ops._c10d_functional.all_reduce": "selective activation checkpointing",
-    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "an epoch left between the micro-batches of a step: fsdp",
-    "torch.distributed.fsdp._fully_shard._fsdp_param:nn": "lora_base = 'nf4' under fsdp, with torch before 2.13",
-    "torch.nn:Module._call_impl": "compile",
-    "torch.nn:Module._compiled_call_impl": "compile",
-    "torch:_scaled_mm": "mixed_precision = 'fp8'",
-    "torch._functorch.config:activation_memory_budget": "activation_checkpointing = 'budget 0.5'",
-    "torch._dynamo.eval_frame:OptimizedModule": "models that are given as torch.compile(model)",
-    "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
-    "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
-    "torch.distributed.tensor.parallel:RowwiseParallel._prepare_output_fn": "tensor parallelism with compile",
-    "torch.utils.data._utils.collate:default_collate_fn_map": "batches of a plain data set on a GPU",
-    "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
-    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
-    "torch.utils.data._utils.signal_handling:_error_if_any_worker_fails": "the loader of a worker that was killed",
-    "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
-    "torch.profiler:_ExperimentalConfig": "profile",
-    "torch.autograd:_profiler_enabled": "the warning about a profiler around fit()",
-    "torch.cuda.memory:_cuda_endAllocateToPool": "training after a capture (capture) that failed",
-    "torch.cuda.memory:_cuda_releasePool": "training after a capture (capture) that failed",
-    "torch.cuda.memory:_record_memory_history": "profile = 'memory' on CUDA",
-    "torch.cuda.memory:_snapshot": "profile = 'memory' on CUDA",
-    "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan of a module",
-}
-"""`module:attribute` of each private API, and what does not work without it."""
-
 COALESCED_BYTES = 250 << 20
 """Tensors are broadcast in groups of this size, as DDP does."""
-
-
-def missing() -> dict[str, str]:
-    """Return the private APIs that this torch does not have, and what each breaks."""
-    found = {}
-    for name, breaks in PRIVATE.items():
-        module, _, path = name.partition(":")
-        try:
-            attrgetter(path)(import_module(module))
-        except (ImportError, AttributeError):
-            found[name.replace(":", ".")] = breaks
-    return found
 
 
 # autograd
@@ -127,6 +47,11 @@ def version_of(tensor: Tensor) -> int:
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor that a view shows, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor shows part of another one's memory."""
+    return tensor._is_view()
 
 
 # operations on many tensors in one call, and the worker processes of loaders
@@ -299,6 +224,16 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor | None]:
     return model._buffers
 
 
+def own_parameters(model: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that a module itself holds."""
+    return model._parameters
+
+
+def own_modules(model: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules that a module itself holds, which may be removed by name."""
+    return model._modules
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether a module is a batch norm of any dimension."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
@@ -322,6 +257,11 @@ def forget_found_inf(scaler: torch.amp.GradScaler) -> None:
 
 SCHEDULED_MARK = "_wrapped_by_lr_sched"
 """The attribute by which torch's schedulers know that they have wrapped an optimizer's step."""
+
+
+def chained_schedulers(scheduler: torch.optim.lr_scheduler.ChainedScheduler) -> Sequence[Any]:
+    """Return the schedulers that a chain steps together."""
+    return scheduler._schedulers
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

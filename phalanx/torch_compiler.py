@@ -1,6 +1,6 @@
 """What torch.compile says of its work: when it compiles, how many graphs, why again, where it keeps them.
 
-The table of `torch_compat` has the private names. Nothing here imports torch._dynamo before it is called: that takes
+`tools/private_torch.py` lists the private names. Nothing here imports torch._dynamo before it is called: that takes
 two seconds.
 """
 

@@ -1,6 +1,6 @@
 """The private torch APIs of flash attention, which returns the log-sum-exp that ring attention needs.
 
-They are listed in `torch_compat.PRIVATE` with all others.
+`tools/private_torch.py` lists them with all others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What torch records: collectives (its flight recorder, groups, timeouts), profiles and allocations.
 
-The table of `torch_compat` has the private names.
+`tools/private_torch.py` lists the private names.
 
 The recorder keeps operations of gloo and nccl where `TORCH_FR_BUFFER_SIZE` is set: it is read when a run hangs.
 """

@@ -47,7 +47,8 @@ TORCH_CASES = {
     "fsdp": ("-m phalanx train digits --strategy fsdp --epochs 1 --num-workers 2", "best accuracy"),
     "killed rank": ("-m phalanx verify digits --fault kill:rank=1,step=20 --num-workers 2 --epochs 1", "recovered"),
     "private names, shared memory": (
-        f"-m pytest -q -p no:cacheprovider {ROOT}/tests/unit/test_torch_compat.py {ROOT}/tests/dist/test_shared_memory.py",
+        f"-m pytest -q -p no:cacheprovider {ROOT}/tests/unit/test_torch_compat.py "
+        f"{ROOT}/tests/dist/test_shared_memory.py",
         " passed",
     ),
 }
@@ -70,13 +71,17 @@ def oldest_torch() -> str:
     return re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[0] + ".0"
 
 
-def environment(folder: Path, packages: list[str]) -> Path:
-    """Return the Python of an environment with these packages and Phalanx; one that is there is used again."""
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
+def environment(folder: Path, packages: list[str], *, newest: bool) -> Path:
+    """Return the Python of an environment with these packages and Phalanx; one that is there is used again.
+
+    `newest`: there may be newer versions than when it was made.
+    """
+    python, is_there = folder / "bin" / "python", (folder / "complete").exists()
+    if not is_there:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if not is_there or newest:
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *packages], check=True)
+        subprocess.run([*pip, *(["--upgrade"] if newest else []), *packages], check=True)
         subprocess.run([*pip, "--editable", ROOT, *TEST_PACKAGES], check=True)
         (folder / "complete").touch()
     return python
@@ -105,7 +110,7 @@ def run(python: Path, folder: Path, arguments: str, expected: str) -> str:
 
 def try_torch(wanted: str, environments: Path) -> tuple[str, bool]:
     """Use Phalanx with one torch; return its row and whether all went well. `wanted`: a version, or "newest"."""
-    python = environment(environments / f"torch-{wanted}", ["torch" if wanted == "newest" else f"torch=={wanted}"])
+    python = environment(environments / f"torch-{wanted}", ["torch" if wanted == "newest" else f"torch=={wanted}"], newest=wanted == "newest")
     installed, folder = version(python, "torch"), environments / f"work-{wanted}-{time.time_ns()}"
     folder.mkdir()
     (folder / "first_fit.py").write_text(SNIPPET)
@@ -123,7 +128,7 @@ def try_torch(wanted: str, environments: Path) -> tuple[str, bool]:
 def try_newest(environments: Path) -> tuple[list[str], bool]:
     """Run the tests of each package with its newest version."""
     pinned = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    python = environment(environments / "newest", [*pinned, f"{ROOT}[test]", *NEWEST])
+    python = environment(environments / "newest", [*pinned, f"{ROOT}[test]", *NEWEST], newest=True)
     rows, good = [], True
     for package, tests in NEWEST.items():
         problem = run(python, ROOT, f"-m pytest -q -p no:cacheprovider {tests}", " passed")
@@ -138,10 +143,14 @@ def main() -> int:
     """Try what the command line names, and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("torch", "newest"))
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help="of torch: 2.13.0 [newest, and the oldest allowed]")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venvs", metavar="DIR", help="where they are kept [.venvs]")
+    parser.add_argument(
+        "versions", nargs="*", metavar="VERSION", help="of torch: 2.13.0 [newest, and the oldest allowed]"
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".venvs", metavar="DIR", help="where they are kept [.venvs]"
+    )
     arguments = parser.parse_args()
-    arguments.environments.mkdir(exist_ok=True)
+    arguments.environments.mkdir(parents=True, exist_ok=True)
     environments = arguments.environments.resolve()
     if arguments.what == "newest":
         rows, good = try_newest(environments)

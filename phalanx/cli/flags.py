@@ -156,7 +156,7 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does; words of --profile may stand one by one: `--profile steps=10:15 ranks=0,3`."""
-        words = list(sys.argv[1:] if args is None else args)
+        words = self._with_dashes(sys.argv[1:] if args is None else args)
         profile = self._option_string_actions.get("--profile")
         takes_words = profile is not None and profile.nargs != 0
         for place in reversed([place for place, word in enumerate(words) if word == "--profile" and takes_words]):
@@ -174,6 +174,17 @@ class FlagParser(argparse.ArgumentParser):
             if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
                 raise UsageError("--json takes no file: it prints on standard output", hint="Write: --json > FILE")
         return super().parse_known_args(words, namespace)
+
+    def _with_dashes(self, words: Sequence[str]) -> list[str]:
+        """Return the words with --max_steps, as settings are written in Python, for --max-steps."""
+        own = list(words).index("--") if "--" in words else len(words)
+        written = []
+        for word in words[:own]:
+            flag, *value = word.split("=", 1)
+            meant = flag.replace("_", "-")
+            is_meant = flag.startswith("--") and flag != meant and meant in self._option_string_actions
+            written.append("=".join([meant, *value]) if is_meant else word)
+        return [*written, *words[own:]]
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, and name every unknown flag with the nearest known one."""

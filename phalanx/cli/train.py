@@ -18,7 +18,7 @@ from phalanx.cli.parsers import train_parser
 from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engine import engine_of
-from phalanx.errors import NonFiniteLossError, PhalanxError, PreemptedError, UsageError
+from phalanx.errors import NonFiniteLossError, PhalanxError, PreemptedError, RankFailedError, UsageError
 from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
@@ -29,7 +29,7 @@ from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
-from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_settings
+from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
 from phalanx.runs.stored import RUNS, StoredRun, find_run
@@ -250,8 +250,9 @@ def _launch(
                 say_to_user("no profile was recorded: a script must train with a trainer of Phalanx for --profile.")
         except PhalanxError as error:
             outcome = "preempted" if isinstance(error, PreemptedError) else outcome
-            if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
-                error.hint = f"To resume: phalanx resume {shlex.quote(StoredRun(run_dir).name)}"
+            if isinstance(error, (PreemptedError, RankFailedError)) and StoredRun(run_dir).checkpoints:
+                advice = f"{error.hint}\n  " if isinstance(error, RankFailedError) and error.hint else ""
+                error.hint = f"{advice}To resume: {resume_command(StoredRun(run_dir))}"
             if isinstance(error, NonFiniteLossError) and config.debug is None:
                 error.hint += f"\n  next: {_with_debug(StoredRun(run_dir), compiled=bool(config.compile))}"
             if recipe is not None or not was_started:  # a script may have written files

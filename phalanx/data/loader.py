@@ -231,6 +231,25 @@ class ShardedLoader:
         self._resuming = True
         return True
 
+    def reread(self, steps_back: int) -> Iterator[Any] | None:
+        """Read this rank's micro-batches of an optimizer step again, on the host: 0 is the last whole step.
+
+        None where they cannot be read: of streams, of whole batches, and of the epoch before the last one.
+        """
+        batches, size = self._batches, self.layout.global_batch
+        if not isinstance(batches, MappedBatches) or not batches.cuts_batches:
+            return None
+        epoch = self._order_epoch if self._samples else self._order_epoch - 1  # which the loop has begun already
+        if epoch < 0:
+            return None
+        total = batches.num_samples(epoch)
+        if total is None:
+            return None
+        done = self._samples or total
+        last = done - size if done < total else (total - 1) // size * size  # that of an epoch may be smaller
+        start = last - steps_back * size
+        return batches.step(epoch, start) if start >= 0 else None
+
     def fetch_ahead(self, ranks_here: int) -> None:
         """Fetch batches in worker processes from here on where that makes no difference but time."""
         self._batches.fetch_ahead(ranks_here)

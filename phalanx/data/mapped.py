@@ -146,6 +146,15 @@ class MappedBatches(Batches):
             return self._fetch_here(plan, epoch, start)
         return self._fetch_by_workers(plan, epoch, start)
 
+    def step(self, epoch: int, start: int) -> Iterator[Any]:
+        """Read this rank's micro-batches of the optimizer step that begins at sample `start`, in this process."""
+        self._fetcher.set_epoch(epoch)
+        for cut in self.plan(epoch).cuts(start):
+            if cut.info.samples:
+                yield self._fetcher[BatchRequest(cut.indices, epoch, cut.info.offset)]
+            if cut.info.boundary:
+                return
+
     def fingerprint(self, epoch: int) -> str | None:
         """Return a hash of what the user's sampler drew for the epoch; None for orders of Phalanx."""
         return self._order.fingerprint(epoch)

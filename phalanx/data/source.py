@@ -62,7 +62,7 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
         kind = "a tensor" if isinstance(given, torch.Tensor) else "an array"
         raise DataError(
             f"{kind} of shape {list(given.shape)} is not a data set.",
-            hint="Write fit((inputs, targets)), or torch.utils.data.TensorDataset(inputs, targets).",
+            hint="Give a pair, (inputs, targets), or torch.utils.data.TensorDataset(inputs, targets).",
         )
     if isinstance(given, tuple) and _are_columns(given):
         given = TensorDataset(*map(torch.as_tensor, given))

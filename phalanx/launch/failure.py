@@ -38,6 +38,8 @@ class FailureReport:
     """How many ranks were stopped because of it."""
     logs: str = ""
     """Where to read more."""
+    was_killed: bool = False
+    """Whether a signal from outside ended it: a restart would not meet the same error."""
 
     def __str__(self) -> str:
         """Return the report: rank, host, step and cause; then the evidence; then hint and logs."""
@@ -100,6 +102,9 @@ def explain(
         cause, details, hint = _killed(ended, killed_for_memory, bill)
     else:
         cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
+    is_crash = not ended.record and -ended.code in _CRASHES
+    if is_crash or (ended.record and ended.record["traceback"]):  # a PhalanxError, without one, says what is wrong
+        hint = " ".join(filter(None, (hint, _untested_torch())))
     code = ended.code if ended.code > 0 else 128 - ended.code
     if ended.record:  # the launcher may have ended it before it had left, because of another rank
         code = ended.record.get("exit_code") or code
@@ -112,8 +117,15 @@ def explain(
         step=step,
         details=details,
         hint=hint,
-        logs=str(log),
+        logs=str(log) if log.exists() and log.stat().st_size else "",
+        was_killed=not ended.record and not ended.killed_for and ended.code < 0 and not is_crash,
     )
+
+
+def _untested_torch() -> str:
+    """Return a sentence about a torch newer than the newest tested; empty for any other."""
+    note = untested_torch(installed_packages().get("torch"))
+    return f"{note[0].upper()}{note[1:]}." if note else ""  # `capitalize` would change the other letters
 
 
 _PLUMBING = ("/torch/nn/modules/module.py", "/torch/nn/parallel/distributed.py")
@@ -174,9 +186,7 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
         return f"stopped: {record['message']}", (), record["hint"]
     message = record["message"].splitlines()
     text = f": {message[0]}" if message else ""
-    untested = untested_torch(installed_packages().get("torch"))
-    hint = record["hint"] if not untested else f"{record['hint']} {untested.capitalize()}.".lstrip()
-    return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), hint
+    return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
 def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | None) -> tuple[str, tuple[str, ...], str]:

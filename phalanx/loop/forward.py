@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, PhalanxError
-from phalanx.loop.metrics import LossFn, cross_entropy
+from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
 from phalanx.models.contract import LossFromOutput, implements
 
 _CAUSAL = re.compile("CausalLM|LMHead")
@@ -91,6 +91,7 @@ class Forward:
 
 def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:
     """Look at the model, the loss function and one batch, and return how to get from batch to loss."""
+    loss_fn = refuse_broadcast(loss_fn)
     if isinstance(batch, Mapping):
         shifts = loss_fn is None and hasattr(model, "loss_type") and _CAUSAL.search(type(model).__name__) is not None
         run = partial(_from_mapping, loss_fn=loss_fn)

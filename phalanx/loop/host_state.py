@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from phalanx import torch_compat
+
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 _WAITS = "called a synchronizing CUDA operation"
@@ -153,7 +155,7 @@ class HostWatch:
         self._tensors = [
             (held, name, tensor, tensor.data_ptr(), tensor.requires_grad)
             for module in modules
-            for held in (module._parameters, module._buffers)
+            for held in (torch_compat.own_parameters(module), torch_compat.own_buffers(module))
             for name, tensor in held.items()
             if tensor is not None
         ]

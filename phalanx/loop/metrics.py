@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -105,9 +106,9 @@ class MetricSums:
     def _measured(self, name: str, found: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the total of what a metric found, and the number of what it counted."""
         if isinstance(found, tuple) and len(found) == 2:  # a placeholder batch counts nothing
-            total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
+            total, units = (_as_numbers(name, part).detach().double() * float(samples > 0) for part in found)
             return total, units
-        value = torch.as_tensor(found, device=self._device).detach().double()
+        value = _as_numbers(name, found).to(self._device).detach().double()
         if value.ndim and samples and (value.shape[0], value.numel()) != (samples, samples):
             raise ModelError(
                 f"the metric '{name}' returned values of shape {list(value.shape)} for a batch of {samples} samples",
@@ -154,6 +155,20 @@ class MetricSums:
         value = metric.combine(rows[:, 1:], rows[:, 0].long())
         several = value if isinstance(value, Mapping) else {name: value}
         return {key: float(each) for key, each in several.items()}
+
+
+def _as_numbers(name: str, found: Any) -> torch.Tensor:
+    """Return what a metric returned as a tensor."""
+    if isinstance(found, torch.Tensor):
+        return found
+    try:
+        return torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"the metric '{name}' returned a {type(found).__name__}, {repr(found)[:40]}, which is not a number",
+            hint="Return the batch's mean, one value per sample, or (total, count); give several values as several "
+            "metrics.",
+        ) from error
 
 
 def _gathered(rows: torch.Tensor) -> torch.Tensor:
@@ -271,14 +286,64 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor, label_smoothing: f
     return F.cross_entropy(output, target, label_smoothing=label_smoothing)
 
 
+_BROADCASTING = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss)
+_BROADCASTING_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
+"""Losses of torch's that broadcast output and target: [n, 1] and [n] make n x n differences, which train nothing."""
+
+
+def refuse_broadcast(loss_fn: Any) -> Any:
+    """Return a loss that raises for outputs and targets which torch would broadcast; others as they are."""
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    broadcasts = type(function) in _BROADCASTING_MODULES or any(function is each for each in _BROADCASTING)
+    return partial(_of_equal_shapes, loss_fn) if broadcasts else loss_fn
+
+
+def _of_equal_shapes(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.shape != target.shape:
+        _refuse_shapes(loss_fn, output.shape, target.shape)
+    return loss_fn(output, target)
+
+
+def _refuse_shapes(loss_fn: Any, output: torch.Size, target: torch.Size) -> None:
+    """Raise if torch would broadcast these shapes; if it cannot, its own error names them."""
+    try:
+        pairs = torch.broadcast_shapes(output, target)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return
+    inner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    name = getattr(inner, "__name__", type(inner).__name__)
+    hint = "Give outputs and targets of one shape."
+    if output == (*target, 1):
+        hint = "Write output.squeeze(-1) at the end of the model's forward, or give target.unsqueeze(-1) in the data."
+        if (own := _own_name(name)) in LOSSES:
+            hint += f" Or loss_fn='{own}', which compares them one by one."
+    elif target == (*output, 1):
+        hint = "Give target.squeeze(-1) in the data, or write output.unsqueeze(-1) at the end of the model's forward."
+    raise ModelError(
+        f"the outputs are {list(output)} and the targets {list(target)}: {name} would compare each with several "
+        f"others, {list(pairs)}",
+        hint=hint,
+    )
+
+
+def _pointwise(loss_fn: LossFn, output: Any, target: Any) -> torch.Tensor:
+    """Compare each output with its target; as without a loss_fn, outputs may have one more dimension of size 1."""
+    if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.shape != target.shape:
+        if output.shape == (*target.shape, 1):
+            output = output.squeeze(-1)
+        else:
+            _refuse_shapes(loss_fn, output.shape, target.shape)
+    return loss_fn(output, target)
+
+
 LOSSES: dict[str, LossFn] = {
     "cross_entropy": cross_entropy,
-    "mse": F.mse_loss,
-    "l1": F.l1_loss,
-    "smooth_l1": F.smooth_l1_loss,
-    "huber": F.huber_loss,
-    "bce": F.binary_cross_entropy,
-    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "mse": partial(_pointwise, F.mse_loss),
+    "l1": partial(_pointwise, F.l1_loss),
+    "smooth_l1": partial(_pointwise, F.smooth_l1_loss),
+    "huber": partial(_pointwise, F.huber_loss),
+    "bce": partial(_pointwise, F.binary_cross_entropy),
+    "bce_with_logits": partial(_pointwise, F.binary_cross_entropy_with_logits),
     "nll": F.nll_loss,
 }
 _SAME = {
@@ -297,12 +362,17 @@ _SAME = {
 """Names of torch's classes, of Keras and others."""
 
 
+def _own_name(given: str) -> str:
+    """Return the name in `LOSSES` of a name of torch's, of Keras or of others; an unknown one nearly as it is."""
+    name = given.lower().replace("-", "_").removesuffix("loss").rstrip("_")
+    return _SAME.get(name, name)
+
+
 def find_loss(given: Any) -> LossFn | None:
     """Return the loss function of a name, or the one given; raise for what cannot be called with (output, target)."""
     hint = f"Give one of {', '.join(LOSSES)}, or a function: loss_fn=lambda output, target: ..."
     if isinstance(given, str):
-        name = given.lower().replace("-", "_").removesuffix("loss").rstrip("_")
-        name = _SAME.get(name, name)
+        name = _own_name(given)
         if name not in LOSSES:
             raise UsageError(unknown_name("loss", given, LOSSES), hint="Or give a function: loss_fn=lambda o, t: ...")
         return LOSSES[name]

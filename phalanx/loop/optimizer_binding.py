@@ -150,7 +150,7 @@ class OwnSchedule:
 
 def _progress(scheduler: LRScheduler) -> int:
     """Return how often a scheduler was stepped."""
-    counted = scheduler._schedulers[0] if isinstance(scheduler, ChainedScheduler) else scheduler
+    counted = torch_compat.chained_schedulers(scheduler)[0] if isinstance(scheduler, ChainedScheduler) else scheduler
     return int(counted.last_epoch)
 
 

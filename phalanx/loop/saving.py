@@ -52,6 +52,10 @@ class CheckpointPolicy:
             self.auto = AutoInterval(formation)
         self.last_step: int | None = None
         self.last_path: str | None = None
+        self.gives_back = False
+        """Whether this process trains the model of the caller of fit, who has it after a failure, too."""
+        self.weights_left = ""
+        """What the model has after a failure that left weights which are not finite; empty: what was trained."""
         self.saved_paths: dict[int, str] = {}
         """The checkpoints of this run by step, as they were after ranks had changed."""
 
@@ -266,13 +270,11 @@ class Saves(CheckpointPolicy):
         self.best.record(self._loop.history)
         return is_best
 
-    def failed(self, what: str) -> NonFiniteLossError:
-        """Report that the run failed, and return the error to raise."""
-        self.publish()  # losses are equal on all ranks, so all are here
-        last = f"the last good checkpoint is {self.last_path}" if self.last_path else "there is no checkpoint before it"
-        self._loop.report.ended("failed", what, self._loop.step, self.last_path)
-        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
-        return NonFiniteLossError(f"{what}; {last}", hint=hint)
+    def failed(self, what: str, step: int | None = None) -> NonFiniteLossError:
+        """Report that the run failed, and return the error to raise; `step`: that of a loss; all ranks call this."""
+        from phalanx.loop.nonfinite import nonfinite_error  # few runs need it
+
+        return nonfinite_error(self._loop, what, step)
 
     def restore_best(self, state: dict[str, Any] | None, resumed_from: str) -> None:
         """Continue with the best value so far, and the checkpoint of its step."""

@@ -118,7 +118,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
     for data in (task.train, task.val):
         if data is not None:
-            check_data(data, "fit")
+            check_data(data, "fit", own_step=task.training_step is not None)
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if task.training_step is not None:
@@ -236,14 +236,20 @@ def _sparse_embeddings(model: nn.Module) -> list[str]:
     return [n or type(m).__name__ for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
 
 
-def check_data(data: Any, method: str) -> None:
-    """Raise for data that a method cannot read, before any process starts."""
+def check_data(data: Any, method: str, *, own_step: bool = False) -> None:
+    """Raise for data that a method cannot read, before any process starts; a user's own step takes any batch."""
     if data is None or isinstance(data, (int, float, str)):
         raise UsageError(
             f"{method}({data!r}): data is a {type(data).__name__}",
             hint="Give a torch DataLoader, a Dataset (map-style or iterable), or a list of batches.",
         )
-    read_source(data, pin_memory=False, notes=[])
+    source = read_source(data, pin_memory=False, notes=[])
+    first = data[0] if isinstance(data, (list, tuple)) and data else None
+    if source.ready_batches and isinstance(first, (int, float, complex)) and not own_step:
+        raise UsageError(
+            f"{method}() got a {type(data).__name__} of numbers, and a {type(data).__name__} holds batches",
+            hint="Give tensors: (inputs, targets), a data set, or a list of batches [(inputs, targets), ...].",
+        )
 
 
 def as_list(name: str, given: Any) -> list[Any]:

@@ -291,12 +291,17 @@ class TrainLoop:
         losses = self.report.loss_log.read()
         bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}")
+            raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}", bad)
         return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
 
     def losses_checked(self) -> None:
         """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""
         self.report.losses(self._losses())
+
+    @property
+    def forward(self) -> Forward | None:
+        """How the model is called; None before the first batch."""
+        return self._call.forward
 
     def is_finished(self, *, within_epoch: bool = False) -> bool:
         """Whether no step is left; `within_epoch`: apart from the number of epochs."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 from phalanx.loop.loss_log import LossLog
@@ -170,7 +171,7 @@ def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: 
                 hint="Give a torch optimizer, or a function of parameters.",
             )
     outside = [n for n, p in model.named_parameters() if p.requires_grad and n.split(".")[0] not in optimizers]
-    direct = [*model._parameters, *model._buffers]
+    direct = [*torch_compat.own_parameters(model), *torch_compat.own_buffers(model)]
     if outside or direct:
         name = (outside or direct)[0]
         raise UsageError(

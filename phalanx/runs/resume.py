@@ -22,7 +22,7 @@ def last_run_of(name: str) -> StoredRun:
     found = next((run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)), None)
     if found is None:
         others = f"; the latest: {', '.join(run.name for run in runs[:3])}" if runs else ""
-        hint = f"Write: {_command(runs[0])}. Or leave --resume out." if runs else "Leave --resume out."
+        hint = f"Write: {resume_command(runs[0])}. Or leave --resume out." if runs else "Leave --resume out."
         raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}{others}", hint=hint)
     return found
 
@@ -32,10 +32,13 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
     if run.status == "running":
         raise UsageError(f"{run.name} is still running", hint="Stop it first, with Ctrl-C or SIGTERM.")
     if not run.checkpoints:
-        raise UsageError(
-            f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
-            hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
-        )
+        hint = "Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'."
+        if run.record is not None and (run.record.script or run.record.module):
+            hint = (
+                "Only a trainer or Formation of Phalanx saves checkpoints there. A script that saves its own is "
+                "started again, and loads them itself."
+            )
+        raise UsageError(f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed", hint=hint)
     # In a folder that runs share, the newest checkpoint may be that of another run.
     newest = run.checkpoint_dir if run.owns_checkpoint_dir else run.checkpoints[-1]
     return {"run_dir": str(run.path), "resume_from_checkpoint": str(newest)}
@@ -60,7 +63,7 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
         steps, total = run.steps
         raise UsageError(
             f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
-            hint=f"Continue it: {_command(run)}. Replace it: add --overwrite. Or give another --run-dir.",
+            hint=f"Continue it: {resume_command(run)}. Replace it: add --overwrite. Or give another --run-dir.",
         )
     if run.in_use:
         raise UsageError(f"--overwrite: the run in '{config.run_dir}' {run.in_use}", hint="Give another --run-dir.")
@@ -93,7 +96,7 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
         hint = f"Train on with {more}. Or begin a new run with its weights: trainer.load(path)."
     else:
         more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
-        hint = f"Train on: {_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}"
+        hint = f"Train on: {resume_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}"
     raise UsageError(
         f"{given if run is None else run.name} has nothing left to train: {asked}, and its checkpoint is at step "
         f"{step}, after {epoch} whole epochs. Nothing was changed",
@@ -171,9 +174,10 @@ def how_to_resume(run: StoredRun) -> str:
     """Return what is said after Ctrl-C: the command that continues the run, where it has a checkpoint."""
     if run.checkpoints:
         last = int(run.checkpoints[-1].name.split("-")[1])  # step-00000100, with the run's id where a name was taken
-        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: {_command(run)}"
+        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: {resume_command(run)}"
     return "interrupted; no checkpoint was saved yet." if is_run(run.path) else ""
 
 
-def _command(run: StoredRun) -> str:
+def resume_command(run: StoredRun) -> str:
+    """Return the command that continues a run."""
     return f"phalanx resume {shlex.quote(run.name)}"

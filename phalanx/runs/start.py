@@ -56,7 +56,7 @@ def run_on_ranks(
         result = launch(spec, shown)
     if result.failure is not None:
         _record_for(result.failure, spec.log_dir)
-    raise_failure(result, spec.log_dir)
+    raise_failure(result, spec.log_dir, may_restart=spec.max_restarts > 0)
 
 
 def _record_for(failure: FailureReport, log_dir: Path) -> None:
@@ -139,7 +139,10 @@ def write_payload(job: object, path: Path) -> None:
         ) from error
 
 
-def raise_failure(result: LaunchResult, log_dir: Path) -> None:
+_SURVIVE = "To survive the loss of a rank: --max-restarts 2 (in Python: max_restarts=2)"
+
+
+def raise_failure(result: LaunchResult, log_dir: Path, *, may_restart: bool) -> None:
     """Raise the error of a launch that failed; a PhalanxError of a rank is raised again here."""
     if result.exit_code == 0:
         return
@@ -154,7 +157,8 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
             raise errors.rebuild(kind, str(failure), "")
         raise errors.rebuild(kind, record["message"], record["hint"])
     if failure is not None:
-        raise errors.RankFailedError(str(failure), exit_code=result.exit_code)
+        hint = _SURVIVE if failure.was_killed and not may_restart else ""
+        raise errors.RankFailedError(str(failure), hint=hint, exit_code=result.exit_code)
     if result.exit_code == errors.EXIT_PREEMPTED:
         raise errors.PreemptedError(f"the program ended with exit code {result.exit_code}", hint=f"Logs: {log_dir}")
     text = f"the ranks ended with exit code {result.exit_code}"

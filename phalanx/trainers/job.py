@@ -171,6 +171,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         if survivor is not None:
             survivor.match(job.task.model)
         loop = TrainLoop(formation, job.task, events, run_dir)
+        loop.saving.gives_back = job.gives_back and formation.world_size == 1
         profile = _step_profile(formation, run_dir)
         of_engines = [callback for engine in engines_here() for callback in engine.callbacks()]
         for callback in filter(None, (*_watches(job.config, events), memory, plan, profile, *of_engines)):
@@ -197,7 +198,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         if job.gives_back and formation.world_size == 1 and loop is not None and loop.step:
             last = loop.saving.last_path
             kept = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
-            error.add_note(f"after step {loop.step}, {came_back(job.task)}, and {kept}")
+            error.add_note(f"after step {loop.step}, {loop.saving.weights_left or came_back(job.task)}, and {kept}")
         elif job.gives_back and loop is not None and loop.step:
             _trained_until(error, formation, job, loop)
         if formation.is_main and not _is_given(job):

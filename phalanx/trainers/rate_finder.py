@@ -83,6 +83,7 @@ def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> 
             model, config, loss_fn=trainer.loss_fn, optimizer=optimizer, augment=trainer.augment,
             scheduler=_Growing(low, high, steps), scheduler_interval="step", callbacks=[_Divergence()],
         )  # fmt: skip
+        sweep._tells_end = False  # it ends where the loss diverges, and what it trained is dropped
         history = sweep.fit(train)
     records = [record for record in history.steps if math.isfinite(record["loss"])]
     if len(records) < _FIRST_STEPS + _LAST_STEPS:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -94,6 +95,8 @@ class TorchTrainer:
         self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
         self.history: History | None = None
         self._last_data: Any = None
+        self._tells_end = True
+        """Whether an end before the last step is reported on the terminal."""
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
@@ -165,8 +168,13 @@ class TorchTrainer:
         return self._run("evaluate", self._task(val=data), self.config).metrics
 
     def predict(self, data: Any) -> Any:
-        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only).
+
+        A tensor or an array holds the inputs.
+        """
         __tracebackhide__ = True
+        if isinstance(data, (torch.Tensor, np.ndarray)):
+            data = torch.utils.data.TensorDataset(torch.as_tensor(data))
         check_data(data, "predict")
         return self._run("predict", self._task(val=data), self.config).predictions
 
@@ -220,7 +228,7 @@ class TorchTrainer:
             self.history = result.history or self.history
             if result.stopped is None:
                 env = read_rank_env()
-                if result.ended and (env is None or env.rank == 0):
+                if result.ended and self._tells_end and (env is None or env.rank == 0):
                     say_to_user(f"{result.ended}; {came_back(task, result.history)}")
                 return result
             result.stopped.message += f"; {came_back(task, result.history)}"

@@ -198,14 +198,15 @@ def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | No
     for name, info in here.items():
         if name not in saved:
             close = nearest(name, saved)
-            raise CheckpointError(f"{path} has no {name}{f' (it has {close})' if close else ''}, which the model has")
+            has = f" (it has '{close}')" if close else ""
+            raise CheckpointError(f"{path} has no '{name}'{has}, which the model has")
         found = saved[name]
         if info is not None and isinstance(found, torch.Tensor) and found.shape != info[0]:
             then, now = list(found.shape), list(info[0])
-            raise CheckpointError(f"{path} belongs to another model: {name} is {then} in it and {now} in the model")
+            raise CheckpointError(f"{path} belongs to another model: '{name}' is {then} in it and {now} in the model")
     extra = next((name for name in saved if name not in here), None)
     if extra is not None:
-        raise CheckpointError(f"{path} has {extra}, which the model does not have")
+        raise CheckpointError(f"{path} has '{extra}', which the model does not have")
 
 
 def _load_from_checkpoint(model: nn.Module, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -17,7 +18,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.engine import engines_here
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import UsageError
 from phalanx.host.gpus import ranks_per_gpu, shared_memory, sharing_environment
 from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
@@ -121,51 +122,55 @@ def join_world(config: DistributedConfig) -> World:
         store = abortable_store(store)
     export_rank_env(env)
     os.environ.update(card_environment(env))
-    form = _form_own_backend if backend == "phalanx" else _form
-    backend = form(backend, dist.PrefixStore(f"{name}/group", store), env, config.timeout, device)
+    if backend == "phalanx" and config.communication_backend is None:
+        backend = _agree_on_backend(dist.PrefixStore(f"{name}/backend", store), env)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"{name}/group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=config.timeout),
+        device_id=device if "nccl" in backend else None,
+    )
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
 
-def _form(backend: str, store: dist.Store, env: RankEnv, seconds: float, device: torch.device) -> str:
-    """Form the process group of all ranks; return the backend that it uses."""
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=seconds),
-        device_id=device if "nccl" in backend else None,
-    )
-    return backend
-
-
-def _form_own_backend(backend: str, store: dist.Store, env: RankEnv, seconds: float, device: torch.device) -> str:
-    """Form the group by our own backend; if that fails on any rank, all ranks form it by gloo instead.
+def _agree_on_backend(store: dist.Store, env: RankEnv) -> str:
+    """Return our own backend, or gloo if any rank cannot form it with its torch; all ranks call this and get the same.
 
     The backend is an optimization, and torch calls its backends experimental: a torch that changes their interface may
-    cost speed, not the run. A lost rank or store is no failure of the backend, and is raised as with gloo.
+    cost speed, not the run. Each rank tries alone before the ranks meet, so that none waits for one that failed.
     """
-    outcome = "formed"
-    try:
-        _form(backend, store, env, seconds, device)
-    except (PhalanxError, dist.DistError, ConnectionError):
-        raise
-    except Exception as error:  # noqa: BLE001 - any failure inside torch's or our code
-        outcome = f"{type(error).__name__}: {error}"
-    keys = [f"outcome/{rank}" for rank in range(env.world_size)]
-    store.set(keys[env.rank], outcome)
+    keys = [f"problem/{rank}" for rank in range(env.world_size)]
+    store.set(keys[env.rank], _problem_of_own_backend())
     store.wait(keys)
-    failures = [text for text in (store.get(key).decode() for key in keys) if text != "formed"]
-    if not failures:
-        return backend
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
-        torch_compat.number_groups_from_zero()
+    problems = {rank: text for rank, key in enumerate(keys) if (text := store.get(key).decode())}
+    if not problems:
+        return "phalanx"
     if env.rank == 0:
-        note = f"the backend 'phalanx' does not work with torch {torch.__version__}; the ranks use gloo, which is slower"
-        warnings.warn(f"{note} ({failures[0].splitlines()[0]})", stacklevel=4)
-    return _form("gloo", dist.PrefixStore("gloo", store), env, seconds, device)
+        rank, problem = next(iter(problems.items()))
+        warnings.warn(
+            f"the backend 'phalanx' cannot be formed with torch {torch.__version__}: the ranks use gloo, which is "
+            f"slower (rank {rank}: {problem}). communication_backend = 'phalanx' raises the whole error",
+            stacklevel=3,
+        )
+    return "gloo"
+
+
+@functools.cache
+def _problem_of_own_backend() -> str:
+    """Form a group of this rank alone by our own backend and leave it; return the error in a line, or an empty one."""
+    try:
+        dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+    except ConnectionAbortedError:  # another rank was lost meanwhile
+        raise
+    except Exception as error:  # noqa: BLE001 - any failure inside torch's or our code; all ranks hear of it
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch_compat.number_groups_from_zero()
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    dist.destroy_process_group()
+    return ""
 
 
 def _connect(env: RankEnv, seconds: float, *, signed: bool) -> dist.Store:

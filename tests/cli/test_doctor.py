@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from command import ROOT, phalanx
 
 from phalanx.cli.doctor import examine
@@ -113,6 +115,21 @@ def test_a_torch_newer_than_the_newest_tested_is_named():
     words = said(recorded("dgx-h100", fact__versions=versions), "note")
     assert f"torch 2.99.1 is newer than {NEWEST_TORCH}, the newest that Phalanx was tested with" in words
     assert "the newest that" not in said(recorded("dgx-h100"), "note")
+
+
+def test_doctor_and_a_failure_name_a_torch_that_was_not_tested(tmp_path, monkeypatch, fork_server):
+    monkeypatch.chdir(tmp_path)
+    for module in ("phalanx.host.versions", "phalanx.tools.doctor.host"):
+        monkeypatch.setattr(f"{module}.NEWEST_TORCH", "2.0")
+    note = f"orch {torch.__version__} is newer than 2.0, the newest that Phalanx was tested with"
+    shown = phalanx("doctor").out
+    assert re.search(rf"note +torch +t{re.escape(note)}\n +-> if a run fails with it: pip install 'torch==2.0", shown)
+
+    Path("train.py").write_text("from phalanx import Formation\nFormation()\nraise ValueError('of the user')\n")
+    answer = phalanx("train", "--script", "train.py", "--num-workers", 2)
+    assert answer.code == 1
+    assert answer.err.count(note) == 1
+    assert "raised ValueError: of the user" in answer.err
 
 
 def test_the_topology_is_read_as_nvidia_smi_prints_it():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import phalanx, start
+from command import phalanx, start, write_script
 from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import until
@@ -239,7 +239,7 @@ def test_a_short_run_has_a_short_summary():
     }  # fmt: skip
 
 
-def test_the_learning_rate_finder_ends_at_divergence_and_leaves_all_as_it_was(tmp_path, monkeypatch):
+def test_the_learning_rate_finder_ends_at_divergence_and_leaves_all_as_it_was(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     points = torch.randn(512, 4)
@@ -256,6 +256,7 @@ def test_the_learning_rate_finder_ends_at_divergence_and_leaves_all_as_it_was(tm
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not (tmp_path / "runs").exists()
+    assert "is in the model" not in capfd.readouterr().err
     with pytest.raises(UsageError, match="expected 0 < low < high"):
         trainer.find_lr(points, low=1.0, high=0.1)
 
@@ -272,3 +273,28 @@ def test_doctor_can_be_pasted_into_a_report():
     assert f"torch {torch.__version__}" in said
     assert "extras" in said
     assert "minutes" in said
+
+
+def test_settings_are_taken_as_python_writes_them(inside):
+    answer = phalanx("train", "digits", "--max_steps", 3, "--batch_size=8", "--dry-run", "--json")
+    estimate = json.loads(answer.out)["estimate"]
+    assert (estimate["steps"], estimate["global_batch"]) == (3, 16)
+    refused = phalanx("train", "digits", "--max_stepz", 3)
+    assert "unknown flag '--max_stepz'. Did you mean --max-steps?" in refused.err
+
+
+def test_arguments_of_a_script_keep_their_underscores(inside):
+    script = write_script(Path("words.py"), "import sys\nprint('got', sys.argv[1:])\n")
+    answer = phalanx("train", "--script", script, "--num_workers", 1, "--", "--max_steps", 3)
+    assert answer.code == 0, answer.text
+    assert "got ['--max_steps', '3']" in answer.out
+
+
+def test_resuming_a_script_names_no_flag_that_it_does_not_read(inside):
+    script = write_script(Path("plain.py"), "print('done')\n")
+    assert phalanx("train", "--script", script, "--num-workers", 1, "--run-dir", "plain").code == 0
+    refused = phalanx("resume", "plain")
+    assert refused.code == 2
+    assert "has no checkpoint" in refused.err
+    assert "--checkpoint-frequency" not in refused.err
+    assert "A script that saves its own is started again" in refused.err

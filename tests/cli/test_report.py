@@ -82,7 +82,13 @@ def test_a_restarted_run_has_lost_the_steps_since_its_checkpoint():
 def test_a_run_whose_main_rank_was_killed():
     path = script(4000, kills=True)
     path.write_text(path.read_text().replace("step == 8 and rank == 1", "step == 30 and rank == 0"))
-    assert phalanx("train", "--script", path, "--num-workers", 2, "--run-dir", "run").code != 0
+    answer = phalanx("train", "--script", path, "--num-workers", 2, "--run-dir", "run")
+    assert answer.code == 137
+    assert answer.err.splitlines()[-2:] == [
+        "  To survive the loss of a rank: --max-restarts 2 (in Python: max_restarts=2)",
+        "  To resume: phalanx resume run",
+    ]
+    assert "Logs:" not in answer.err  # the log of the rank is empty
     found = report("run")
     assert found["steps"] == 30  # by its heartbeats: nothing was logged
     assert found["seconds"]["productive"] >= 29 * 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -375,34 +377,64 @@ def test_ranks_pinned_to_unequal_numbers_of_cores_share_memory(ranks):
     assert ranks(share_while_pinned, world_size=2) == [([], 6.0)] * 2
 
 
-def join_where_the_backend_fails(broken_ranks: tuple[int, ...]) -> tuple[str | None, float, list[str]]:
-    rank = dist.get_rank()
-    dist.destroy_process_group()
+def break_backend(*, registered: bool) -> None:
+    """Let forming the backend fail as torch 2.15 did, before or after torch has noted the group."""
     register_backend()
     create = dist.Backend._plugins["PHALANX"].creator_fn
 
     def fail(*arguments: Any) -> None:
-        create(*arguments)  # the ranks have met: torch fails later, as 2.15 did
+        create(*arguments)
         raise RuntimeError("Could not find the default backend type 0\nwith more words")
 
-    if rank in broken_ranks:
+    if registered:
+        dist.distributed_c10d._update_default_pg = fail_once(dist.distributed_c10d._update_default_pg)
+    else:
         dist.Backend._plugins["PHALANX"] = dist.Backend._BackendPlugin(fail, False)
+
+
+def fail_once(update: Callable[[Any], None]) -> Callable[[Any], None]:
+    calls = itertools.count()
+
+    def call(group: Any) -> None:
+        update(group)
+        if next(calls) == 0:
+            raise RuntimeError("Could not find the default backend type 0\nwith more words")
+
+    return call
+
+
+def join_where_the_backend_fails(
+    broken_ranks: tuple[int, ...], registered: bool, chosen: str | None = None
+) -> tuple[str | None, float, list[str]]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank in broken_ranks:
+        break_backend(registered=registered)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        world = join_world(DistributedConfig())
+        world = join_world(DistributedConfig(timeout=60, communication_backend=chosen))
     total = torch.ones(2)
     dist.all_reduce(total)
     # The ranks' harness leaves the group.
     return world.comm_backend, float(total.sum()), [str(each.message) for each in caught if "gloo" in str(each.message)]
 
 
+@pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("broken_ranks", [(0, 1), (1,)])
-def test_gloo_takes_over_if_the_backend_cannot_be_formed_on_any_rank(ranks, broken_ranks):
-    first, second = ranks(join_where_the_backend_fails, broken_ranks, world_size=2)
+def test_gloo_takes_over_if_the_backend_cannot_be_formed_on_any_rank(ranks, broken_ranks, registered):
+    first, second = ranks(join_where_the_backend_fails, broken_ranks, registered, world_size=2)
     assert first[:2] == second[:2] == ("gloo", 4.0)
-    note = f"the backend 'phalanx' does not work with torch {torch.__version__}; the ranks use gloo, which is slower"
-    assert first[2] == [f"{note} (RuntimeError: Could not find the default backend type 0)"]
+    why = f"rank {broken_ranks[0]}: RuntimeError: Could not find the default backend type 0"
+    assert first[2] == [
+        f"the backend 'phalanx' cannot be formed with torch {torch.__version__}: the ranks use gloo, which is slower "
+        f"({why}). communication_backend = 'phalanx' raises the whole error"
+    ]
     assert second[2] == []
+
+
+def test_a_backend_that_the_user_chose_is_not_replaced(ranks):
+    with pytest.raises(RuntimeError, match="Could not find the default backend type 0"):
+        ranks(join_where_the_backend_fails, (0, 1), False, "phalanx", world_size=2)
 
 
 def test_plain_ddp_and_fsdp_give_the_same_bits_on_the_backend(ranks):

@@ -8,6 +8,7 @@ import os
 import time
 
 import pytest
+import torch
 from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
@@ -245,13 +246,37 @@ def _report_of(traceback, tmp_path):
     return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log").details
 
 
-def test_an_error_under_an_untested_torch_names_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.launch.failure.installed_packages", lambda: {"torch": "2.99.1+cu140"})
-    record = {"time": 0.0, "type": "ValueError", "message": "bad", "hint": "", "step": None, "traceback": ["one"]}
-    for traceback, named in ((["one"], True), ([], False)):  # a PhalanxError has none, and says what is wrong
-        ended = RankExit(0, 1, 0.0, {**record, "traceback": traceback}, ())
-        report = explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log")
-        assert ("Torch 2.99.1+cu140 is newer than" in report.hint) is named
+@pytest.mark.parametrize(
+    ("code", "traceback", "named"),
+    [
+        (1, ["one"], True),
+        (1, [], False),  # a PhalanxError has none, and says what is wrong
+        (-11, None, True),
+        (-9, None, False),
+        (3, None, False),
+    ],
+)
+def test_an_error_under_an_untested_torch_names_it(tmp_path, monkeypatch, code, traceback, named):
+    monkeypatch.setattr("phalanx.host.versions.NEWEST_TORCH", "2.0")
+    record = {"time": 0.0, "type": "ValueError", "message": "bad", "hint": "", "step": None, "traceback": traceback}
+    ended = RankExit(0, code, 0.0, None if traceback is None else record, ())
+    report = explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log")
+    note = f"Torch {torch.__version__} is newer than 2.0, the newest that Phalanx was tested with."
+    assert (note in report.hint) is named
+    assert report.was_killed is (code == -9)
+
+
+def test_only_a_log_that_holds_something_is_named(tmp_path):
+    ended, log = RankExit(0, 3, 0.0, None, ()), tmp_path / "rank-0.log"
+
+    def named() -> str:
+        return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=log).logs
+
+    assert named() == ""
+    log.touch()
+    assert named() == ""
+    log.write_text("bye")
+    assert named() == str(log)
 
 
 def test_a_long_traceback_is_cut_before_a_frame_with_a_note(tmp_path):

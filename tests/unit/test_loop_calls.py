@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +16,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.loop.evaluate import kept_in_eval
-from phalanx.loop.metrics import cross_entropy
+from phalanx.loop.metrics import cross_entropy, find_loss
 
 if TYPE_CHECKING:
     from phalanx.observe.history import History
@@ -91,6 +95,73 @@ def test_a_loss_that_is_not_a_number_is_explained(loss_fn, message):
 def test_a_bare_tensor_is_not_a_data_set():
     with pytest.raises(DataError, match="TensorDataset"):
         trainer(nn.Linear(3, 2)).fit(torch.randn(8, 3))
+
+
+@pytest.mark.parametrize("name", ["mse", "l1", "smooth_l1", "huber", "bce", "bce_with_logits"])
+def test_a_named_loss_compares_one_output_with_one_target(name):
+    output, target = torch.rand(16, 1), torch.rand(16)
+    loss_fn = find_loss(name)
+    assert loss_fn(output, target) == loss_fn(output[:, 0], target) == loss_fn(output, target[:, None])
+    if name in ("mse", "l1", "smooth_l1", "huber"):
+        with pytest.raises(ModelError, match=re.escape("the outputs are [16, 1] and the targets [1, 16]")):
+            loss_fn(output, target[None])
+    assert pickle.loads(pickle.dumps(loss_fn))(output, target) == loss_fn(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "own"),
+    [
+        (nn.MSELoss(), "mse"),
+        (nn.SmoothL1Loss(), "smooth_l1"),
+        (F.l1_loss, "l1"),
+        (functools.partial(F.huber_loss, delta=2.0), "huber"),
+        (nn.PoissonNLLLoss(), ""),
+    ],
+)
+def test_a_loss_of_torch_that_would_broadcast_is_refused_before_the_first_step(loss_fn, own):
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    trained = trainer(model, batch_size=4, loss_fn=loss_fn)
+    inputs, targets = torch.rand(8, 3), torch.rand(8)
+    with pytest.raises(ModelError) as caught:
+        trained.fit((inputs, targets))
+    assert "the outputs are [4, 1] and the targets [4]" in str(caught.value)
+    assert "output.squeeze(-1)" in caught.value.hint
+    assert (f"Or loss_fn='{own}'" in caught.value.hint) is bool(own)
+    assert torch.equal(model.weight, before)
+    trained.fit((inputs, targets[:, None]))
+    with pytest.raises(ModelError, match=re.escape("the targets [8]")):  # whatever the first data were
+        trainer(model, batch_size=8, loss_fn=loss_fn).evaluate((inputs, targets))
+
+
+def test_a_named_loss_trains_as_without_a_name():
+    found = []
+    for loss_fn in (None, "mse"):
+        torch.manual_seed(0)
+        model, inputs = nn.Linear(1, 1), torch.linspace(0, 1, 32)[:, None]
+        trainer(model, batch_size=8, loss_fn=loss_fn, epochs=2).fit((inputs, inputs[:, 0]))
+        found.append(model.weight.item())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("returned", ["good", None, {"a": 1.0}, ("a", 3)])
+def test_a_metric_that_is_not_a_number_is_named(returned):
+    trained = trainer(nn.Linear(2, 1), batch_size=4, metrics={"mine": lambda o, t: returned})
+    with pytest.raises(ModelError, match=r"the metric 'mine' returned a .*, which is not a number"):
+        trained.evaluate((torch.rand(8, 2), torch.rand(8)))
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3], (1.0, 2.0)])
+def test_numbers_are_not_batches(data):
+    with pytest.raises(UsageError, match=rf"fit\(\) got a {type(data).__name__} of numbers"):
+        trainer(nn.Linear(2, 1), batch_size=4).fit(data)
+
+
+@pytest.mark.parametrize("convert", [lambda inputs: inputs, lambda inputs: inputs.numpy()])
+def test_inputs_alone_can_be_predicted(convert):
+    model, inputs = nn.Linear(2, 1), torch.rand(10, 2)
+    trained = trainer(model, batch_size=4)
+    torch.testing.assert_close(trained.predict(convert(inputs)), model(inputs).detach())
 
 
 def uneven_tokens() -> TensorDataset:
@@ -310,6 +381,7 @@ def test_a_resumed_history_is_that_of_the_whole_run(tmp_path, stop):
 SCRIPT = """
 import os, signal, torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from phalanx import PyTorchDDPTrainer
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import private_torch
 
 from phalanx import torch_compat, torch_compiler, torch_flash, torch_records
-
+from phalanx.comm.backend import PhalanxGroup
+from phalanx.comm.compress.hook import FixedBuckets
 from phalanx.host.versions import NEWEST_TORCH
+from phalanx.models.sync_norm import SyncedBatchNorm
+from phalanx.strategies import tensor_parallel
 
 NEEDS_CUDA = {"end_failed_capture"}
 
@@ -38,7 +42,59 @@ def group():
 
 
 def test_no_private_api_is_missing():
-    assert torch_compat.missing() == {}
+    assert private_torch.missing() == {}
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names by which a file asks torch for something; not those of its own functions."""
+    of_file = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*str(node.module).split("."), *(each.name for each in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for each in node.names for part in each.name.split(".")]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            if node.func.id in ("getattr", "hasattr", "setattr", "import_module"):
+                names = [part for text in texts if isinstance(text, str) for part in text.split(".")]
+        yield from (name for name in names if re.match(r"_[a-z]", name) and name not in of_file)
+
+
+def test_every_private_name_is_listed():
+    listed = {part for name in private_torch.PRIVATE for part in re.split("[:.]", name)} | set(private_torch.OF_OBJECTS)
+    for path in sorted(Path(torch_compat.__file__).parent.glob("torch_*.py")):
+        used = set(private_names(ast.parse(path.read_text())))
+        assert used, path.name
+        assert used <= listed, f"add to tools/private_torch.py: {sorted(used - listed)} of {path.name}"
+
+
+def test_private_names_of_modules_are_used_in_these_files_only():
+    """`tests/shape` finds `torch._name`; this finds what objects of torch have, whatever they are called."""
+    names = sorted({*private_torch.OF_OBJECTS, "_version", "_base", "_is_view", "_schema"} - {"_modules", "_iterator"})
+    use = re.compile(rf"(?<!self)(?<!cls)\.({'|'.join(names)})\b")
+    package = Path(torch_compat.__file__).parent
+    files = [path for path in package.rglob("*.py") if not path.name.startswith("torch_")]
+    found = [f"{path.relative_to(package)}: {match[0]}" for path in files for match in use.finditer(path.read_text())]
+    assert not found
+
+
+def test_overridden_private_methods_are_listed():
+    listed = {name.rpartition(".")[2] for name in private_torch.PRIVATE}
+    classes = [PhalanxGroup, FixedBuckets, SyncedBatchNorm, *vars(tensor_parallel).values()]
+    found = {
+        method
+        for each in classes
+        if inspect.isclass(each) and each.__module__.startswith("phalanx")
+        for base in each.__mro__[1:]
+        if base.__module__.startswith("torch")
+        for method in vars(each)
+        if re.match(r"_[a-z]", method) and callable(vars(base).get(method))
+    }
+    assert found <= listed, sorted(found - listed)
+    assert {"_allgather_base", "_build_params_for_reducer", "_check_input_dim", "_apply"} <= found
 
 
 def test_no_private_api_has_changed_since_it_was_looked_at():
@@ -109,6 +165,8 @@ def test_versions_and_bases_of_tensors():
     assert torch_compat.version_of(tensor) == before + 1
     assert torch_compat.base_of(tensor[1:]) is tensor
     assert torch_compat.base_of(tensor) is tensor
+    assert torch_compat.is_view(tensor[1:])
+    assert not torch_compat.is_view(tensor)
 
 
 def test_operations_on_many_tensors():
@@ -210,6 +268,10 @@ def test_calls_hooks_and_buffers_of_modules():
     assert model(torch.ones(2, 2)).shape == (2, 2)
     torch_compat.own_buffers(model)["running_mean"] = torch.full((2,), 5.0)
     assert model.running_mean.tolist() == [5, 5]
+    assert torch_compat.own_parameters(model)["weight"] is model.weight
+    chain = nn.Sequential(model, nn.ReLU())
+    torch_compat.own_modules(chain).pop("0")
+    assert len(chain) == 1
 
 
 def test_kinds_of_modules():
@@ -228,6 +290,8 @@ def test_optimizers_and_scalers():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it warns unless the optimizer has stepped
         scheduler.step()
+    chain = torch.optim.lr_scheduler.ChainedScheduler([scheduler])
+    assert list(torch_compat.chained_schedulers(chain)) == [scheduler]
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(parameter.sum() * float("inf")).backward()
     scaler.unscale_(optimizer)

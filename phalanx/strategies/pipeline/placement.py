@@ -105,7 +105,7 @@ def drop_units(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> N
         parent, _, name = unit.rpartition(".")
         holder = model.get_submodule(parent)
         if isinstance(holder, nn.Sequential):
-            holder._modules.pop(name, None)
+            torch_compat.own_modules(holder).pop(name, None)
         else:
             setattr(holder, name, None)
 

@@ -120,7 +120,7 @@ class Pipeline(nn.Module):
         """Return an output with the strides that torch expects: a vocabulary cut unevenly leaves gaps between rows."""
         output = output.contiguous()
         # Such a schedule detaches outputs in place, which views (of a reshape, of a DTensor's local part) do not allow.
-        return output.clone() if self.row.schedule.splits_backward and output._is_view() else output
+        return output.clone() if self.row.schedule.splits_backward and torch_compat.is_view(output) else output
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the stages too: the modules around their units are copies."""

@@ -1,0 +1,102 @@
+"""A run whose loss became NaN or infinite: whether the data were the cause, and what is left of the weights.
+
+Nothing here runs before that. Losses are equal on all ranks, so all ranks come here together and may communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import NonFiniteLossError
+
+if TYPE_CHECKING:
+    from phalanx.loop.trainer import TrainLoop
+
+_REMEDIES = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
+_KINDS = ("nan in its inputs", "infinity in its inputs", "nan in its targets", "infinity in its targets")
+
+
+def nonfinite_error(loop: TrainLoop, what: str, step: int | None) -> NonFiniteLossError:
+    """Report that the run failed, and return the error to raise; all ranks call this.
+
+    `step`: that of the loss, whose batch is read again.
+    """
+    saving = loop.saving
+    saving.publish()
+    path = saving.last_path
+    data, hint = ("", _REMEDIES) if step is None else _look_at_data(loop, step)
+    last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
+    loop.report.ended("failed", f"{what}{data}", loop.step, path)
+    if saving.gives_back and not loop.formation.weights_are_finite():
+        saving.weights_left = _give_back(loop, path)
+    return NonFiniteLossError(f"{what}{data}; {last}", hint=hint)
+
+
+def _give_back(loop: TrainLoop, path: str | None) -> str:
+    """Load the last checkpoint, which has finite weights; return what the caller of fit has now."""
+    if path is None:
+        return "the weights in the model are not finite, and lost"
+    gradients = loop.formation.gradients
+    taken = gradients.steps
+    loop.formation.load(path)
+    restored, gradients.steps = gradients.steps, taken  # what the run has trained, not what it has now
+    return f"the state of step {restored}, that of its last checkpoint, is in the model"
+
+
+def _look_at_data(loop: TrainLoop, step: int) -> tuple[str, str]:
+    """Return what is wrong with a step's batch, as the end of a sentence, and what to do."""
+    try:
+        found = _kinds_in(loop, step)
+    except Exception as error:  # noqa: BLE001 - of the user's data set, which must not hide that the loss is nan
+        found, problem = torch.full((5,), 2), f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        problem = ""
+    found = loop.formation.reduce(found, "max")
+    kinds = [kind for kind, flag in zip(_KINDS, found.tolist(), strict=False) if flag == 1]
+    if found[4] > 1:
+        why = f": {problem}" if problem else ""
+        return "", f"{_REMEDIES} The batch of step {step} cannot be read again{why}: look for nan in the data."
+    if kinds:
+        remedy = (
+            "Leave such samples out or replace their values, as torch.nan_to_num does; on_nonfinite='skip' leaves out "
+        )
+        return f": the batch of step {step} holds {' and '.join(kinds)}", f"{remedy}such steps."
+    return "", f"{_REMEDIES} The batch of step {step} is finite." if found[4] == 1 else _REMEDIES
+
+
+def _kinds_in(loop: TrainLoop, step: int) -> torch.Tensor:
+    """Return a flag for each kind of this rank's share of a step, and last 1 for floats that were looked at.
+
+    The last is 2 if the batch cannot be read again.
+    """
+    found = torch.zeros(5, dtype=torch.int64)
+    forward = loop.forward
+    batches = loop.train_loader.sharded.reread(loop.step - step)
+    if batches is None or forward is None:
+        found[4] = 2
+        return found
+    for batch in batches:
+        target = forward.target(batch)
+        targets = [] if target is batch else [id(tensor) for tensor in _floats(target)]
+        for tensor in _floats(batch):
+            first = 2 if id(tensor) in targets else 0
+            found[first] |= int(tensor.isnan().any())
+            found[first + 1] |= int(tensor.isinf().any())
+            found[4] = 1
+    return found
+
+
+def _floats(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of floats in a batch."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _floats(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _floats(each)
