@@ -178,11 +178,8 @@ class StoredRun:
             return "is running"
         if status not in ("unknown", "damaged"):
             return ""
-        ages = [
-            time.time() - file.stat().st_mtime
-            for file in (self.path / EVENTS, self.path / "logs" / "heartbeats")
-            if file.is_file()
-        ]
+        files = (self.path / EVENTS, self.path / "logs" / "heartbeats")
+        ages = [time.time() - file.stat().st_mtime for file in files if file.is_file()]
         if not ages or min(ages) > _FRESH_SECONDS:
             return ""
         host = f" on {self.record.host}" if self.record is not None else ""
@@ -218,13 +215,11 @@ class StoredRun:
     @property
     def checkpoint_dir(self) -> Path:
         """Where its checkpoints are."""
-        settings = self.record.settings if self.record is not None else {}
-        given = settings.get("checkpoint_dir")
-        if given is None:
+        record = self.record
+        if record is None or (given := record.settings.get("checkpoint_dir")) is None:
             return self.path / "checkpoints"
-        directory = self.record.directory if self.record is not None else "."
         path = as_path(str(given))
-        return path if isinstance(path, RemotePath) else Path(directory) / path
+        return path if isinstance(path, RemotePath) else Path(record.directory) / path
 
     @property
     def checkpoints(self) -> list[Path]:
