@@ -257,8 +257,8 @@ def test_on_a_phone_every_table_can_be_read(page, address):
 
 def test_an_empty_folder_says_what_to_type(page, tmp_path):
     with served(cwd=tmp_path) as place:
-        for hash in ("page=runs", "page=compare"):
-            text = opened(page, f"{place}#{hash}")
+        for view in ("page=runs", "page=compare"):
+            text = opened(page, f"{place}#{view}")
             assert "No runs yet" in text
             assert page.run("document.querySelector('pre.command').innerText") == "phalanx train digits"
             assert (
@@ -280,6 +280,9 @@ def test_a_diverged_run_does_not_flatten_the_others_and_every_line_has_a_name(pa
     page.run("set('train/loss', {log: true})")
     page.wait("charts.get('train/loss').plot.scales.y.distr === 3")
     assert page.run("charts.get('val/loss').plot.scales.y.distr") != 3, "of one chart alone"
+    rows = page.run("tableOfChart('val/loss')").splitlines()
+    assert rows[0] == 'run,step,time,"val/loss"'
+    assert [row.rpartition(",")[0] for row in rows[1:3]] == ['"d-diverged",20,1023', '"c-poor",20,1022']
     page.run("set('train/loss', {hidden: true})")
     page.wait("!charts.has('train/loss')")
     assert "hidden" in page.run("location.hash")

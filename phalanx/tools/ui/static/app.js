@@ -122,7 +122,8 @@ function drawView() {
     : state.tab === "system" ? "No system metrics yet."
       : "No curves yet: a point is written every log_every_n_steps steps.")]) : null;
   const view = { runs: viewRuns, studies: viewStudies, study: viewStudy }[state.page] || VIEWS[state.tab]?.[1];
-  keepFocus(body, () => body.replaceChildren(...(message ? [message instanceof Node ? message : empty(message)] : charts || view())));
+  keepFocus(body, () => body.replaceChildren(...(message ? [message instanceof Node ? message : empty(message)]
+    : charts || view())));
 }
 
 /** Say how to get the first run. */

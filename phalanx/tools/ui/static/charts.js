@@ -134,7 +134,8 @@ function options(name, lines, width, limit) {
     scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range ||
       (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: log ? { distr: 3 } : { range } },
     axes: [{ ...axis, size: 32, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
-           { ...axis, size: 62, ...(log ? { grid: { ...axis.grid, filter: powers }, ticks: { ...axis.ticks, filter: powers } } : {}), values: (u, values) => values.map(value => value === null ? ""
+           { ...axis, size: 62, ...(log ? { grid: { ...axis.grid, filter: powers }, ticks: { ...axis.ticks, filter: powers } }
+             : {}), values: (u, values) => values.map(value => value === null ? ""
              : valueOf(name, value, true)) }],
     cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false },
       points: { size: 7, width: 1.5, stroke: css("--card"), fill: (u, series) => u.series[series].stroke(u, series) },
@@ -157,7 +158,8 @@ function options(name, lines, width, limit) {
 }
 
 /** Keep the powers of ten: there is no room for a line at each value of a logarithmic axis. */
-const powers = (u, values) => values.map(value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9 ? value : null);
+const powers = (u, values) => values.map(value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9
+  ? value : null);
 
 const tip = document.getElementById("tip");
 const MOST_ROWS = 10;
@@ -254,7 +256,24 @@ function menu(name) {
         onchange: event => set(name, { log: event.target.checked }) }), "log scale"), box("all", "all values, outliers too"),
       h("label", {}, "smoothing", h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smoothing(name),
         oninput: event => set(name, { smooth: Number(event.target.value) }) })),
+      h("button", { type: "button", onclick: () => saveTable(name) }, "Save as CSV"),
       h("button", { type: "button", onclick: () => set(name, { hidden: true }) }, "Hide this chart")));
+}
+
+/** Return the points of a chart as CSV: of a long run those that the page has. */
+function tableOfChart(name) {
+  const quoted = text => `"${text.replaceAll('"', '""')}"`;
+  const rows = chosen().flatMap(run => {
+    const curve = cache.curves.get(run.id)?.value?.get(name);
+    return curve ? Array.from(curve.step, (step, i) => `${quoted(run.id)},${step},${curve.time[i]},${curve.mean[i]}`) : [];
+  });
+  return [`run,step,time,${quoted(name)}`, ...rows, ""].join("\n");
+}
+
+function saveTable(name) {
+  const address = URL.createObjectURL(new Blob([tableOfChart(name)], { type: "text/csv" }));
+  h("a", { href: address, download: `${name.replaceAll("/", "-")}.csv` }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);  // the download has begun by then
 }
 
 /** Draw the charts of these names into the grid, and remove others; return whether there is one. */

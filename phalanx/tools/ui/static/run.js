@@ -11,11 +11,11 @@ function runHead(run) {
     type: "button", ariaLabel: `remove the tag ${tag}`, onclick: () => act(change(run.id, { untag: tag })) }, "×")));
   const edit = stored ? [] : [
     h("button", { type: "button", className: "link", id: "edit-name", onclick: () => question({ title: "Name this run",
-      text: "Every command takes the name, and this run alone has it: phalanx evaluate NAME", field: run.alias || "", yes: "Save",
-      then: name => change(run.id, { name }) }) }, run.alias ? "edit name" : "+ name"),
+      text: "Every command takes the name, and this run alone has it: phalanx evaluate NAME", field: run.alias || "",
+      yes: "Save", then: name => change(run.id, { name }) }) }, run.alias ? "edit name" : "+ name"),
     h("button", { type: "button", className: "link", id: "add-tag", onclick: () => question({ title: "Tag this run",
-      text: "A tag is a label; any number of runs have it. In the table: group by tag, or filter by tag=NAME", field: "", yes: "Add",
-      then: tag => change(run.id, { tag }) }) }, "+ tag"),
+      text: "A tag is a label; any number of runs have it. In the table: group by tag, or filter by tag=NAME", field: "",
+      yes: "Add", then: tag => change(run.id, { tag }) }) }, "+ tag"),
     h("button", { type: "button", className: "link", id: "edit-note", onclick: () => question({ title: "Note",
       field: run.note || "", lines: 4, yes: "Save", then: note => change(run.id, { note }) }) },
     run.note ? "edit note" : "+ note")];
@@ -40,9 +40,10 @@ function endOf(run) {
   if (!run.reason) return null;
   const first = cache.detail.get(run.id)?.value?.failures[0];
   const log = first ? `logs/rank-${first.rank}.log` : "";
+  const place = typeof first?.step === "number" ? `, step ${number(first.step)}` : "";
   const severe = ["failed", "killed", "damaged"].includes(run.status);
   return h("p", { className: severe ? "end-of bad" : "end-of" },
-    h("b", {}, `${run.status}${first ? ` on rank ${first.rank}${typeof first.step === "number" ? `, step ${number(first.step)}` : ""}` : ""}: `), run.reason,
+    h("b", {}, `${run.status}${first ? ` on rank ${first.rank}` : ""}${place}: `), run.reason,
     first ? " · " : null, first ? h("a", { href: addressOf("run", { run: run.id, tab: "logs", log }) }, `Log of rank ${first.rank}`) : null,
     first ? " · " : null, first ? h("a", { href: addressOf("run", { run: run.id, tab: "events" }) }, "Traceback") : null);
 }

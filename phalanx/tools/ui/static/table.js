@@ -1,120 +1,18 @@
-// The table of runs: columns, sorting, groups, filter, ticks; and the table of a search's trials.
+// The table of runs: groups, rows, ticks, choices; and the table of a search's trials.
 "use strict";
 
-const MOST_COLUMNS = 5, MOST_SETTINGS = 3;
-const FIRST_SETTINGS = ["learning_rate", "batch_size", "optimizer", "weight_decay", "mixed_precision", "strategy"];
 const GROUPS = {  // titles of the groups to which a run belongs: one of each tag
   status: run => [run.status], recipe: run => [run.recipe || "no recipe"],
-  tag: run => run.tags?.length ? run.tags : ["no tag"], ranks: run => [`${run.ranks ?? "?"} rank${run.ranks === 1 ? "" : "s"}`],
+  tag: run => run.tags?.length ? run.tags : ["no tag"],
+  ranks: run => [`${run.ranks ?? "?"} rank${run.ranks === 1 ? "" : "s"}`],
 };
-const FIXED = {
-  name: { title: "Name", of: run => run.id.toLowerCase() },
-  status: { title: "Status", of: run => run.status },
-  started: { title: "Started", of: run => run.started },
-  seconds: { title: "Training time", of: run => run.seconds },
-  steps: { title: "Steps", of: run => run.steps },
-  ranks: { title: "Ranks", of: run => run.ranks },
-};
-
-/** Return the names of all values that runs have, those that judge a run first. */
-function metricNames(runs) {
-  const counts = new Map();
-  for (const run of runs) for (const name of Object.keys(run.values || {})) counts.set(name, (counts.get(name) || 0) + 1);
-  const rank = name => name.startsWith("val/") ? 0 : name === "train/loss" ? 1 : name === "throughput" ? 2
-    : name.startsWith("train/") ? 3 : name.startsWith("perf/") ? 4 : 5;
-  const first = name => ["val/loss", "val/accuracy"].includes(name) ? 0 : 1;
-  return [...counts.keys()].sort((a, b) => rank(a) - rank(b) || first(a) - first(b) || counts.get(b) - counts.get(a)
-    || (a < b ? -1 : 1));
-}
-
-/** Return a setting of a run, also one that has its default; null if it is unset or not known. */
-function settingOf(run, name) {
-  const own = run.settings || {};
-  return Object.hasOwn(own, name) ? own[name] : Object.keys(own).length ? defaults[name] ?? null : null;
-}
-
-/** Return what a column of the table shows of a run: a metric or a setting. */
-const cellOf = (run, name) => run.values?.[name] ?? settingOf(run, name);
-
-const settingNamesOf = new WeakMap();
-
-/** Return the names of all settings, those that differ between runs of the same task first, and how many do. */
-function settingNames() {
-  if (!settingNamesOf.has(state.runs)) settingNamesOf.set(state.runs, orderedSettings([...state.runs.values()]));
-  return settingNamesOf.get(state.runs);
-}
-
-function orderedSettings(runs) {
-  const names = [...new Set([...FIRST_SETTINGS, ...runs.flatMap(run => Object.keys(run.settings || {})), ...Object.keys(defaults)])];
-  const known = runs.filter(run => Object.keys(run.settings || {}).length);
-  const differs = new Set(names.filter(name => {
-    const seen = new Map();  // the first value of each task
-    return known.some(run => {
-      const value = JSON.stringify(settingOf(run, name));
-      if (!seen.has(run.recipe)) seen.set(run.recipe, value);
-      return seen.get(run.recipe) !== value;
-    });
-  }));
-  const place = name => FIRST_SETTINGS.includes(name) ? FIRST_SETTINGS.indexOf(name) : /^(model|data)\./.test(name) ? 50 : 99;
-  return { differs: differs.size, names: names.sort((a, b) => differs.has(b) - differs.has(a) || place(a) - place(b)
-    || (a < b ? -1 : 1)) };
-}
-
-/** Return the columns that are shown: those that were chosen, else some settings that differ, and some metrics. */
-function shownColumns() {
-  if (state.columns) return state.columns;
-  const { names, differs } = settingNames();
-  const some = names.slice(0, differs).filter(name => FIRST_SETTINGS.includes(name) || /^(model|data)\./.test(name))
-    .slice(0, MOST_SETTINGS);
-  return [...some, ...metricNames([...state.runs.values()]).filter(name => !/^(perf|system)\/|rate$|norm$|epoch_/.test(name))
-    .slice(0, MOST_COLUMNS - some.length)];
-}
-
-const CONDITION = /^([^<>=!]+)(<=|>=|!=|=|<|>)(.*)$/;
-const SIGNS = { "=": (a, b) => a === b, "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b };
-
-/** Return the values of a run for a name in a condition: a tag, a column, or the end of one (width: model.width). */
-function valuesFor(run, name) {
-  if (name === "tag") return run.tags || [];
-  if (FIXED[name] || ["recipe", "alias", "layout"].includes(name)) return [FIXED[name] ? FIXED[name].of(run) : run[name]];
-  const known = [...Object.keys(run.values || {}), ...Object.keys(run.settings || {}), ...Object.keys(defaults)];
-  const full = known.find(each => each.toLowerCase() === name)
-    || known.find(each => /[./]/.test(each) && each.toLowerCase().split(/[./]/).pop() === name);
-  return full === undefined ? null : [cellOf(run, full)].filter(value => value !== null && value !== undefined);
-}
-
-/** Whether a word of the filter fits a run: a condition such as learning_rate>0.01, or a part of what describes it. */
-function fits(run, word) {
-  const [, name, sign, wanted] = CONDITION.exec(word) || [];
-  const values = name && valuesFor(run, name);
-  if (!values) return [run.id, run.alias, run.status, run.recipe, run.note, ...(run.tags || [])].join(" ").toLowerCase().includes(word);
-  if (!wanted) return sign === "!=" ? !values.length : values.length > 0;  // it is being typed
-  const holds = value => typeof value === "number" && !Number.isNaN(Number(wanted)) ? SIGNS[sign](value, Number(wanted))
-    : SIGNS[sign](String(value).toLowerCase(), wanted);
-  return sign === "!=" ? !values.some(value => String(value).toLowerCase() === wanted || value === Number(wanted))
-    : values.some(holds);
-}
-
-function visibleRuns() {
-  const words = (state.filter.toLowerCase().match(/(?:[^\s"]|"[^"]*")+/g) || []).map(word => word.replaceAll('"', ""));
-  const keep = run => (state.trials || !run.study || state.selected.has(run.id)) && words.every(word => fits(run, word));
-  const down = state.sort.startsWith("-"), name = state.sort.replace("-", "");
-  const of = FIXED[name]?.of || (run => cellOf(run, name));
-  const compare = (a, b) => {
-    const x = of(a), y = of(b), lacks = value => value === undefined || value === null || value === "";
-    if (lacks(x) || lacks(y)) return lacks(x) - lacks(y);
-    const [one, other] = typeof x === typeof y ? [x, y] : [String(x), String(y)];
-    return (one < other ? -1 : one > other ? 1 : 0) * (down ? -1 : 1);
-  };
-  return [...state.runs.values()].filter(keep).sort(compare);
-}
-
 /** Return the rows of the table in their order, with a title for each group; ticked runs come first. */
 function groupsOf(runs) {
   const found = new Map();
   const ticked = runs.filter(run => state.selected.has(run.id));
   if (ticked.length) found.set(`ticked (${ticked.length})`, ticked);
-  const group = GROUPS[state.group] || (state.group && (run => [`${state.group} ${shownCell(state.group, cellOf(run, state.group)) || "–"}`]));
+  const ofSetting = run => [`${state.group} ${shownCell(state.group, cellOf(run, state.group)) || "–"}`];
+  const group = GROUPS[state.group] || (state.group ? ofSetting : null);
   for (const run of runs.filter(run => !state.selected.has(run.id))) {
     for (const title of group ? group(run) : [ticked.length ? "others" : ""]) {
       if (!found.has(title)) found.set(title, []);
@@ -179,28 +77,25 @@ function filterByTag(tag) {
   changed();
 }
 
-/** Return a metric or a setting as the table writes it. */
-const shownCell = (name, value) => value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value)
-  : valueOf(name, value, true);
-
 function runRow(run, columns, best, isFirst) {
   const on = state.selected.has(run.id);
-  const tags = (run.tags || []).map(tag => h("button", { type: "button", className: "tag", title: `only runs with the tag ${tag}`,
-    onclick: () => filterByTag(tag) }, tag));
+  const tags = (run.tags || []).map(tag => h("button", { type: "button", className: "tag",
+    title: `only runs with the tag ${tag}`, onclick: () => filterByTag(tag) }, tag));
   const why = run.reason ? h("div", { className: "why soft", title: run.reason }, run.reason) : null;
   return h("tr", { ...(isFirst ? { id: `row ${run.id}` } : {}), className: [on ? "on" : "", state.cursor === run.id ? "at" : ""].join(" ") },
     h("td", {}, h("input", { type: "checkbox", ...(isFirst ? { id: `run ${run.id}` } : {}), checked: on,
       ariaLabel: `tick ${run.id}`, onchange: event => tick([run.id], event.target.checked) })),
     h("th", { scope: "row", className: "c-name" }, h("div", { className: "named" }, h("span", {}, on ? swatch(run.id) : null,
-      h("a", { href: addressOf("run", { run: run.id }), title: run.id }, shortName(run.id))), run.alias ? h("b", { className: "alias" }, run.alias) : null, tags),
+      h("a", { href: addressOf("run", { run: run.id }), title: run.id }, shortName(run.id))),
+      run.alias ? h("b", { className: "alias" }, run.alias) : null, tags),
       run.note ? h("div", { className: "why soft", title: run.note }, run.note) : null),
     h("td", { className: "c-status" }, pill(run), why),
     h("td", { title: run.started ? clock(run.started) : "" }, when(run.started)), h("td", {}, duration(run.seconds || null)),
     h("td", { className: "c-steps", "data-title": "steps" }, run.total_steps ? `${number(run.steps)} of ${number(run.total_steps)}`
       : number(run.steps), progress(run)),
     h("td", { "data-title": "ranks" }, number(run.ranks)),
-    columns.map(name => h("td", { "data-title": name, className: run.values?.[name] === best[name] && best[name] !== null ? "value best"
-      : "value" }, shownCell(name, cellOf(run, name)))));
+    columns.map(name => h("td", { "data-title": name,
+      className: run.values?.[name] === best[name] && best[name] !== null ? "value best" : "value" }, shownCell(name, cellOf(run, name)))));
 }
 
 /** Return the choice of columns, groups and the actions above the table. */
@@ -209,8 +104,8 @@ function runTools() {
   const shown = shownColumns(), all = [...new Set([...names, ...metrics])];
   const boxes = (title, some) => {
     const kept = some.filter(name => name.toLowerCase().includes(state.column.toLowerCase()));
-    return kept.length ? [h("b", { className: "soft" }, title), kept.map(name => h("label", {}, h("input", { type: "checkbox",
-      id: `column ${name}`, checked: shown.includes(name), onchange: event => {
+    return kept.length ? [h("b", { className: "soft" }, title), kept.map(name => h("label", {}, h("input", {
+      type: "checkbox", id: `column ${name}`, checked: shown.includes(name), onchange: event => {
         state.columns = all.filter(each => each === name ? event.target.checked : shown.includes(each));
         changed();
       } }), name))] : [];
@@ -219,10 +114,10 @@ function runTools() {
     boxes("other settings", names.slice(differs))].flat(Infinity);
   const list = h("div", { className: "columns-list" }, lists());
   const choice = h("details", { className: "menu wide", id: "columns" }, h("summary", {}, "Columns"), h("div", {},
-    h("input", { type: "search", id: "column", placeholder: "Find a column", ariaLabel: "Find a column", value: state.column,
-      oninput: event => { state.column = event.target.value; list.replaceChildren(...lists()); } }), list,
-    state.columns ? h("button", { type: "button", id: "usual-columns", onclick: () => { state.columns = null; changed(); } },
-      "The usual columns") : null));
+    h("input", { type: "search", id: "column", placeholder: "Find a column", ariaLabel: "Find a column",
+      value: state.column, oninput: event => { state.column = event.target.value; list.replaceChildren(...lists()); } }), list,
+    state.columns ? h("button", { type: "button", id: "usual-columns",
+      onclick: () => { state.columns = null; changed(); } }, "The usual columns") : null));
   const group = h("label", {}, "group by ", h("select", { id: "group", onchange: event => {
     state.group = event.target.value;
     changed();

@@ -261,15 +261,16 @@ function viewConfig() {
     && name.toLowerCase().includes(state.setting.toLowerCase()));
   const box = (key, text) => h("label", {}, h("input", { type: "checkbox", id: `only-${key}`, checked: state[key],
     onchange: event => { state[key] = event.target.checked; changed(); } }), text);
-  const search = h("input", { type: "search", id: "setting", placeholder: "Find a name", ariaLabel: "Find a name", value: state.setting,
-    oninput: event => { state.setting = event.target.value; changed(); } });
+  const search = h("input", { type: "search", id: "setting", placeholder: "Find a name", ariaLabel: "Find a name",
+    value: state.setting, oninput: event => { state.setting = event.target.value; changed(); } });
   const commands = found.map(detail => h("div", {}, heading(detail.id, detail.path), copied(detail.command)));
   const cell = (name, value) => ["total_time", "throughput"].includes(name) ? valueOf(name === "total_time" ? "seconds"
     : name, value) : shownValue(value);
   const isMarked = (detail, name) => found.length > 1 ? state.all && !same(name) : detail.changed.includes(name);
-  const table = tableOf(["", ...found.map(detail => ofMany() ? h("span", {}, swatch(detail.id), shortName(detail.id)) : "value")],
-    shown.map(name => [h("th", { scope: "row" }, name),
-      ...found.map(detail => h("td", { className: isMarked(detail, name) ? "differs" : "" }, cell(name, detail.facts[name])))]));
+  const title = detail => ofMany() ? h("span", {}, swatch(detail.id), shortName(detail.id)) : "value";
+  const table = tableOf(["", ...found.map(title)], shown.map(name => [h("th", { scope: "row" }, name),
+    ...found.map(detail => h("td", { className: isMarked(detail, name) ? "differs" : "" },
+      cell(name, detail.facts[name])))]));
   table.classList.add("config");
   return [h("div", { className: "tools" }, search, found.length > 1 ? [box("all", " also what is equal"),
     h("span", { className: "soft" }, `${names.filter(name => !same(name)).length} of ${names.length} differ`)]
