@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
     from phalanx.loop.formation import Formation
     from phalanx.loop.hooks import Callback, StepInfo
+    from phalanx.loop.values import log
     from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
     from phalanx.models.lora.files import load_adapter, save_adapter
     from phalanx.observe.history import History
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "load_adapter",
     "load_run",
+    "log",
     "lora",
     "merge_lora",
     "plan",
@@ -67,6 +69,7 @@ _NAMES = {
     "phalanx.loop.faults": "FaultPlan",
     "phalanx.loop.formation": "Formation",
     "phalanx.loop.hooks": "Callback StepInfo",
+    "phalanx.loop.values": "log",
     "phalanx.models.lora": "lora merge_lora remove_lora unmerge_lora",
     "phalanx.models.lora.files": "load_adapter save_adapter",
     "phalanx.observe.history": "History",

@@ -1,7 +1,4 @@
-"""Print the lines and files of the package per tier and room, beside the budgets: `python tools/lines.py`.
-
-Lines are a cost. `tests/shape/test_budgets.py` keeps the budgets; one is raised only in a commit that says why.
-"""
+"""Print the lines and files of the package per tier and room: `python tools/lines.py`."""
 
 from __future__ import annotations
 

@@ -59,6 +59,11 @@ class Watched(NamedTuple):
     name: str
     mode: Literal["min", "max"]
 
+    @property
+    def is_logged(self) -> bool:
+        """Whether the user logs it: evaluation measures val/<name>, and training train/loss."""
+        return self.name != "train/loss" and not self.name.startswith("val/")
+
 
 class Shown(NamedTuple):
     """What the console shows: how much, whether with progress, and whether of all ranks."""
@@ -308,12 +313,15 @@ def settings_with(scope: str) -> list[str]:
 
 
 def parse_metric(text: str) -> Watched:
-    """Read `val/loss` or `max:val/<name>`; ValueError says what to write."""
+    """Read `val/loss`, `max:val/<name>`, or `min:<name>` of a logged value; ValueError says what to write."""
     mode, colon, name = text.strip().rpartition(":")
     split, slash, metric = name.partition("/")
+    if mode in ("min", "max") and name.strip("/") and split != "val" and name != "train/loss":
+        return Watched(name, "min" if mode == "min" else "max")  # the user logs it
     if not slash or not metric or split not in ("val", "train") or (split == "train" and metric != "loss"):
         bare = re.sub(r"^(val|eval|valid|validation|train|test)[_/]", "", name) or "loss"  # as others write it
-        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}.")
+        own = f"; for a value that you log, min:{name} or max:{name}" if name.strip("/") else ""
+        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}{own}.")
     if colon and mode not in ("min", "max"):
         raise ValueError(f"{mode!r} is neither min nor max: write min:{name} or max:{name}.")
     if colon:

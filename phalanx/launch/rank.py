@@ -29,7 +29,7 @@ from phalanx.launch.error_file import exit_code_of, name_loader, note_loaders, r
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.point_to_point import record_messages
 from phalanx.launch.records import Joined
-from phalanx.launch.spec import ModuleTarget, ScriptTarget, Target, target_from_message
+from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target, target_from_message
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
 from phalanx.observe.sinks import FdSink, announce
@@ -51,7 +51,12 @@ def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
         _set_up(request, log, stack, events, control)
         if request["prelude"]:
             call(request["prelude"])
-        run_target(target_from_message(request["target"]), request["path"])
+        target = target_from_message(request["target"])
+        if not isinstance(target, CallTarget):
+            call(
+                "phalanx.loop.script:count_steps"
+            )  # by its name: of what is above the launcher, nothing is imported here
+        run_target(target, request["path"])
 
     leave(run_to_end(program, lambda error: record_to_log(error, request, log)))
 

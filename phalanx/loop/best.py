@@ -37,6 +37,8 @@ class MetricWatch:
         """Return whether these values are the best so far; None where the metric belongs to another split."""
         if not any(name.partition("/")[0] == self.watched.name.partition("/")[0] for name in values):
             return None
+        if self.watched.name not in values and self.watched.is_logged:
+            return None  # another value of the same family
         if self.watched.name not in values and not self._watch_another(values):
             return None
         value = values[self.watched.name]
@@ -162,5 +164,5 @@ def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection
                 f"{setting} = {given!r}, but there is no validation data",
                 hint=f"Give fit(train, val), or write {metric}='train/loss'.",
             )
-        if known is not None and watched.name not in known and given is not True:
+        if known is not None and watched.name not in known and given is not True and not watched.is_logged:
             raise UsageError(f"{setting}: {unknown_name('metric', watched.name, known)}")

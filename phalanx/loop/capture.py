@@ -305,6 +305,10 @@ class CapturedStep:
             self._say(f"steps are launched as one CUDA graph from step {gradients.steps} on (capture)", "info")
         return graph
 
+    def refuse(self, why: str) -> None:
+        """Record no step from here on, for a reason that the step itself has shown."""
+        self._why = self._why or why
+
     def turn_off(self, why: str) -> None:
         """Take all steps without a recording from here on, and say why."""
         self._say(not_captured(why), "warning" if self._prepared.config.capture else "info")

@@ -177,14 +177,14 @@ class Evaluation:
             limit = loop.config.limit_val_batches
             with loop.report.phase("evaluate", batches_to_measure(self._loader, limit)), loop.formation.averaged():
                 self._last = (step, self._measured(limit))
-            self.judge("val", self._last[1])
+            self.judge({f"val/{name}": value for name, value in self._last[1].items()})
         epoch = loop.epoch if ended_epoch is None else ended_epoch
         loop.report.evaluated(step, epoch, self._last[1], ends_epoch=ended_epoch is not None)
         return self._last[1]
 
-    def judge(self, split: str, metrics: dict[str, float]) -> None:
-        """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
-        loop, values = self._loop, {f"{split}/{name}": value for name, value in metrics.items()}
+    def judge(self, values: Mapping[str, float]) -> None:
+        """Decide by measured or logged values whether this is the best checkpoint, and whether training goes on."""
+        loop = self._loop
         for watched in (loop.config.best_metric, loop.config.stopping_metric):
             if watched is not None and not math.isfinite(value := values.get(watched.name, 0.0)):
                 loop.report.say(f"{watched.name} is {value}, which is no improvement", "warning")

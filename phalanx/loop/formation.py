@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import uuid
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -34,9 +33,12 @@ from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.forward import decide_forward
+from phalanx.loop.gather import gather, gather_samples
+from phalanx.loop.loop_record import LoopRecord
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.prepare import (
+    LastRead,
     Prepared,
     PreparedLoader,
     adapt,
@@ -44,8 +46,10 @@ from phalanx.loop.prepare import (
     convert_layers,
     remember_process,
 )
+from phalanx.loop.script import stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
+from phalanx.loop.values import Values, enter_loop, leave_loop
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -78,14 +82,16 @@ class Formation(Prepared):
             config = config.replace(**settings)
         config.refuse_keras(type(self).__name__)
         register_backend()
+        stop_counting()
         world = join_world(config)
-        self._undo: list[Callable[[], object]] = [] if world.is_launched else [remember_process()]
+        undo = [] if world.is_launched else [remember_process()]
         if config.threads_per_rank is not None:
             torch.set_num_threads(config.threads_per_rank)
         seed_everything(config.seed, rank=world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
+        self._undo += undo
         self._locks: dict[Path, RunLock] = {}
         self.saver = Saver()
         self._compiled_calls: CompiledCalls | None = None
@@ -98,6 +104,10 @@ class Formation(Prepared):
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
+        self._reading = LastRead()
+        self._record = LoopRecord(self)
+        entered = enter_loop(self)
+        self._undo.append(lambda: leave_loop(entered))
 
     @property
     def at_boundary(self) -> bool:
@@ -178,7 +188,7 @@ class Formation(Prepared):
             in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
-        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls)
+        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls, self._reading)
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
@@ -199,15 +209,19 @@ class Formation(Prepared):
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
+        self._record.begin()
         self.gradients.backward(loss, weight)
+        self._record.add_loss(loss, weight)
 
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
+        self._record.begin()
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
         self.clock.enter("forward")
         passes = BatchPasses(self.gradients, self.precision, forward, self.clock)
         loss = self.strategy.train_batch(model, batch, passes)
         self.clock.enter("other")
+        self._record.add_loss(loss)
         return loss
 
     def clip_grad_norm(
@@ -230,6 +244,29 @@ class Formation(Prepared):
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
+
+    def gather(self, values: Any) -> Any:
+        """Return tensors with the rows of all ranks, equal on all of them; the number of rows may differ.
+
+        `values`: a tensor, or tensors in tuples, lists and dicts. Ranks that read the same samples count once.
+        """
+        return gather(self.world, values)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return what `gather` does for outputs of the last batch, one row per sample, each sample once.
+
+        At the ragged end of the data some ranks get placeholders or fewer samples: these rows are left out.
+        """
+        return gather_samples(self.world, values, self._reading.loader)
+
+    def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
+        """Record numbers of your own: `f.log({"critic": loss})` or `f.log("critic", loss)`.
+
+        Names under `val/` are of the validation data. A tensor stays on its device until the losses are read. `step`:
+        the last one that was taken, by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which
+        then call this; by default the main rank's numbers count.
+        """
+        self._record.log(values, value, step, reduce)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the main rank only."""
@@ -281,6 +318,7 @@ class Formation(Prepared):
     def close(self) -> None:
         """Release everything and leave the process group, so that no rank waits for another for ever."""
         self.finish_save()
+        self._record.end()
         self._return_weights()
         self.release()
         if not self.strategy.shards:  # a sharded model needs the group, and the user may save or train it again
@@ -300,10 +338,6 @@ class Formation(Prepared):
         self._locks.clear()
         self.strategy.close()
         self.clear()
-
-    def undo_later(self, undo: Callable[[], object]) -> None:
-        """Call a function when everything is released, before what was changed earlier is restored."""
-        self._undo.append(undo)
 
     def __enter__(self) -> Formation:
         return self

@@ -89,6 +89,10 @@ class Gradients:
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
         self._counts = StepCounts()
+        self.batches = 0
+        """How many batches of prepared loaders were begun."""
+        self.on_step: Callable[[], None] | None = None
+        """Called after each step that `steps` counts."""
         self.gate: StepGate | None = None
         """Where lost ranks are replaced and gradients are reduced on a GPU: a step waits there for complete ones."""
 
@@ -113,6 +117,7 @@ class Gradients:
             self._read.add(loader, micro, self._passes)
         self.micro = micro
         self._calls = 0
+        self.batches += 1
         if micro.boundary is not self.boundary:
             self.boundary = micro.boundary
             self._set_sync(micro.boundary)
@@ -263,6 +268,8 @@ class Gradients:
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
             self.steps += 1  # after the last collective: a step that lost ranks interrupt was not taken
             self._strategy.after_step()
+            if self.on_step is not None:
+                self.on_step()
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         self._counts.tried[id(optimizer)] += 1

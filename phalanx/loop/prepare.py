@@ -51,6 +51,7 @@ class Prepared:
         self.device = world.device
         self.run_id = run_id
         self.clock = StepClock()
+        self._undo: list[Callable[[], object]] = []
         self.lineage: list[dict[str, Any]] = []
         """The runs that this one continues, as a checkpoint's manifest holds them."""
         self.precision = Precision(self.config, self.device, by_engine=strategy.owns_precision)
@@ -70,6 +71,10 @@ class Prepared:
         self.best_path: Path | None = None
         self.by_labels: bool | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
+
+    def undo_later(self, undo: Callable[[], object]) -> None:
+        """Call a function when everything is released, before what was changed earlier is restored."""
+        self._undo.append(undo)
 
     def start_average(self, model: nn.Module) -> None:
         """Average the weights of a model that was prepared, whole or by its parts, where `ema_decay` is set."""
@@ -160,6 +165,12 @@ def _work_left(device: torch.device) -> Callable[[], bool]:
     return lambda: not stream.query()
 
 
+class LastRead:
+    """Which prepared loader has yielded the last batch."""
+
+    loader: PreparedLoader | None = None
+
+
 class PreparedLoader:
     """This rank's share of a loader; one pass is one epoch.
 
@@ -167,10 +178,18 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, sharded: ShardedLoader, gradients: Gradients | None = None, calls: CompiledCalls | None = None
+        self,
+        sharded: ShardedLoader,
+        gradients: Gradients | None = None,
+        calls: CompiledCalls | None = None,
+        reading: LastRead | None = None,
     ) -> None:
-        """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph."""
+        """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph.
+
+        `reading`: notes which loader has yielded last.
+        """
         self.sharded = sharded
+        self._reading = LastRead() if reading is None else reading
         self._gradients, self._calls = gradients, calls
         self._augment: Augmentation | None = None
         self._seed = 0
@@ -188,6 +207,7 @@ class PreparedLoader:
                 board.count(number)
                 if self._calls is not None:
                     self._calls.use(compiled=False)
+                self._reading.loader = self
                 yield self._augmented(batch, None)
             return
         sharded, begin = self.sharded, self._gradients.begin
@@ -204,6 +224,7 @@ class PreparedLoader:
                     break
                 board.alive()
                 begin(sharded.current, sharded)
+                self._reading.loader = self
                 if self._calls is not None:
                     self._calls.use(compiled=self._is_whole)
                 yield self._augmented(batch, SampleKey(self._seed, sharded.epoch, sharded.current.offset))

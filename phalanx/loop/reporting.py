@@ -20,12 +20,15 @@ from torch import nn
 from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
 from phalanx.data.order import BatchSplit
-from phalanx.loop.formation import Formation
 from phalanx.loop.gauges import RankGauges, RunSpeed, token_rate
 from phalanx.loop.hooks import StepInfo
 from phalanx.loop.loss_log import Losses, LossLog, totals
+from phalanx.loop.prepare import Prepared
+from phalanx.loop.recorders import tensorboard_dir
+from phalanx.loop.values import OWN_CURVES, ValueLog, Values, as_events, checked, reduced
 from phalanx.models.contract import recorded_dimensions
 from phalanx.observe.events import (
+    LOGGED,
     CheckpointSaved,
     EpochDone,
     Message,
@@ -51,12 +54,14 @@ _UNREAD_STEPS = 50
 class Reporter:
     """Turns what happens in the loop into events and history."""
 
-    def __init__(self, formation: Formation, name: str, layout: BatchSplit, run_dir: Path, events: EventStream) -> None:
+    def __init__(self, formation: Prepared, name: str, layout: BatchSplit, run_dir: Path, events: EventStream) -> None:
         """`name`: of the run; `layout`: of its training batches."""
         self._formation, self._config, self._world = formation, formation.config, formation.world
         self._name, self._layout, self._run_dir = name, layout, run_dir
         self.events = events
         self.loss_log = LossLog(self._world)
+        self._values = ValueLog()
+        self._read_at = 0
         self.clock = formation.clock
         self._speed = RunSpeed(formation, run_dir, events.emit)
         self._every = self._config.log_every_n_steps
@@ -84,20 +89,23 @@ class Reporter:
         self._loss_sum, self._loss_count = so_far.get("loss_sum", 0.0), so_far.get("loss_count", 0.0)
         self._resumed_from = state["path"]
 
-    def started(self, step: int, total_steps: int | None, model: nn.Module, *, announce: bool = True) -> None:
+    def started(
+        self, step: int, total_steps: int | None, model: nn.Module, *, epochs: int | None = None, announce: bool = True
+    ) -> None:
         """Report the run's start: what runs where, and how large a step is.
 
-        `step`: steps taken before. `announce`: False where the group of ranks has changed in a run that was reported
-        already.
+        `step`: steps taken before. `epochs`: of the whole run, if that is known. `announce`: False where the group of
+        ranks has changed in a run that was reported already.
         """
-        self._first_step, self._total_steps = step, total_steps
+        self._first_step = self._read_at = step
+        self._total_steps = total_steps
         count = self._formation.strategy.count_parameters  # all ranks call it
         parameters = count(model), count(model, trained=True)
         self._speed.begin(step, self.samples)
         self._began = self._epoch_began = time.monotonic()
         if not announce:
             return
-        self.events.emit(self._run_started(model, *parameters))
+        self.events.emit(self._run_started(model, epochs, *parameters))
         self._speed.report(self.samples)
         self.say(self._config.unused_note, "warning")
         for note in self._formation.notes:
@@ -106,7 +114,7 @@ class Reporter:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
-    def _run_started(self, model: nn.Module, parameters: int, trained: int) -> RunStarted:
+    def _run_started(self, model: nn.Module, epochs: int | None, parameters: int, trained: int) -> RunStarted:
         config, world, strategy = self._config, self._world, self._formation.strategy
         note = speed_note(world.ranks_per_gpu)
         folder = None if config.fast_dev_run else self._run_dir  # it is removed at the end
@@ -122,7 +130,7 @@ class Reporter:
             accumulation=config.gradient_accumulation_steps,
             global_batch=self._layout.global_batch,
             total_steps=self._total_steps,
-            epochs=config.epochs or (1 if config.max_steps is None else None),
+            epochs=epochs,
             resumed_from=self._resumed_from,
             mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
             first_step=self._first_step,
@@ -151,7 +159,8 @@ class Reporter:
     def to_keep(self) -> dict[str, Any]:
         """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
         self._update_totals()
-        latest = dataclasses.replace(self.history, steps=self.history.steps[-_STEPS_IN_CHECKPOINT:])
+        steps, logged = (each[-_STEPS_IN_CHECKPOINT:] for each in (self.history.steps, self.history.logged))
+        latest = dataclasses.replace(self.history, steps=steps, logged=logged)
         history = latest.to_dict()  # not of all steps: sharded runs keep their state every few of them
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
         return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
@@ -194,6 +203,37 @@ class Reporter:
     def epoch_loss(self) -> float:
         """The mean training loss of the epoch so far."""
         return self._loss_sum / self._loss_count if self._loss_count else float("nan")
+
+    def log(self, step: int, values: Values, value: Any = None, reduce: str | None = None) -> None:
+        """Keep values that the user logged until `report_logged`; all ranks call this if they are reduced."""
+        found = checked(values, value, taken=OWN_CURVES)
+        if reduce is not None:
+            found = reduced(found, reduce, self._formation)
+        if self._world.is_main:
+            self._values.add(step, found)
+
+    def report_logged(self, step: int, epoch: int, *, ends_epoch: bool = False) -> dict[str, float]:
+        """Report the values that were logged since the last time; return the last of each name.
+
+        `epoch`: counts from 1, or 0 if the loop has none. `ends_epoch`: the values of the validation data that were
+        logged after the last step are those of an `EpochDone` that follows.
+        """
+        since, self._read_at = step - self._read_at, step
+        found: dict[str, float] = {}
+        for point, values in self._values.read(since):
+            found |= values
+            for event in as_events(point, epoch, values, ends_epoch=ends_epoch and point == step):
+                self.events.emit(event)
+                if event.split == LOGGED:
+                    self.history.logged.append({"step": point, "values": event.values})
+                elif not event.ends_epoch:
+                    self.history.evaluations.append({"step": point, "epoch": epoch, "val": event.values})
+        return found
+
+    @property
+    def logged_names(self) -> set[str]:
+        """The names of all values that were logged so far; on the main rank."""
+        return self._values.names
 
     def step_done(self, info: StepInfo, losses: Losses, grad_norm: torch.Tensor | None, skipped: int) -> None:
         """Report a logging step; `skipped`: steps so far whose gradient was not finite."""
@@ -266,6 +306,7 @@ class Reporter:
 
     def ended(self, status: str, reason: str, step: int, checkpoint: str | None) -> None:
         """Close the run's record and show what can be done next."""
+        self.report_logged(step, len(self.history.epochs))
         self.history.status, self.history.reason = status, reason
         self._update_totals()
         self._gauges.end()
@@ -321,10 +362,3 @@ def _command(name: str) -> str | None:
     path = Path(sys.executable).parent / name
     near = path if (relative := os.path.relpath(path)).startswith("..") else relative
     return name if shutil.which(name) else str(near) if path.exists() else None
-
-
-def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
-    """Return where TensorBoard files go, or None when none are wanted."""
-    if isinstance(config.tensorboard, str):
-        return str(config.tensorboard)
-    return str(run_dir) if config.tensorboard or config.options.tensorboard_histograms else None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
 from phalanx.loop.evaluate import Evaluation, begin_training
 from phalanx.loop.formation import Formation
@@ -21,6 +22,7 @@ from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
+from phalanx.loop.values import Values, enter_loop, leave_loop, never_logged
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -127,10 +129,12 @@ class TrainLoop:
             self.schedule.end(self.step)
             return
         self.evaluation.try_out()
-        self.report.started(self.step, self.total_steps, self.model, announce=not self.continues)
+        epochs = self.config.epochs or (1 if self.config.max_steps is None else None)
+        self.report.started(self.step, self.total_steps, self.model, epochs=epochs, announce=not self.continues)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)
+        entered = enter_loop(self)
         try:
             self.hooks.fire("on_fit_start", self)
             self.hooks.check_states()
@@ -140,6 +144,7 @@ class TrainLoop:
                 yield from self._epoch()
             self._end()
         finally:
+            leave_loop(entered)
             if self.checks is not None:
                 self.checks.close()
             self.stop.silence()
@@ -165,6 +170,7 @@ class TrainLoop:
             if checks is not None:
                 checks.after_step(step)
             if due:
+                self._report_logged(epoch)
                 report.step_done(info, self._losses(), outcome.grad_norm, self.formation.gradients.skipped_steps)
             elif report.looks_at_losses(step):
                 self.losses_checked()
@@ -227,12 +233,35 @@ class TrainLoop:
         self.losses_checked()
         last = self.is_finished()
         metrics = self.evaluation.after_epoch(epoch, last=last)
-        self.evaluation.judge("train", {"loss": self.report.epoch_loss})
+        self.evaluation.judge({"train/loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.report.say(self.train_loader.sharded.problems(), "warning")
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
+        self._report_logged(epoch, ends_epoch=True)
         if not last:
             self.control.after_epoch(epoch + 1)
+
+    def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
+        """Record numbers of your own: `trainer.log({"teacher": loss})`; a callback may call this. See `phalanx.log`."""
+        current = self.step
+        if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
+            self._call.runs_on_host("the step logs values")
+            current = self.step + 1 if self.own_step is None else self.own_step.number
+        self.report.log(current if step is None else step, values, value, reduce)
+
+    def _report_logged(self, epoch: int, *, ends_epoch: bool = False) -> None:
+        """Report what the user logged, and judge it if it decides on checkpoints or the end; all ranks call this."""
+        values = self.report.report_logged(self.step, epoch + 1)
+        settings = {"keep_best": self.config.best_metric, "early_stopping": self.config.stopping_metric}
+        logged = {setting: watched.name for setting, watched in settings.items() if watched and watched.is_logged}
+        if not logged:
+            return
+        values = group.from_rank_zero(lambda: {name: values[name] for name in logged.values() if name in values})
+        if values:
+            self.evaluation.judge(values)
+        for setting, name in logged.items() if ends_epoch and epoch == 0 and self.formation.is_main else ():
+            if name not in self.report.logged_names:
+                self.report.say(never_logged(setting, name, self.report.logged_names), "warning")
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
@@ -247,6 +276,7 @@ class TrainLoop:
         self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
         ending.reported = True
         self.hooks.fire("on_fit_end", self)
+        self.report.report_logged(self.step, self.epoch)
         self.schedule.end(self.step)
 
     def _take_result(self) -> None:
@@ -289,6 +319,11 @@ class ModelCall:
         self.by_labels = False
         self._captured: CapturedStep | None = None
         self._begun = False
+
+    def runs_on_host(self, why: str) -> None:
+        """Launch no step as a CUDA graph: it does something on the host that a graph would not repeat."""
+        if self._captured is not None:
+            self._captured.refuse(why)
 
     def begin_epoch(self) -> None:
         """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be."""

@@ -25,6 +25,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.step import StepOutcome
+from phalanx.loop.values import Values, log
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -71,12 +72,9 @@ class TrainingStep:
             part = getattr(model, name)
             made = given if isinstance(given, torch.optim.Optimizer) else given(list(part.parameters()))
             self.optimizers[name] = formation.prepare(made)
-        self.groups: Any = _AllGroups(list(self.optimizers.values()))
-
-    @property
-    def number(self) -> int:
+        self.number = 0
         """The number of the step that is being taken, from 1."""
-        return self._formation.step + 1
+        self.groups: Any = _AllGroups(list(self.optimizers.values()))
 
     @property
     def device(self) -> torch.device:
@@ -86,32 +84,32 @@ class TrainingStep:
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
         self._formation.clock.enter("backward")
-        self._formation.backward(loss, weight)
+        self._formation.gradients.backward(loss, weight)
         self._formation.clock.enter("forward")
 
     def clip_grad_norm(self, max_norm: float, name: str | None = None) -> torch.Tensor | None:
         """Clip the gradients of one optimizer, or of all, to one norm over the ranks; return the norm before."""
         return self._formation.clip_grad_norm(max_norm, None if name is None else self.optimizers[name])
 
+    def log(self, values: Values, value: Any = None, *, reduce: str | None = None) -> None:
+        """Record numbers of your own, at this step; see `phalanx.log`."""
+        log(values, value, step=self.number, reduce=reduce)
+
     def take(
         self, batches: Iterator[Any], loss_log: LossLog, reseed: Callable[[int, int], None] | None
     ) -> StepOutcome | None:
         """Call the function for micro-batches up to the next step's boundary; None when the epoch has none left."""
         gradients, clock = self._formation.gradients, self._formation.clock
-        number = self.number
+        number = self.number = gradients.steps + 1
         clock.enter("data")
         for batch in batches:
             clock.enter("forward")
             if reseed is not None:
                 reseed(number, gradients.current.offset)
             with self._formation.autocast():
-                loss = self._run(self, batch)
-            if not isinstance(loss, torch.Tensor) or loss.ndim:
-                shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-                raise UsageError(
-                    f"training_step returned {shown}, not the loss of the batch as one number",
-                    hint="Return the loss to report: a scalar tensor.",
-                )
+                loss, others = _loss_and_others(self._run(self, batch))
+            if others and gradients.current.samples:
+                self.log(others)
             loss_log.add(number, loss.detach(), float(gradients.current.samples))
             if gradients.boundary:
                 break
@@ -128,6 +126,27 @@ class TrainingStep:
                 hint=f"Call step.optimizers['{first}'].step() once, or name first the one that steps for each batch.",
             )
         return StepOutcome(loss.detach(), None)
+
+
+def _loss_and_others(returned: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the loss that training_step has returned, by itself or among other values, and these."""
+    loss, others = returned, {}
+    if isinstance(returned, Mapping):
+        if "loss" not in returned:
+            names = ", ".join(repr(name) for name in returned) or "nothing"
+            raise UsageError(
+                f"training_step returned a dict without 'loss', the loss of the batch: it has {names}",
+                hint="Return {'loss': loss, 'critic': critic_loss}; the other values are logged.",
+            )
+        others = {name: value for name, value in returned.items() if name != "loss"}
+        loss = returned["loss"]
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise UsageError(
+            f"training_step returned {shown}, not the loss of the batch as one number",
+            hint="Return the loss to report, a scalar tensor; or {'loss': loss, 'critic': critic_loss} to log more.",
+        )
+    return loss, others
 
 
 def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: Any, config: DistributedConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.observe import events, format, heartbeat
-from phalanx.observe.events import Event, RunStarted, StepDone
+from phalanx.observe.events import Event, MetricsReported, RunStarted, StepDone
 from phalanx.observe.format import Pace
 from phalanx.observe.guard import Streams, guarded_streams, labelled_line
 from phalanx.observe.heartbeat import Beat, Board, HeartbeatBoard, board_path
@@ -156,6 +156,8 @@ class Console:
             self._view.step(event, self._run)
         elif isinstance(event, events.EpochDone):
             self._view.line(format.epoch_line(event, self._run), kind="metrics")
+        elif isinstance(event, events.MetricsReported) and event.split == events.LOGGED:
+            self._view.log(event)
         elif isinstance(event, events.MetricsReported):
             if self._is_verbose or not event.ends_epoch:  # else the line of the epoch has the same values
                 self._view.line(format.metrics_line(event, self._run), kind="metrics")
@@ -202,6 +204,7 @@ class PlainView:
         self._clock = clock
         self._due = -1.0
         self._pending: str | None = None
+        self._logged: dict[str, float] = {}
         self._pace = Pace(0, None, clock)
 
     def wait(self, text: str) -> None:
@@ -211,12 +214,17 @@ class PlainView:
     def begin(self, run: RunStarted) -> None:
         """Show what is about to run."""
         self._pace = Pace(run.first_step, run.total_steps, self._clock)
+        self._logged = {}
         self.line(format.start_line(run))
+
+    def log(self, event: MetricsReported) -> None:
+        """Take values that the user logged: the line of the next step shows them."""
+        self._logged |= event.values
 
     def step(self, event: StepDone, run: RunStarted | None) -> None:
         """Show a step if it is time; otherwise remember it in case it is the last."""
         left = self._pace.remaining(event.step)
-        text = format.step_line(event, run) + (f" eta {format.clock(left)}" if left else "")
+        text = format.step_line(event, run, self._logged) + (f" eta {format.clock(left)}" if left else "")
         if self._clock() < self._due:
             self._pending = text
             return

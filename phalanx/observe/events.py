@@ -17,6 +17,9 @@ from typing import Any, ClassVar, Literal
 KINDS: dict[str, type[Event]] = {}
 """Every kind of event by its name in JSON."""
 
+LOGGED = ""
+"""In place of a split: values that the user logged, whose names are the curves."""
+
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -80,7 +83,8 @@ class StepDone(Event):
     kind: ClassVar[str] = "step"
     step: int
     epoch: int
-    loss: float
+    loss: float | None
+    """The mean loss of the steps since the last report; None in a script, whose loss only the script knows."""
     learning_rate: float
     grad_norm: float | None = None
     samples_per_second: float = 0.0
@@ -134,13 +138,14 @@ class MetricsReported(Event):
     step: int
     epoch: int
     split: str
+    """`LOGGED`: the values are those that the user logged."""
     values: dict[str, float]
     ends_epoch: bool = False
     """Whether an `EpochDone` with the same values follows."""
 
     def scalars(self) -> dict[str, float]:
         """Return the curves that these values are points of; an epoch's mean has another curve than the steps."""
-        prefix = "train/epoch_" if self.split == "train" else f"{self.split}/"
+        prefix = {"train": "train/epoch_", LOGGED: ""}.get(self.split, f"{self.split}/")
         return {f"{prefix}{name}": value for name, value in self.values.items()}
 
 

@@ -30,9 +30,11 @@ _TITLES = {
 def start_line(run: RunStarted) -> str:
     """Return what runs where, and how the global batch is composed."""
     per_step = run.batch_size * run.accumulation
-    replicas = run.global_batch // per_step if per_step else run.world_size
-    batch = f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}"
-    return " · ".join([*_layout(run), run.precision, batch, _parameters(run)])
+    parts = [*_layout(run), run.precision]
+    if per_step:
+        replicas = run.global_batch // per_step
+        parts.append(f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}")
+    return " · ".join([*parts, _parameters(run)])
 
 
 def _layout(run: RunStarted) -> tuple[str, str]:
@@ -52,16 +54,23 @@ def speed_note(ranks_per_gpu: int) -> str:
     return f"{ranks_per_gpu} ranks per GPU: speed is not representative" if ranks_per_gpu > 1 else ""
 
 
-def step_parts(event: StepDone, run: RunStarted | None) -> list[str]:
-    """Return the figures of a step, the most important first: a narrow terminal drops from the end."""
+def step_parts(event: StepDone, run: RunStarted | None, logged: Mapping[str, float] | None = None) -> list[str]:
+    """Return the figures of a step, the most important first: a narrow terminal drops from the end.
+
+    `logged`: the values that the user logged.
+    """
     shared = " (shared GPU)" if run and run.ranks_per_gpu > 1 else ""
-    parts = [f"loss {event.loss:.4f}", f"lr {event.learning_rate:.1e}"]
+    parts = [] if event.loss is None else [f"loss {event.loss:.4f}"]
+    parts += [f"{name} {value:.4g}" for name, value in (logged or {}).items() if name != "loss" or event.loss is None]
+    parts.append(f"lr {event.learning_rate:.1e}")
     if event.grad_norm is not None:
         parts.append(f"grad {event.grad_norm:.2f}")
-    if event.tokens_per_second is None:
-        parts.append(f"{rate(event.samples_per_second)} samples/s{shared}")
-    else:
+    if event.tokens_per_second is not None:
         parts.append(f"{rate(event.tokens_per_second)} tokens/s{shared}")
+    elif event.samples_per_second:
+        parts.append(f"{rate(event.samples_per_second)} samples/s{shared}")
+    elif event.step_seconds:
+        parts.append(f"{rate(1 / event.step_seconds)} steps/s{shared}")
     if event.mfu is not None:
         parts.append(f"MFU {event.mfu:.1%}")
     if event.memory_bytes:
@@ -69,18 +78,18 @@ def step_parts(event: StepDone, run: RunStarted | None) -> list[str]:
     return parts
 
 
-def step_line(event: StepDone, run: RunStarted | None) -> str:
+def step_line(event: StepDone, run: RunStarted | None, logged: Mapping[str, float] | None = None) -> str:
     """Write a step as one line of a stable form: `step 120/450 epoch 2/5 loss 0.4312 lr 1.0e-03 ...`."""
     step = of_total(event.step, run.total_steps if run else None)
-    epoch = of_total(event.epoch, run.epochs if run else None)
-    return " ".join([f"step {step} epoch {epoch}", *step_parts(event, run)])
+    epoch = [f"epoch {of_total(event.epoch, run.epochs if run else None)}"] if event.epoch else []
+    return " ".join([f"step {step}", *epoch, *step_parts(event, run, logged)])
 
 
 def metrics_line(event: MetricsReported, run: RunStarted | None) -> str:
     """Write what was measured on a split of the data."""
     values = " ".join(f"{name} {value:.4f}" for name, value in event.values.items())
-    epoch = of_total(event.epoch, run.epochs if run else None)
-    return f"{event.split} step {event.step} epoch {epoch} {values}"
+    epoch = f" epoch {of_total(event.epoch, run.epochs if run else None)}" if event.epoch else ""
+    return f"{event.split} step {event.step}{epoch} {values}"
 
 
 def epoch_line(event: EpochDone, run: RunStarted | None) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.observe.events import LOGGED
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class History:
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations within epochs: `{"step": 500, "epoch": 1, "val": {"loss": 0.3}}`; those after epochs are in these."""
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    """Values that you logged: `{"step": 500, "values": {"critic": 0.7}}`."""
     status: str = "running"
     total_time: float = 0.0
     """Seconds of the whole run, evaluation and checkpoints included."""
@@ -144,18 +147,26 @@ class History:
                     history.steps = [step for step in history.steps if step["step"] <= begun]
                     history.epochs = [epoch for epoch in history.epochs if epoch.step <= begun]
                     history.evaluations = [each for each in history.evaluations if each["step"] <= begun]
+                    history.logged = [each for each in history.logged if each["step"] <= begun]
                     history.status, history.reason = "running", ""
                 case "step":
                     history.steps.append({k: v for k, v in event.items() if k not in ("event", "time", "rank")})
                 case "metrics" if event["split"] == "val" and not event.get("ends_epoch"):
                     kept = {"step": event["step"], "epoch": event["epoch"], "val": event["values"]}
                     history.evaluations.append(kept)
+                case "metrics" if event["split"] == LOGGED:
+                    history.logged.append({"step": event["step"], "values": event["values"]})
                 case "epoch":
                     rate = history.steps[-1]["learning_rate"] if history.steps else 0.0
                     known = ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
                     history.epochs.append(EpochRecord(**{k: event[k] for k in known}, learning_rate=rate))
                 case "run_ended":
-                    names = {item.name for item in dataclasses.fields(cls)} - {"epochs", "steps", "evaluations"}
+                    names = {item.name for item in dataclasses.fields(cls)} - {
+                        "epochs",
+                        "steps",
+                        "evaluations",
+                        "logged",
+                    }
                     for name in names & event.keys():
                         setattr(history, name, event[name])
         return history

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ _OPENED = "MLFLOW_RUN_ID"
 _DEFAULT_URI = "sqlite:///mlflow.db"
 _ALSO = {"perf/samples_per_second": "throughput", "perf/speedup": "speedup"}
 """Metrics that have a second, shorter name in MLflow."""
+_NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
+"""What the name of a metric may not have: a user may log `acc@1`."""
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
@@ -62,7 +65,7 @@ class MlflowSink:
             self._log_params(params)
             self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.run_dir", event.run_dir)
         elif isinstance(event, (StepDone, MetricsReported, RanksReported)):
-            self._log(event.step, event.scalars())
+            self._log(event.step, {_NOT_IN_NAMES.sub("_", name): value for name, value in event.scalars().items()})
         elif isinstance(event, RunEnded):
             self._status = _STATUS.get(event.status, "KILLED")
             ends = {f"best/{name}": value for name, value in event.best.items()}

@@ -159,7 +159,7 @@ class MetricsSink(Sink):
             "phalanx_step": event.step,
             "phalanx_epoch": event.epoch,
             "phalanx_loss": event.loss,
-            "phalanx_loss_is_finite": float(math.isfinite(event.loss)),
+            "phalanx_loss_is_finite": None if event.loss is None else float(math.isfinite(event.loss)),
             "phalanx_learning_rate": event.learning_rate,
             "phalanx_grad_norm": event.grad_norm,
             "phalanx_samples_per_second": event.samples_per_second,

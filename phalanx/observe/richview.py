@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe import format
-from phalanx.observe.events import RunStarted, StepDone
+from phalanx.observe.events import MetricsReported, RunStarted, StepDone
 from phalanx.observe.format import Pace
 from phalanx.observe.heartbeat import Beat
 
@@ -53,6 +53,7 @@ class RichView:
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._last: StepDone | None = None
+        self._logged: dict[str, float] = {}
         self._pace = Pace(0, None, clock)
         self._activity: tuple[str, Pace] | None = None
         self._spinner = Spinner("dots" if "utf" in self._terminal.encoding.lower() else "line", style="cyan")
@@ -65,10 +66,14 @@ class RichView:
 
     def begin(self, run: RunStarted) -> None:
         """Show what is about to run, and draw the empty bar."""
-        self._run, self._last, self._activity = run, None, None
+        self._run, self._last, self._activity, self._logged = run, None, None, {}
         self._pace = Pace(run.first_step, run.total_steps, self._clock)
         self._terminal.print(Text.assemble((run.name, "bold"), "  ", (format.start_line(run), "dim")))
         self._draw()
+
+    def log(self, event: MetricsReported) -> None:
+        """Take values that the user logged: they are among the figures below the bar."""
+        self._logged |= event.values
 
     def step(self, event: StepDone, run: RunStarted | None) -> None:
         """Move the bar; the refresh thread draws it, so that many steps per second cost nothing."""
@@ -160,7 +165,7 @@ class RichView:
         logged = self._last.step if self._last else run.first_step
         done = max(logged, beat.step) if beat else logged
         parts = [format.of_total(done, run.total_steps), _times(self._pace, done)]
-        if self._last and self._terminal.width >= _WIDE:
+        if self._last and self._last.epoch and self._terminal.width >= _WIDE:
             parts.insert(1, f"epoch {format.of_total(self._last.epoch, run.epochs)}")
         return self._row_of(Text(run.name, style="bold"), done, run.total_steps, parts)
 
@@ -187,7 +192,7 @@ class RichView:
 
     def _figures_row(self) -> Text:
         """Fit as many figures as the terminal is wide."""
-        parts = format.step_parts(self._last, self._run) if self._last else []
+        parts = format.step_parts(self._last, self._run, self._logged) if self._last else []
         while len(parts) > 1 and len(" · ".join(parts)) > self._terminal.width:
             parts.pop()
         return Text(" · ".join(parts) or "waiting for the first step", style="cyan", no_wrap=True, overflow="ellipsis")

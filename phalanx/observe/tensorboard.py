@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from phalanx.errors import UsageError
 from phalanx.observe.events import (
+    LOGGED,
     CheckpointSaved,
     Event,
     MetricsReported,
@@ -87,7 +88,8 @@ class TensorBoardSink:
         elif isinstance(event, RunEnded):
             self._end(event)
         is_due = time.monotonic() - self._flushed > _FLUSH_SECONDS
-        if is_due or isinstance(event, (MetricsReported, CheckpointSaved, RunStarted, RunEnded)):
+        rare = isinstance(event, MetricsReported) and event.split != LOGGED
+        if is_due or rare or isinstance(event, (CheckpointSaved, RunStarted, RunEnded)):
             self._file.flush()
             self._flushed = time.monotonic()
 

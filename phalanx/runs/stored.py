@@ -210,7 +210,9 @@ class StoredRun:
         for name, value in ended.get("best", {}).items():
             return f"{'val' if measured else 'train'}/{name}", float(value)
         last: dict[str, Any] = measured[-1] if measured else {}
-        return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), None)
+        loss = self.last_step.get("loss")
+        trained = None if loss is None else ("train/loss", float(loss))
+        return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), trained)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -304,9 +306,10 @@ def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
 
 def last_values(run: StoredRun) -> dict[str, float]:
     """Return the last value of each curve that a run's latest events are points of, by the names of dashboards."""
-    last = {(each["event"], each.get("split")): each for each in run._ends if each["event"] in ("step", "metrics")}
     found: dict[str, float] = {}
-    for event in last.values():
+    for event in run._ends:
+        if event["event"] not in ("step", "metrics"):
+            continue
         with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
             found |= cast("StepDone | MetricsReported", from_dict(event)).scalars()
     return found

@@ -25,6 +25,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.out_of_memory import MemoryWatch
+from phalanx.loop.recorders import agree_run_dir, open_events, save_config
 from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
@@ -36,7 +37,7 @@ from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.trainers.session import agree_run_dir, check_per_node, open_events, save_config, settle_here
+from phalanx.trainers.session import check_per_node, settle_here
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan

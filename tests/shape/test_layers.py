@@ -68,11 +68,6 @@ RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "models", "loo
 TYPE_CIRCLES: list[set[str]] = []
 """Groups of modules that import each other for type annotations only."""
 
-MAX_LINES = 400
-MIN_LINES = 60
-LOADED_APART = {"phalanx.engines.horovod.driver", "phalanx.engines.ray.rules"}
-"""Small modules that are run by name, or that import an engine when they load."""
-
 PRIVATE_TORCH = re.compile(r"\btorch(?:\.[a-z_]+)*\._[a-zA-Z]\w*|\bdist\._[a-z]\w*|\bdistributed_c10d\._\w+")
 
 
@@ -119,29 +114,6 @@ def test_no_circles_when_modules_load():
 
 def test_circles_of_types_are_listed():
     assert [group for group in circles(types=True) if set(group) not in TYPE_CIRCLES] == []
-
-
-def test_files_stay_small():
-    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
-    long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
-    assert not long, f"{long}: do they still have one topic?"
-
-
-def test_no_small_module_serves_one_neighbour_only():
-    importers = defaultdict(set)
-    for name in modules():
-        for other in imports(name):
-            importers[other].add(name)
-    texts = {name: path.read_text() for name, path in modules().items()}
-    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
-    thin = []
-    for name, path in modules().items():
-        if path.name == "__init__.py" or name in LOADED_APART or len(path.read_text().splitlines()) >= MIN_LINES:
-            continue
-        users = importers[name] | {other for other, text in texts.items() if f'"{name}:' in text}  # by a registry
-        if len(users) == 1 and modules()[user := next(iter(users))].parent == path.parent and user not in packages:
-            thin.append(f"{named(name)}: only {next(iter(users))} imports it")
-    assert not thin, thin
 
 
 def test_public_class_names_mean_one_thing():

@@ -19,11 +19,10 @@ from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy,
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.host.files import make_private
-from phalanx.loop.reporting import tensorboard_dir
+from phalanx.loop.recorders import open_sinks, save_config, tensorboard_dir
 from phalanx.observe.events import RunStarted
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import make_run_dir
-from phalanx.trainers.session import open_sinks, save_config
 from phalanx.world.env import read_rank_env
 
 

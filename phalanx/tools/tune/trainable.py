@@ -114,6 +114,8 @@ class RecipeTrainable(Trainable):
 
     def check_metric(self, metric: str | None) -> None:
         """Raise for a metric that recipes do not report; `accuracy` means val/accuracy."""
+        if self.recipe.callbacks:
+            return  # they may log it
         known = {*_REPORTED_BY_RECIPES, *(f"val/{name}" for name in self.recipe.metrics)}
         if metric is not None and not {metric, f"val/{metric}"} & known:
             raise UsageError(unknown_name("metric", metric, known, of=f"the recipe '{self.name}'"))

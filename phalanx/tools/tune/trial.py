@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, UsageError, nearest
-from phalanx.observe.events import EpochDone, MetricsReported, RunEnded, StepDone, from_json
+from phalanx.observe.events import LOGGED, EpochDone, MetricsReported, RunEnded, StepDone, from_json
 from phalanx.observe.sinks import FdSink, JsonlSink
 from phalanx.observe.trial_control import TrialControl
 from phalanx.world.env import read_rank_env
@@ -135,6 +135,8 @@ class Trial:
     returned: dict[str, float] = field(default_factory=dict)
     """What its function returned."""
     _read: int = 0
+    _logged: dict[str, float] = field(default_factory=dict)
+    """What the user logged since the last epoch ended."""
 
     @property
     def checkpoints(self) -> Path:
@@ -199,11 +201,17 @@ class Trial:
         except (ValueError, TypeError):  # a killed writer's torn line
             return
         if isinstance(event, EpochDone):
-            self._report(event.epoch, {"train/loss": event.train_loss, **{f"val/{k}": v for k, v in event.val.items()}})
+            measured = {"train/loss": event.train_loss, **{f"val/{k}": v for k, v in event.val.items()}}
+            self._report(event.epoch, self._logged | measured)
+            self._logged = {}
         elif isinstance(event, MetricsReported) and event.split == REPORTED:
             # What a function returns (epoch 0) belongs to its last iteration.
             self._report(event.epoch or max(self.iteration, 1), event.values)
             self.returned = event.values if event.epoch == 0 else self.returned
+        elif isinstance(event, MetricsReported) and event.split == LOGGED and event.epoch:
+            self._logged |= event.values  # a part of the epoch's report, which comes when it ends
+        elif isinstance(event, MetricsReported) and not event.epoch:  # a script counts no epochs
+            self._report(max(self.iteration, 1), event.scalars())
         if isinstance(event, (EpochDone, StepDone, RunEnded)):
             self.steps = max(self.steps, event.step)
         if isinstance(event, RunEnded):

@@ -1,0 +1,112 @@
+"""A run's folder, its saved config, and the sinks of its events: what the settings ask for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from phalanx.config import FIELDS, DistributedConfig, write_toml
+from phalanx.config.distributed import RECORD_HEADER
+from phalanx.observe.guard import Guard, say_to_user
+from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
+from phalanx.world.env import read_rank_env
+from phalanx.world.world import World
+
+_NUMBERS = itertools.count(1)
+
+
+def agree_run_dir(world: World, make: Callable[[], Path], *, resumes: bool = False) -> Path:
+    """Make the run's folder on the main rank and broadcast its path: by each rank's clock the names would differ."""
+    names = [str(own_run_dir(make, resumes=resumes)) if world.is_main else None]
+    if world.world_size > 1:
+        dist.broadcast_object_list(names, src=0)
+    return Path(str(names[0]))
+
+
+def own_run_dir(make: Callable[[], Path], *, resumes: bool = False) -> Path:
+    """Make the folder of a fit, or of a loop of the user's.
+
+    The second one of a script that the command line started has a folder inside that of the command; one that
+    `resumes` with other ranks keeps its folder.
+    """
+    number, run_dir = 1 if resumes else next(_NUMBERS), make()
+    if number > 1 and str(run_dir) == os.environ.get("PHALANX_RUN_DIR"):
+        run_dir = run_dir / f"fit-{number}"
+        run_dir.mkdir(exist_ok=True)
+    return run_dir
+
+
+def save_config(config: DistributedConfig, run_dir: Path) -> None:
+    """Write the resolved config to the run's folder, as TOML that `--config` reads."""
+    header = f"{RECORD_HEADER} Use them again with: phalanx train ... --config config.toml\n"
+    path = run_dir / "config.toml"
+    Guard(str(path), say_to_user).attempt(lambda: path.write_text(header + write_toml(config), encoding="utf-8"))
+
+
+def open_events(config: DistributedConfig, world: World, run_dir: Path) -> EventStream:
+    """Return the event stream of this rank; only the main rank has sinks (console, JSONL, TensorBoard, MLflow)."""
+    return EventStream(open_sinks(config, run_dir) if world.is_main else (), rank=world.rank)
+
+
+def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) -> list[Sink]:
+    """Return the sinks that the config asks for; those of services continue their run where this one is resumed.
+
+    `shown`: whether a run that no launcher shows is shown here.
+    """
+    env = read_rank_env()
+    resumes = bool(config.resume_from_checkpoint) or (env is not None and env.attempt + env.generation > 0)
+    sinks: list[Sink] = [JsonlSink(run_dir / "events.jsonl")]
+    to_launcher = FdSink.from_environment()
+    if to_launcher is not None:
+        sinks.append(to_launcher)
+    elif shown:
+        from phalanx.observe.console import Console
+        from phalanx.observe.prometheus import open_metrics
+
+        sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
+        if (served := open_metrics(run_dir.name, None, config.metrics_address)) is not None:
+            say_to_user(f"metrics: {served.url}")
+            sinks.append(served)
+    folder = tensorboard_dir(config, run_dir)
+    if folder is not None:
+        from phalanx.observe.tensorboard import TensorBoardSink
+
+        settings = [line for line in write_toml(config).splitlines() if not line.startswith("#")]
+        sinks.append(TensorBoardSink(folder, hyperparameters(config), "\n".join(settings)))
+    if config.mlflow:
+        from phalanx.observe.mlflow import MlflowSink
+
+        named = (config.mlflow if isinstance(config.mlflow, str) else "phalanx", config.name or run_dir.name)
+        sinks.append(MlflowSink(*named, config.to_dict(), run_dir, resumes=resumes))
+    if config.wandb:
+        from phalanx.observe.wandb import WandbSink
+
+        project = config.wandb if isinstance(config.wandb, str) else None
+        sinks.append(WandbSink(run_dir, project, config.name or run_dir.name, config.to_dict(), resumes=resumes))
+    return [*sinks, *outside_sinks(config, run_dir)]
+
+
+_COMPARED = ("batch_size", "learning_rate", "optimizer", "weight_decay", "strategy", "mixed_precision", "seed")
+
+
+def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
+    """Return the settings by which runs are compared: the usual ones, and those that differ from their defaults."""
+    changed = (name for name, field in FIELDS.items() if getattr(config, name) != field.default)
+    names = dict.fromkeys([*_COMPARED, *(name for name in changed if "place" not in FIELDS[name].metadata["scope"])])
+    found = {name: getattr(config, name) for name in names}
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def tensorboard_dir(config: DistributedConfig, run_dir: Path) -> str | None:
+    """Return where TensorBoard files go, or None when none are wanted."""
+    if isinstance(config.tensorboard, str):
+        return str(config.tensorboard)
+    return str(run_dir) if config.tensorboard or config.options.tensorboard_histograms else None

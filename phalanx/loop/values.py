@@ -1,0 +1,202 @@
+"""Values that the user logs: `f.log({"critic": loss})`, `trainer.log`, `step.log`, and `phalanx.log` anywhere.
+
+A tensor stays on its device until the loop reads its losses, so that logging never waits for the GPU. The main rank
+records; a value that is `reduce`d over the ranks is a collective, as any other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from phalanx.errors import UsageError, nearest
+from phalanx.observe.events import LOGGED, MetricsReported, StepDone
+
+if TYPE_CHECKING:
+    from phalanx.loop.prepare import Prepared
+
+Values = Mapping[str, Any] | str
+Number = float | torch.Tensor
+
+OWN_CURVES = frozenset({*StepDone.CURVES, "train/epoch_loss"})
+"""The curves that a training loop of Phalanx draws by itself."""
+_EXAMPLE = 'log({"critic": critic_loss})'
+VAL = "val/"
+"""Begins the names of values that are measured on the validation data."""
+
+
+def checked(values: Values, value: Any = None, *, taken: Iterable[str] = ()) -> dict[str, Number]:
+    """Return what was given to `log` as numbers and tensors of one number; `taken`: names that are not free."""
+    if isinstance(values, str):
+        values = {values: value}
+    elif value is not None or not isinstance(values, Mapping):
+        shown = f"{type(values).__name__} {values!r}"[:80]
+        raise UsageError(f"log takes names with numbers, and got {shown}", hint=f"Write: {_EXAMPLE}")
+    for name in values:
+        _check_name(name, taken)
+    return {name: _number(name, value) for name, value in values.items()}
+
+
+def _check_name(name: Any, taken: Iterable[str]) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"log got the name {name!r}, which is not a text", hint=f"Write: {_EXAMPLE}")
+    if name in taken:
+        raise UsageError(
+            f"'{name}' is a curve that Phalanx draws by itself",
+            hint=f"Choose another name, such as 'my/{name.rpartition('/')[2]}'.",
+        )
+    if not name.strip() or not name.isprintable() or not all(part.strip() for part in name.split("/")):
+        plain = "/".join(part.strip() for part in name.split("/") if part.strip()) or "critic"
+        raise UsageError(
+            f"log got the name {name!r}: a slash stands between two words, as in 'gan/critic'",
+            hint=f"Write: log({{'{plain}': ...}})",
+        )
+
+
+def _number(name: str, value: Any) -> Number:
+    """Return a value as a float, or as a tensor on its device that later changes in place do not reach."""
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.detach().reshape(())
+        return float(value) if value.device.type == "cpu" else value.clone()
+    if isinstance(value, str):
+        raise UsageError(f"log got '{name}' = {value!r}, which is a text", hint="log takes numbers; print texts.")
+    if isinstance(value, torch.Tensor) or getattr(value, "ndim", None):
+        raise UsageError(
+            f"log got '{name}' = a {type(value).__name__} of shape {list(value.shape)}, and takes one number",
+            hint=f"Log its mean, for example: log({{'{name}': value.mean()}})",
+        )
+    try:
+        return float(value)  # NumPy's numbers
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise UsageError(f"log got '{name}' = a {kind}, which is not a number", hint=f"Write: {_EXAMPLE}") from None
+
+
+def reduced(values: Mapping[str, Number], op: str, prepared: Prepared) -> dict[str, Number]:
+    """Return values over all ranks, which call this together: one all-reduce, which the host does not wait for."""
+    if not values:
+        return {}
+    numbers = [torch.as_tensor(value, dtype=torch.float64, device=prepared.device) for value in values.values()]
+    return dict(zip(values, prepared.reduce(torch.stack(numbers), op).unbind(), strict=True))
+
+
+class _Entry(NamedTuple):
+    step: int
+    name: str
+    value: Number
+
+
+class ValueLog:
+    """The values that were logged since they were reported last, on the main rank."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self.names: set[str] = set()
+        """All names that were logged so far."""
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def add(self, step: int, values: Mapping[str, Number]) -> None:
+        """Keep the values of a step."""
+        self._entries += [_Entry(step, name, value) for name, value in values.items()]
+        self.names.update(values)
+
+    def read(self, steps: int) -> list[tuple[int, dict[str, float]]]:
+        """Return the values by step, and forget them; `steps`: how many were taken since the last reading.
+
+        Values of one step are averaged: those of its micro-batches. A name that was logged in every step is reported
+        as the loss is: once, as the mean over these steps. One that was logged less often keeps its steps.
+        """
+        entries, self._entries = self._entries, []
+        points: dict[str, dict[int, list[float]]] = {}
+        for entry, value in zip(entries, _on_host([entry.value for entry in entries]), strict=True):
+            points.setdefault(entry.name, {}).setdefault(entry.step, []).append(value)
+        found: dict[int, dict[str, float]] = {}
+        for name, by_step in points.items():
+            means = {step: sum(values) / len(values) for step, values in by_step.items()}
+            if steps > 1 and len(means) >= steps:
+                means = {max(means): sum(means.values()) / len(means)}
+            for step, mean in means.items():
+                found.setdefault(step, {})[name] = mean
+        return sorted(found.items())
+
+
+def _on_host(values: Sequence[Number]) -> list[float]:
+    """Return the values as floats, with one transfer from each device."""
+    found = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places.setdefault(value.device, []).append(place)
+    for chosen in places.values():
+        numbers = torch.stack([values[place].double() for place in chosen]).tolist()  # type: ignore[union-attr]
+        for place, number in zip(chosen, numbers, strict=True):
+            found[place] = number
+    return found
+
+
+def as_events(
+    step: int, epoch: int, values: Mapping[str, float], *, ends_epoch: bool = False
+) -> Iterator[MetricsReported]:
+    """Yield the events of values logged at a step; those under `val/` are as an evaluation's."""
+    measured = {name.removeprefix(VAL): value for name, value in values.items() if name.startswith(VAL)}
+    others = {name: value for name, value in values.items() if not name.startswith(VAL)}
+    if measured:
+        yield MetricsReported(step, epoch, "val", measured, ends_epoch)
+    if others:
+        yield MetricsReported(step, epoch, LOGGED, others)
+
+
+def never_logged(setting: str, name: str, names: Iterable[str]) -> str:
+    """Return a warning about a metric that a setting names, and that was not logged in the first epoch."""
+    known = sorted(names)
+    close = nearest(name, known)
+    logged = f"logged so far: {', '.join(known)}" if known else "nothing was logged"
+    return f"{setting}: '{name}' was not logged in the first epoch; {logged}." + (
+        f" Did you mean '{close}'?" if close else ""
+    )
+
+
+class LogsValues(Protocol):
+    """What `phalanx.log` calls: the loop under way."""
+
+    def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
+        """Record values."""
+
+
+_LOOPS: list[weakref.ref[LogsValues]] = []
+
+
+def enter_loop(loop: LogsValues) -> weakref.ref[LogsValues]:
+    """Let `phalanx.log` go to this loop, until it is left or an inner one is entered."""
+    entered = weakref.ref(loop)
+    _LOOPS.append(entered)
+    return entered
+
+
+def leave_loop(entered: weakref.ref[LogsValues]) -> None:
+    """Let `phalanx.log` go where it went before."""
+    if entered in _LOOPS:
+        _LOOPS.remove(entered)
+
+
+def log(values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
+    """Record numbers of your own: `log({"critic": loss})` or `log("critic", loss)`.
+
+    It goes to the loop under way: a trainer's, a `Formation`'s, or the script that `phalanx train --script` started.
+    `step`: the loop's own by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which then call
+    this; by default the main rank's numbers count.
+    """
+    for entered in reversed(_LOOPS):
+        if (loop := entered()) is not None:
+            loop.log(values, value, step=step, reduce=reduce)
+            return
+    from phalanx.loop.script import script_record  # a trainer or a Formation has no use for it
+
+    script_record().log(values, value, step=step, reduce=reduce)
