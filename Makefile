@@ -96,7 +96,11 @@ format: $(VENV)/.lint ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test ## build the documentation into site/, warnings are errors
+$(VENV)/.docs: $(VENV)/.phalanx
+	$(UV) --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: $(VENV)/.phalanx ## build wheel and source archive into dist/, and try the wheel in an empty environment

@@ -46,12 +46,13 @@ def totals() -> dict[str, tuple[int, int]]:
     return sums
 
 
-def table() -> str:
-    """Return the counts as a Markdown table, the heaviest rooms of each tier first."""
+def table(digits: int = 0) -> str:
+    """Return the counts as a Markdown table, the heaviest rooms of each tier first; `digits`: how lines are rounded."""
     rows = ["| tier | room | lines | files |", "|---|---|---|---|"]
     for (name, room), (lines, files) in sorted(count().items(), key=lambda each: (each[0][0], -each[1][0])):
-        rows.append(f"| {name} | {room} | {lines:,} | {files} |")
-    rows += [f"| **{name}** | all | {lines:,} | {files} |" for name, (lines, files) in sorted(totals().items())]
+        rows.append(f"| {name} | {room} | {round(lines, digits):,} | {files} |")
+    for name, (lines, files) in sorted(totals().items()):
+        rows.append(f"| **{name}** | all | {round(lines, digits):,} | {files} |")
     return "\n".join(rows)
 
 

@@ -33,7 +33,7 @@ GROUPS = {
         "stacks": "print where every rank of a run is, ranks with equal stacks together",
     },
     "use what was trained": {
-        "runs": "list, show, compare, tag, follow, stop, scale and remove runs",
+        "runs": "list, show, compare, name, tag, follow, stop, scale and remove runs",
         "evaluate": "measure a trained model on data",
         "predict": "write a trained model's outputs for data, or continue a text",
         "serve": "answer requests for texts over HTTP, in the words of OpenAI's API",

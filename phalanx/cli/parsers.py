@@ -51,7 +51,9 @@ def train_parser(*, with_recipes: bool = False) -> FlagParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that --run-dir holds")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and start nothing")
-    parser.add_argument("--tags", metavar="NAMES", help="names of your own for the run: --tags baseline,wide")
+    parser.add_argument(
+        "--tags", metavar="NAMES", help="labels for the run, which others may have too: --tags sweep1,wide"
+    )
     parser.add_argument("--note", metavar="TEXT", default="", help="what is to be remembered about the run")
     add_json_flag(parser, "the summary of the run")
     add_config_flags(parser)

@@ -1,4 +1,4 @@
-"""`phalanx runs`: list, show, compare, tag, scale and remove runs."""
+"""`phalanx runs`: list, show, compare, name, tag, scale and remove runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from phalanx.observe.format import duration, of_total, rate, size, summary_rows,
 from phalanx.observe.guard import say_to_user
 from phalanx.runs.facts import differences, facts, surroundings
 from phalanx.runs.record import CHANGES, PACKAGES
-from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
+from phalanx.runs.resume import name_run, note_run, refuse_running, remove_run, tag_run
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
     "list": "list the runs, the newest first",
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
-    "tag": "give a run a name of your own, which every command takes",
+    "name": "give one run a name, which every command takes",
+    "tag": "label a run; any number of runs have the same tag",
     "logs": "show what the ranks of a run print",
     "stop": "end a run in progress after its current step, with a checkpoint, as SIGTERM does",
     "note": "write a note about a run, or with an empty text remove it",
@@ -60,8 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
 
         return run_jobs([OF_JOBS[action], *(job if word == namespace.run else word for word in words)])
-    acts = {"list": _list, "show": _show, "diff": _diff, "tag": _tag, "note": _note, "logs": _logs, "stop": _stop}
-    {**acts, "scale": _scale, "rm": _remove}[action](namespace)
+    acts = {"list": _list, "show": _show, "diff": _diff, "name": _name, "tag": _tag, "note": _note, "logs": _logs}
+    {**acts, "stop": _stop, "scale": _scale, "rm": _remove}[action](namespace)
     return 0
 
 
@@ -88,9 +89,11 @@ def _job_of(name: str, folder: Path, action: str) -> str:
 def parser(action: str) -> FlagParser:
     """Return the parser of one action."""
     actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
+    meanings = "RUN is a name, the beginning of one, a tag that one run alone has, a folder, or last."
     forms = {
         "list": "",
         "diff": " RUN RUN",
+        "name": " RUN NAME",
         "tag": " RUN TAG",
         "note": " RUN TEXT",
         "scale": " RUN N",
@@ -101,18 +104,21 @@ def parser(action: str) -> FlagParser:
         prog=f"phalanx runs {action}",
         usage=f"phalanx runs {action}{usage} [options]",
         description=ACTIONS[action] + "." + (_SCALING if action == "scale" else ""),
-        epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
+        epilog=f"actions:\n{actions}\n\n{meanings}",
     )
-    if action in ("show", "tag", "note", "logs", "stop", "scale"):
+    if action in ("show", "name", "tag", "note", "logs", "stop", "scale"):
         parser.add_argument("run", metavar="RUN")
     if action == "logs":
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
         parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
+    if action == "name":
+        parser.add_argument("name", metavar="NAME", nargs="?", help="a name that no other run has")
+        parser.add_argument("--remove", action="store_true", help="remove the run's name")
     if action == "tag":
         parser.add_argument("tag", metavar="TAG")
-        parser.add_argument("--remove", action="store_true", help="take the tag away")
+        parser.add_argument("--remove", action="store_true", help="remove the tag from the run")
     if action == "note":
         parser.add_argument("note", metavar="TEXT")
     if action == "scale":
@@ -122,6 +128,8 @@ def parser(action: str) -> FlagParser:
     if action == "list":
         help = "list the trials of searches too, each as a run; with a name: those of one search alone"
         parser.add_argument("--trials", nargs="?", const="", metavar="STUDY", help=help)
+        parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only the runs with this tag")
+        parser.add_argument("--group-by-tag", action="store_true", help="list the runs of each tag under its name")
     if action in ("list", "show", "diff"):
         add_json_flag(parser, "it")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
@@ -134,6 +142,7 @@ def summary(run: StoredRun) -> dict[str, Any]:
     best = run.best
     return {
         "name": run.name,
+        "alias": run.alias,
         "path": str(run.path),
         "started": run.started,
         "status": run.status,
@@ -170,19 +179,38 @@ def _listed(folder: Path, asked: str | None) -> tuple[list[dict[str, Any]], list
 
 def _list(namespace: argparse.Namespace) -> None:
     runs, notes = _listed(Path(namespace.runs_dir), namespace.trials)
+    known = sorted({tag for run in runs for tag in run["tags"]})
+    for tag in namespace.tag:
+        if tag not in known:
+            raise UsageError(unknown_name("tag", tag, known, of=str(Path(namespace.runs_dir))))
+        runs, notes = [run for run in runs if tag in run["tags"]], []
     if namespace.json:
         print_json(runs)
         return
     if not runs and not notes:
         print(f"no runs in {Path(namespace.runs_dir).resolve()} yet; start one with: phalanx train digits")
         return
-    rows = [("name", "started", "status", "steps", "best", "size", "tags")]
-    for each in runs:
-        best = "-" if each["best_metric"] is None else f"{each['best_metric']} {each['best_value']:.4g}"
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["started"]))
-        steps = of_total(each["steps"], each["total_steps"])
-        rows.append((each["name"], when, each["status"], steps, best, size(each["bytes"]), " ".join(each["tags"])))
-    print("\n".join([*([table(rows)] if runs else []), *notes]))
+    groups = {"": runs}
+    if namespace.group_by_tag:  # a run with two tags is listed under both
+        groups = {tag: [run for run in runs if tag in run["tags"]] for tag in known}
+        groups["no tag"] = [run for run in runs if not run["tags"]]
+    head, *rows = table([_TITLES, *(_row(run) for group in groups.values() for run in group)]).splitlines()
+    lines, rest = [head] if runs else [], iter(rows)
+    for title, group in groups.items():
+        lines += [f"{title} ({len(group)})"] if title and group else []
+        lines += [next(rest) for _ in group]
+    print("\n".join([*lines, *notes]))
+
+
+_TITLES = ("name", "started", "status", "steps", "best", "size", "tags")
+
+
+def _row(run: dict[str, Any]) -> tuple[str, ...]:
+    best = "-" if run["best_metric"] is None else f"{run['best_metric']} {run['best_value']:.4g}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
+    name = f"{run['name']} ({run['alias']})" if run["alias"] else run["name"]
+    steps = of_total(run["steps"], run["total_steps"])
+    return name, when, run["status"], steps, best, size(run["bytes"]), " ".join(run["tags"])
 
 
 def _show(namespace: argparse.Namespace) -> None:
@@ -204,6 +232,7 @@ def _show(namespace: argparse.Namespace) -> None:
         ("best checkpoint", str(found["best_checkpoint"] or "")),
         ("checkpoints", ", ".join(path.name for path in run.checkpoints)),
         ("size", size(found["bytes"])),
+        ("name", run.alias),
         ("tags", ", ".join(run.tags)),
         ("note", record.note if record else ""),
     ]
@@ -267,8 +296,20 @@ def _diff(namespace: argparse.Namespace) -> None:
     print(table(rows))
 
 
+def _name(namespace: argparse.Namespace) -> None:
+    if namespace.remove == (namespace.name is not None):
+        raise UsageError(
+            "a name, or --remove", hint="Write: phalanx runs name RUN NAME, or phalanx runs name RUN --remove"
+        )
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    name_run(run, namespace.name or "")
+    print(f"name of {run.name}: {namespace.name or '(removed)'}")
+
+
 def _tag(namespace: argparse.Namespace) -> None:
-    tag_run(find_run(namespace.run, Path(namespace.runs_dir)), namespace.tag, remove=namespace.remove)
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    tags = tag_run(run, namespace.tag, remove=namespace.remove)
+    print(f"tags of {run.name}: {', '.join(tags) or '(none)'}")
 
 
 def _note(namespace: argparse.Namespace) -> None:

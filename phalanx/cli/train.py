@@ -56,9 +56,8 @@ def run(arguments: Sequence[str]) -> int:
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
     tags = [word.strip() for word in namespace.tags.split(",")] if namespace.tags is not None else []
-    own_folder = None if config.run_dir is None else Path(config.run_dir)
     for tag in tags:
-        check_tag(tag, RUNS if own_folder is None else own_folder.parent, own_folder)
+        check_tag(tag)
     if namespace.dry_run:
         return show_plan(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
     labels = {"tags": tags, "note": namespace.note}

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.config.settings import FIELDS
 from phalanx.config.sources import read_settings
 from phalanx.runs.record import CHANGES, PACKAGES
 from phalanx.runs.stored import StoredRun
@@ -14,14 +15,30 @@ _OF_ONE_PLACE = ("run_dir", "node_rank", "rdzv_endpoint")
 """Settings that differ between any two runs."""
 
 
-def facts(run: StoredRun) -> dict[str, Any]:
-    """Return what describes a run, by name."""
-    config = run.path / "config.toml"
+def defaults() -> dict[str, Any]:
+    """Return the settings that have a default."""
+    known = {name: field.default for name, field in FIELDS.items() if name not in _OF_ONE_PLACE}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def choices(run: StoredRun) -> dict[str, Any]:
+    """Return what was chosen for a run, by name: its settings, model and data."""
+    config, recipe = run.path / "config.toml", (run.record.recipe if run.record is not None else None) or {}
     found: dict[str, Any] = dict(read_settings(config)) if config.is_file() else {}
     found = {name: value for name, value in found.items() if name not in _OF_ONE_PLACE}
-    recipe, record = run.recipe, run.record
-    if recipe is not None:
-        found |= _flat(recipe.model, "model") | _flat(recipe.data, "data")
+    return found | _flat(recipe.get("model", {}), "model") | _flat(recipe.get("data", {}), "data")
+
+
+def changed(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a run's choices differs from the defaults; None for a default that was unset."""
+    usual = defaults()
+    unset = {name: None for name in usual if name not in chosen}
+    return {**{name: value for name, value in chosen.items() if value != usual.get(name)}, **unset} if chosen else {}
+
+
+def facts(run: StoredRun) -> dict[str, Any]:
+    """Return what describes a run, by name."""
+    found, record = choices(run), run.record
     if record is not None:
         target = record.script or record.module
         found |= {"script": target, "arguments": " ".join(record.arguments), "git commit": record.commit}

@@ -60,7 +60,10 @@ class RunRecord:
     """The git commit of the folder in which the command ran."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions of torch and CUDA, the driver and the GPUs."""
+    alias: str = ""
+    """A name that the user gave this run alone, which every command takes."""
     tags: list[str] = field(default_factory=list)
+    """Labels, which other runs may have too."""
     note: str = ""
     """What the user wrote about the run."""
     continued: float = 0.0
@@ -88,11 +91,12 @@ class RunRecord:
         )
 
     def begin(self, run_dir: Path, *, resumes: bool) -> None:
-        """Write it for a run that begins; a resumed one keeps command and time of its start, and its tags and note."""
+        """Write it for a run that begins; a resumed one keeps command and time of its start, name, tags and note."""
         old = read_record(run_dir)
         kept: dict[str, Any] = {}
         if isinstance(old, RunRecord):
             kept = {"tags": list(dict.fromkeys([*old.tags, *self.tags])), "note": self.note or old.note}
+            kept["alias"] = old.alias
         if isinstance(old, RunRecord) and resumes:
             kept |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **kept).write(run_dir)
@@ -148,7 +152,7 @@ def read_record(run_dir: Path) -> RunRecord | str | None:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{path} cannot be read: {error}"
     kinds = {"command": list, "directory": str, "settings": dict, "recipe": dict | None, "tags": list, "pid": int}
-    kinds["note"] = str
+    kinds["note"] = kinds["alias"] = str
     wrong = [name for name, kind in kinds.items() if not isinstance(getattr(record, name), kind)]
     return f"{path} is damaged: wrong value of {', '.join(wrong)}" if wrong else record
 

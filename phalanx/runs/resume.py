@@ -113,28 +113,48 @@ def refuse_whole_project(run: StoredRun) -> None:
         )
 
 
-def tag_run(run: StoredRun, tag: str, *, remove: bool = False) -> None:
-    """Give a run a name of the user's own, which every command takes, or take it away."""
+def tag_run(run: StoredRun, tag: str, *, remove: bool = False) -> list[str]:
+    """Give a run a label, which other runs may have too, or remove it; return its tags."""
     tags = run.tags
     if remove:
         if tag not in tags:
             raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
         tags = [each for each in tags if each != tag]
     elif tag not in tags:
-        check_tag(tag, run.path.parent)
+        check_tag(tag)
         tags = [*tags, tag]
     _rewrite(run, tags=tags)
+    return tags
 
 
-def check_tag(tag: str, folder: Path, own: Path | None = None) -> None:
-    """Refuse a tag that is a path or a word with a meaning, or that a run in the folder has, other than the own one."""
-    other = next((run.name for run in list_runs(folder) if tag in run.tags and run.path != own), None)
-    if tag == "last" or "/" in tag or not tag.strip() or other is not None:
-        why = f"{other} has it" if other else "'last' is the last run" if tag == "last" else "that is a path"
-        raise UsageError(
-            f"'{tag}' cannot be a tag: {why if tag.strip() else 'it is empty'}",
-            hint="A tag has any characters but '/', and one run alone has it: phalanx runs tag RUN baseline",
-        )
+def check_tag(tag: str) -> None:
+    """Refuse a tag that is empty, a path, several tags, or the word `last`."""
+    if why := _no_word(tag) or ("a comma separates tags" if "," in tag else ""):
+        hint = "A tag has any characters but '/' and ',', and any number of runs have it: phalanx runs tag RUN sweep1"
+        raise UsageError(f"'{tag}' cannot be a tag: {why}", hint=hint)
+
+
+def name_run(run: StoredRun, name: str) -> None:
+    """Give a run a name that no other run in its folder has; an empty one removes it."""
+    others = {other.alias: other for other in list_runs(run.path.parent) if other.path != run.path}
+    why = _no_word(name) if name else ""
+    if name and not why and name in others:
+        why = f"{others[name].path.name} has it"
+    elif name and not why and is_run(run.path.parent / name):
+        why = "that is the folder of a run"
+    if why:
+        hint = "A name has any characters but '/', and one run alone has it: phalanx runs name RUN baseline"
+        if name in others:
+            hint = f"Remove it there: phalanx runs name {shlex.quote(others[name].name)} --remove"
+        raise UsageError(f"'{name}' cannot be the name of {run.name}: {why}", hint=hint)
+    _rewrite(run, alias=name)
+
+
+def _no_word(word: str) -> str:
+    """Return why a word cannot stand for runs; empty if it can."""
+    if not word.strip():
+        return "it is empty"
+    return "'last' is the last run" if word == "last" else "that is a path" if "/" in word else ""
 
 
 def note_run(run: StoredRun, note: str) -> None:
@@ -144,7 +164,7 @@ def note_run(run: StoredRun, note: str) -> None:
 
 def _rewrite(run: StoredRun, **changes: Any) -> None:
     if run.record is None:
-        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have tags and notes")
+        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have a name, tags and notes")
     dataclasses.replace(run.record, **changes).write(run.path)
 
 

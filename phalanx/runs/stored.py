@@ -9,7 +9,7 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -178,11 +178,8 @@ class StoredRun:
             return "is running"
         if status not in ("unknown", "damaged"):
             return ""
-        ages = [
-            time.time() - file.stat().st_mtime
-            for file in (self.path / EVENTS, self.path / "logs" / "heartbeats")
-            if file.is_file()
-        ]
+        files = (self.path / EVENTS, self.path / "logs" / "heartbeats")
+        ages = [time.time() - file.stat().st_mtime for file in files if file.is_file()]
         if not ages or min(ages) > _FRESH_SECONDS:
             return ""
         host = f" on {self.record.host}" if self.record is not None else ""
@@ -220,13 +217,11 @@ class StoredRun:
     @property
     def checkpoint_dir(self) -> Path:
         """Where its checkpoints are."""
-        settings = self.record.settings if self.record is not None else {}
-        given = settings.get("checkpoint_dir")
-        if given is None:
+        record = self.record
+        if record is None or (given := record.settings.get("checkpoint_dir")) is None:
             return self.path / "checkpoints"
-        directory = self.record.directory if self.record is not None else "."
         path = as_path(str(given))
-        return path if isinstance(path, RemotePath) else Path(directory) / path
+        return path if isinstance(path, RemotePath) else Path(record.directory) / path
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -265,8 +260,13 @@ class StoredRun:
         return total
 
     @property
+    def alias(self) -> str:
+        """The name that the user gave this run alone; empty without one."""
+        return self.record.alias if self.record is not None else ""
+
+    @property
     def tags(self) -> list[str]:
-        """Names that the user gave it."""
+        """The labels that the user gave it, which other runs may have too."""
         return self.record.tags if self.record is not None else []
 
     def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
@@ -339,9 +339,9 @@ def list_runs(folder: Path = RUNS) -> list[StoredRun]:
 
 
 def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
-    """Return a run by its folder, its name in ./runs, the beginning of it, a tag, or "last"."""
+    """Return a run by its folder, its name, the beginning of it, a tag that no other run has, or "last"."""
     if not isinstance(name, str | Path) or not str(name).strip():
-        raise UsageError(f"{name!r} does not name a run", hint="Write its name, a tag, its folder, or last.")
+        raise UsageError(f"{name!r} does not name a run", hint="Write its name, its folder, or last.")
     path = Path(name)
     for candidate in (path, folder / path):
         if candidate.is_dir() and is_run(candidate):
@@ -349,15 +349,21 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
     runs = list_runs(folder)
     if str(name) == "last" and runs:
         return runs[0]
-    matches = [run for run in runs if str(name) in run.tags]
-    # "gp" begins gpt-..., and "g" means g-... where there is one.
-    for beginning in (f"{name}-", str(name)):
-        matches = matches or [run for run in runs if run.path.name.startswith(beginning)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        shown = ", ".join(run.path.name for run in matches[:5])
-        raise UsageError(f"'{name}' is the beginning of {len(matches)} runs: {shown}", hint="Write more of the name.")
+    word = str(name)
+    meanings: list[tuple[str, str, Callable[[StoredRun], bool]]] = [
+        ("the name", "Write its folder.", lambda run: run.alias == word),
+        ("a tag", f"Write one of them. All: phalanx runs --tag {shlex.quote(word)}", lambda run: word in run.tags),
+        # "gp" begins gpt-..., and "g" means g-... if there is one.
+        ("the beginning", "Write more of the name.", lambda run: run.path.name.startswith(f"{word}-")),
+        ("the beginning", "Write more of the name.", lambda run: run.path.name.startswith(word)),
+    ]
+    for meaning, hint, matches in meanings:
+        found = [run for run in runs if matches(run)]
+        if len(found) > 1:
+            shown = ", ".join(run.path.name for run in found[:5]) + (", ..." if len(found) > 5 else "")
+            raise UsageError(f"'{name}' is {meaning} of {len(found)} runs: {shown}", hint=hint)
+        if found:
+            return found[0]
     if path.exists():
         raise UsageError(f"{path} is not the folder of a run: it has neither {FILE} nor {EVENTS}")
     if not runs:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from browser import browser
 from command import ROOT
 
 from phalanx.config.renamed import NAMES
@@ -74,3 +79,51 @@ def test_the_site_loads_nothing_from_other_hosts(site):
 )
 def test_the_repository_link_is_the_origin_without_its_password(remote, page):
     assert runpy.run_path(str(ROOT / "docs" / "hooks.py"))["web_address"](remote) == page
+
+
+QUESTIONS = {  # what new users type, and the page of the manual that answers it
+    "fsdp": "strategies",
+    "early stopping": "trainer",
+    "multi node": "scripts",
+    "custom dataset": "recipes",
+    "predict on new data": "runs",
+    "resume training": "checkpoints",
+    "disable progress bar": "monitoring",
+    "freeze layers": "how-to",
+    "mixed precision": "precision",
+    "out of memory": "troubleshooting",
+}
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        """Print nothing."""
+
+
+def test_the_search_finds_the_manual_before_the_course(site):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    first = "document.querySelector('.md-search-result__item a')"
+    try:
+        with browser() as page:
+            page.resize(1280)
+            page.open(f"http://127.0.0.1:{server.server_port}/")
+            found = {}
+            for question in QUESTIONS:
+                # Each question begins with an empty list, so that no answer is that of the question before.
+                for text in ("", question):
+                    page.run(
+                        "(() => { document.querySelector('#__search').checked = true; const box = "
+                        f"document.querySelector('.md-search__input'); box.focus(); box.value = {json.dumps(text)};"
+                        "for (const kind of ['keyup', 'change']) box.dispatchEvent(new Event(kind, {bubbles: true}))"
+                        "})()"
+                    )
+                    page.wait(f"({first} !== null) === {'true' if text else 'false'}")
+                found[question] = page.run(f"new URL({first}.href).pathname.split('/')[1]")
+            page.leave()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert found == QUESTIONS

@@ -78,10 +78,10 @@ def test_a_run_is_listed_and_shown_with_how_it_was_started(inside):
 
 def test_a_tag_and_the_beginning_of_a_name_find_a_run(inside):
     run = only_run()
-    ran("runs", "tag", run.name, "good")
+    assert ran("runs", "tag", run.name, "good").out == f"tags of {run.name}: good\n"
     assert find_run("good").path == find_run(run.name[:-2]).path == find_run("last").path == run.path
     assert phalanx("runs", "tag", "last", "last").code == 2
-    ran("runs", "tag", "good", "good", "--remove")
+    assert ran("runs", "tag", "good", "good", "--remove").out == f"tags of {run.name}: (none)\n"
     with pytest.raises(UsageError, match="unknown run 'good'"):
         find_run("good")
 
@@ -102,7 +102,41 @@ def test_tags_and_a_note_may_be_given_at_the_start(inside):
     ran(*words, "--tags", "wide, warm", "--note", "wider")
     record = find_run("warm").record
     assert (record.tags, record.note) == (["wide", "warm"], "wider")
-    assert "'wide' cannot be a tag: spirals-" in phalanx(*words, "--tags", "wide").err
+
+
+def test_a_tag_belongs_to_many_runs_and_a_name_to_one(inside):
+    words = ("train", "recipe.toml", "--max-steps", 1, *FAST)
+    for _ in range(2):
+        ran(*words, "--tags", "sweep")
+    newest, other, first = list_runs()
+    assert [run.tags for run in (newest, other, first)] == [["sweep"], ["sweep"], []]
+    listed = json.loads(ran("runs", "--tag", "sweep", "--json").out)
+    assert [row["name"] for row in listed] == [newest.name, other.name]
+    lines = ran("runs", "--group-by-tag").out.splitlines()
+    assert [line for line in lines if line.startswith(("sweep (", "no tag ("))] == ["sweep (2)", "no tag (1)"]
+    assert lines.index("sweep (2)") < lines.index("no tag (1)")
+    refused = phalanx("runs", "show", "sweep")
+    assert refused.code == 2
+    assert f"'sweep' is a tag of 2 runs: {newest.name}, {other.name}" in refused.err
+    assert "phalanx runs --tag sweep" in refused.err
+    assert "unknown tag 'sweeps'" in phalanx("runs", "--tag", "sweeps").err
+
+    assert ran("runs", "name", newest.name, "baseline").out == f"name of {newest.name}: baseline\n"
+    assert find_run("baseline").path == newest.path
+    assert f"{newest.name} (baseline)" in ran("runs").out
+    assert "baseline" in ran("runs", "show", "baseline").out
+    taken = phalanx("runs", "name", other.name, "baseline")
+    assert (taken.code, f"{newest.name} has it" in taken.err) == (2, True)
+    assert f"phalanx runs name {newest.name} --remove" in taken.err
+    for wrong in ("last", "a/b", " ", first.path.name):
+        assert "cannot be the name of" in phalanx("runs", "name", other.name, wrong).err, wrong
+    ran("runs", "tag", other.name, "baseline")
+    assert find_run("baseline").path == newest.path, "a name comes before a tag"
+    ran("resume", "baseline", "--max-steps", 2)
+    assert find_run("baseline").path == newest.path, "it stays after a resumption"
+    assert ran("runs", "name", "baseline", "--remove").out == f"name of {newest.name}: (removed)\n"
+    assert find_run("baseline").path == other.path
+    assert phalanx("runs", "name", "last").code == 2
 
 
 def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):

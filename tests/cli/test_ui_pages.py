@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from browser import browser
@@ -35,7 +36,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages") / "runs"
     for place, (name, loss) in enumerate(LOSSES.items()):
         begin = 1000.0 + place
-        record(folder / name, started=begin, recipe={"name": "digits" if place < 2 else "gpt"})
+        record(
+            folder / name, started=begin, recipe={"name": "digits" if place < 2 else "gpt", "model": {"width": place}}
+        )
+        optimizer = "sgd" if place else "adamw"
+        (folder / name / "config.toml").write_text(f'learning_rate = {10.0**-place}\noptimizer = "{optimizer}"\n')
         val = MetricsReported(step=20, epoch=1, split="val", values={"loss": loss}, time=begin + 20)
         reason = "early stopping, val/loss has not improved" if place == 0 else ""
         end = RunEnded(status="finished", step=20, total_time=20.0, throughput=50.0, reason=reason, time=begin + 21)
@@ -81,7 +86,7 @@ def test_the_table_sorts_groups_filters_and_keeps_its_state_in_the_address(page,
     text = opened(page, address)
     assert names(page) == ["d-diverged", "c-poor", "b-fair", "a-good"], "the newest first, and no trials"
     assert "2 trials of searches are not listed" in text
-    assert page.run("document.querySelector('.runs .best').innerText") in ("0.2", "50"), "the best value is marked"
+    assert page.run("document.querySelector('.runs .best').innerText") in ("0.8", "50"), "the best value is marked"
     page.run("document.getElementById('sort val/loss').click()")
     page.run("document.getElementById('run c-poor').click()")
     choose = "const box = document.getElementById('{}'); box.value = '{}'; box.dispatchEvent(new Event('{}'))"
@@ -100,6 +105,168 @@ def test_the_table_sorts_groups_filters_and_keeps_its_state_in_the_address(page,
     assert page.problems == []
 
 
+def typed(page, field: str, text: str) -> None:
+    box = f"document.getElementById('{field}')"
+    page.run(f"{box}.focus(); {box}.value = {json.dumps(text)}; {box}.dispatchEvent(new Event('input'))")
+
+
+def filtered(page, text: str) -> list[str]:
+    page.run(f"state.filter = {json.dumps(text)}; changed()")
+    page.wait("document.querySelectorAll('.runs tr[id]').length === visibleRuns().length")
+    return names(page)
+
+
+def test_settings_are_columns_that_sort_group_and_filter(page, address):
+    opened(page, address)
+    assert page.run("shownColumns().slice(0, 2)") == ["learning_rate", "optimizer"], "what differs is shown by itself"
+    page.run("document.getElementById('sort learning_rate').click()")
+    page.wait("state.sort === '-learning_rate'")
+    page.wait("document.querySelector('.runs tr[id]').id === 'row a-good'")
+    assert names(page) == ["a-good", "b-fair", "c-poor", "d-diverged"], "0.001 is the default"
+    assert "0.001" in page.run("document.getElementById('row d-diverged').innerText")
+    assert filtered(page, "learning_rate>0.01") == ["a-good", "b-fair"]
+    assert filtered(page, "optimizer=sgd learning_rate<=0.01") == ["c-poor", "d-diverged"]
+    assert filtered(page, "width=1") == ["b-fair"], "the end of a name: model.width"
+    assert filtered(page, "optimizer!=sgd") == ["a-good"]
+    assert len(filtered(page, "learning_rate>")) == 4, "a condition that is being typed hides nothing"
+    assert filtered(page, "nothing=1") == []
+    assert len(filtered(page, "")) == 4
+    page.run("document.getElementById('columns').open = true")
+    typed(page, "column", "sync_")
+    assert "sync_every" in page.run("document.querySelector('.columns-list').innerText")
+    page.run("document.getElementById('column sync_every').click()")
+    page.wait("document.querySelector('.runs thead').innerText.includes('sync_every')")
+    assert "columns=" in page.run("location.hash")
+    key = "dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}))"
+    page.run(f"document.getElementById('columns').{key}")
+    assert page.run("[document.getElementById('columns').open, state.page]") == [False, "runs"], "Esc closes the menu"
+    page.run("document.getElementById('usual-columns').click()")
+    page.wait("!document.querySelector('.runs thead').innerText.includes('sync_every')")
+    page.run("state.group = 'optimizer'; changed()")
+    page.wait("document.querySelectorAll('tr.group').length === 2")
+    assert "optimizer sgd (3)" in page.run("document.querySelector('.runs').innerText")
+    assert page.problems == []
+
+
+def test_tags_are_labels_of_many_runs_to_group_and_filter_by(page, address, runs):
+    for name, tags in {"a-good": ["sweep", "wide"], "b-fair": ["sweep"]}.items():
+        document = json.loads((runs / name / "run.json").read_text())
+        (runs / name / "run.json").write_text(json.dumps({**document, "tags": tags, "alias": f"the-{name}"}))
+    opened(page, f"{address}#page=runs&group=tag")
+    titles = "[...document.querySelectorAll('tr.group')].map(row => row.innerText)"
+    assert page.run(titles) == ["sweep (2)", "wide (1)", "no tag (2)"]
+    assert page.run("document.querySelectorAll('[id=\"row a-good\"]').length") == 1, "it is in two groups"
+    assert "the-a-good" in page.run("document.querySelector('.runs').innerText")
+    assert filtered(page, "tag=sweep") == ["b-fair", "a-good"]
+    page.run("filterByTag('wide')")
+    page.wait("document.getElementById('filter').value === 'tag=wide'")
+    assert names(page) == ["a-good"]
+    assert page.problems == []
+
+
+def test_the_best_value_is_so_among_runs_of_the_same_recipe(page, address):
+    opened(page, f"{address}#page=runs&columns=val/loss&group=&filter=")
+    best = page.run(
+        "[...document.querySelectorAll('.runs tr[id]')].filter(row => row.querySelector('.best')).map(row => row.id)"
+    )
+    assert best == ["row c-poor", "row a-good"], "one of gpt, one of digits"
+
+
+def test_the_box_at_a_chart_has_values_of_this_step_alone_and_covers_no_line(page, address, runs):
+    append(runs / "e-short", started("e-short", time=500.0), *(step(number, 3.0) for number in range(1, 6)))
+    opened(page, f"{address}#page=compare&runs=a-good,b-fair,e-short&tab=curves")
+    page.wait("charts.get('train/loss')?.plot")
+    point = """(() => {{ const {{plot}} = charts.get('train/loss'), box = plot.over.getBoundingClientRect();
+      for (const kind of ['mouseenter', 'mousemove']) plot.over.dispatchEvent(new MouseEvent(kind, {{bubbles: true,
+        clientX: box.left + plot.valToPos({}, 'x'), clientY: box.top + 60}}));
+      return document.getElementById('tip').innerText.split('\\n') }})()"""
+    rows = page.run(point.format(3))
+    assert rows[0] == "step 3"
+    assert [row.split()[-1] for row in rows[1:]] == ["b-fair", "a-good", "e-short"]
+    rows = page.run(point.format(10))
+    assert [row.split()[-1] for row in rows[1:]] == ["b-fair", "a-good"], "e-short ended at step 5"
+    dots = "[...charts.get('train/loss').plot.over.querySelectorAll('.u-cursor-pt')]"
+    assert page.run(f"{dots}.filter(dot => !dot.classList.contains('u-off') && dot.offsetWidth).length") >= 2
+    overlap = """(() => {{ const a = document.getElementById('tip').getBoundingClientRect(),
+      b = charts.get('train/loss').figure.getBoundingClientRect();
+      return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom }})()"""
+    for width in (1440, 390):
+        page.resize(width)
+        page.run("document.querySelector('[aria-label=\"train/loss\"]').scrollIntoView({block: 'center'})")
+        page.wait(f"charts.get('train/loss').plot.width < {width}")
+        page.run(point.format(10))
+        assert page.run(overlap) is False, width
+    page.resize(1280)
+    assert page.problems == []
+
+
+def test_learning_rates_of_different_size_are_all_shown(page, address, runs):
+    for name, rate in (("f-slow", 1e-4), ("g-fast", 0.3)):
+        append(
+            runs / name, started(name, time=400.0), *(replace(step(n, 1.0), learning_rate=rate) for n in range(1, 6))
+        )
+    opened(page, f"{address}#page=compare&runs=f-slow,g-fast&tab=curves")
+    chart = "charts.get('train/learning_rate')"
+    page.wait(f"{chart}?.plot")
+    assert page.run(f"[{chart}.limit, {chart}.plot.scales.y.distr]") == [None, 3]
+    page.run("set('train/learning_rate', {log: false})")
+    page.wait(f"{chart}.plot.scales.y.distr !== 3")
+    assert page.run(f"{chart}.limit") is None
+
+
+def test_the_config_of_one_run_marks_what_differs_from_the_defaults(page, address):
+    opened(page, f"{address}#page=run&run=b-fair&tab=config")
+    page.wait("document.querySelector('.config') !== null")
+    rows = "[...document.querySelectorAll('.config tbody tr')].map(row => row.children[0].innerText)"
+    marked = "[...document.querySelectorAll('.config td.differs')].map(cell => cell.parentNode.children[0].innerText)"
+    assert page.run(marked) == ["learning_rate", "optimizer", "model.width"]
+    page.run("document.getElementById('only-changed').click()")
+    page.wait(f"{rows}.length === 3")
+    typed(page, "setting", "rate")
+    page.wait(f"{rows}.length === 1")
+    assert page.run(f"[document.activeElement.id, document.activeElement.value, ...{rows}]") == [
+        "setting",
+        "rate",
+        "learning_rate",
+    ]
+
+
+def test_on_a_phone_every_table_can_be_read(page, address):
+    page.resize(390)
+    cells = "[...document.querySelectorAll('#body .stacks *')]"
+    cut = f"{cells}.filter(each => each.getBoundingClientRect().right > innerWidth).length"
+    for place in ("page=studies", "page=run&run=a-good&tab=checkpoints", "page=study&study=tune-x"):
+        opened(page, f"{address}#{place}")
+        page.run("document.getElementById('gone')?.click()")
+        page.wait("document.querySelector('#body .stacks') !== null")
+        assert page.run(cut) == 0, place
+    opened(page, f"{address}#page=run&run=a-good")
+    tiles = "[...document.querySelectorAll('.tile')].at(-1).getBoundingClientRect().right"
+    assert page.run(f"document.querySelector('.tiles').getBoundingClientRect().right - {tiles} < 3"), "no empty cell"
+    opened(page, f"{address}#page=compare&runs=a-good,b-fair,c-poor,d-diverged&tab=config")
+    page.wait("document.querySelector('.config') !== null")
+    assert (
+        page.run(
+            "(() => { const box = document.querySelector('.chips'); return box.scrollHeight - box.clientHeight })()"
+        )
+        <= 0
+    )
+    page.resize(1280)
+    assert page.problems == []
+
+
+def test_an_empty_folder_says_what_to_type(page, tmp_path):
+    with served(cwd=tmp_path) as place:
+        for view in ("page=runs", "page=compare"):
+            text = opened(page, f"{place}#{view}")
+            assert "No runs yet" in text
+            assert page.run("document.querySelector('pre.command').innerText") == "phalanx train digits"
+            assert (
+                page.run("document.querySelector('.copy') !== null && document.getElementById('tabs').innerText") == ""
+            )
+        page.leave()
+
+
 def test_a_diverged_run_does_not_flatten_the_others_and_every_line_has_a_name(page, address):
     opened(page, f"{address}#page=compare&runs=a-good,b-fair,c-poor,d-diverged")
     high = "charts.get('train/loss').plot.scales.y.max"
@@ -113,6 +280,9 @@ def test_a_diverged_run_does_not_flatten_the_others_and_every_line_has_a_name(pa
     page.run("set('train/loss', {log: true})")
     page.wait("charts.get('train/loss').plot.scales.y.distr === 3")
     assert page.run("charts.get('val/loss').plot.scales.y.distr") != 3, "of one chart alone"
+    rows = page.run("tableOfChart('val/loss')").splitlines()
+    assert rows[0] == 'run,step,time,"val/loss"'
+    assert [row.rpartition(",")[0] for row in rows[1:3]] == ['"d-diverged",20,1023', '"c-poor",20,1022']
     page.run("set('train/loss', {hidden: true})")
     page.wait("!charts.has('train/loss')")
     assert "hidden" in page.run("location.hash")
@@ -144,7 +314,7 @@ def test_one_run_shows_why_it_ended_its_command_environment_files_and_logs(page,
     page.run("openTab('checkpoints')")
     page.wait("document.getElementById('body').innerText.includes('also 2 that were removed')")
     page.run("document.getElementById('gone').click()")
-    page.wait("document.getElementById('body').innerText.includes('5.0 GiB')")
+    page.wait("document.getElementById('body').innerText.includes('5.4 GB')")
     log = runs / "b-fair" / "logs" / "rank-0.log"
     log.parent.mkdir()
     log.write_text(f"first line {MARKUP}\nValueError: no\n")
@@ -169,6 +339,11 @@ def test_tags_notes_and_removal_from_the_page(page, address, runs):
             page.run(f"document.getElementById('answer').value = {json.dumps(text)}")
         page.run("document.getElementById('yes').click()")
 
+    answer("edit-name", "last")
+    page.wait("document.querySelector('#question p.bad')?.innerText.includes('cannot be the name')")
+    page.run("document.getElementById('question').close()")
+    answer("edit-name", "my spare")
+    page.wait("document.querySelector('.alias')?.innerText === 'my spare'")
     answer("add-tag", "<b>mine</b>")
     page.wait("document.querySelector('#question p.bad')?.innerText.includes('cannot be a tag')")
     page.run("document.getElementById('question').close()")
@@ -177,7 +352,7 @@ def test_tags_notes_and_removal_from_the_page(page, address, runs):
     answer("edit-note", MARKUP)
     page.wait("document.querySelector('.note')?.innerText === '" + MARKUP + "'")
     kept = json.loads((runs / "spare" / "run.json").read_text())
-    assert (kept["tags"], kept["note"]) == (["<b onclick=x>mine"], MARKUP)
+    assert (kept["tags"], kept["note"], kept["alias"]) == (["<b onclick=x>mine"], MARKUP, "my spare")
     page.run("location.hash = '#page=runs'")
     page.wait("document.getElementById('body').innerText.includes('onclick=x')")
     assert page.run("document.querySelectorAll('main img').length") == 0

@@ -17,7 +17,7 @@ from phalanx.errors import PhalanxError
 from phalanx.host.remote import RemotePath
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
-from phalanx.runs.facts import facts
+from phalanx.runs.facts import changed, choices, facts
 from phalanx.runs.record import FILE
 from phalanx.runs.stored import STUDY_FILE, StoredRun, is_run, last_values
 from phalanx.tools.ui.columns import RunEvents, preview
@@ -31,7 +31,19 @@ _TAIL_LINES = 60
 _LOG_BYTES = 64 << 10
 _FILES = ("*.html", "*.json", "*.toml", "*.txt", EVENTS, "logs/*.log", "logs/*.json", "profile/*")
 """What the page links of a run's folder."""
-_NOT_SHOWN = ("command", "settings", "recipe", "tags", "note", "pid", "pid_started", "outcome", "started", "continued")
+_NOT_SHOWN = (
+    "command",
+    "settings",
+    "recipe",
+    "alias",
+    "tags",
+    "note",
+    "pid",
+    "pid_started",
+    "outcome",
+    "started",
+    "continued",
+)
 """Fields of run.json that the page shows elsewhere, or that mean nothing to a reader."""
 
 
@@ -180,6 +192,7 @@ class Catalog:
             "environment": _environment(run),
             "files": self.files(run.path),
             "facts": described,
+            "changed": [name for name, value in _settings(run).items() if value is not None and name in described],
             "configured": (run.path / "config.toml").is_file(),
             "problems": [each for each in (run.damage, problem, _damage(events)) if each],
             "goodput": None if time is None else {CATEGORIES[key]: each for key, each in time.seconds.items()},
@@ -218,7 +231,8 @@ def _summary(path: Path) -> dict[str, Any]:
         best = None if _is_remote(run) else run.best
         (steps, total), begun, last = run.steps, run.begun, run.last_step
         layout, ended = begun.get("layout") or begun.get("strategy") or "", run.ended
-        record = run.record
+        record, values = run.record, last_values(run)
+        speed = ended.get("throughput", values.get("perf/samples_per_second"))
         found = {
             "status": run.status,
             "started": run.started,
@@ -230,8 +244,10 @@ def _summary(path: Path) -> dict[str, Any]:
             "recipe": (record.recipe or {}).get("name") or record.script or record.module if record else None,
             "study": path.parents[1].name if path.parent.name == "trials" else None,
             "note": record.note if record else "",
-            "values": last_values(run) | ({} if "throughput" not in ended else {"throughput": ended["throughput"]}),
+            "values": values | ({} if speed is None else {"throughput": speed}),
+            "settings": _settings(run),
             "layout": f"{layout}, {begun['world_size']} x {begun['device']}" if "device" in begun else layout,
+            "alias": run.alias,
             "tags": run.tags,
             "reason": str(ended.get("reason", "")) or _cause(run),
         }
@@ -239,6 +255,14 @@ def _summary(path: Path) -> dict[str, Any]:
     except _UNREADABLE as error:
         why = error.strerror if isinstance(error, OSError) else error
         return {"status": "unreadable", "started": 0.0, "steps": 0, "reason": str(why), "tags": []}
+
+
+def _settings(run: StoredRun) -> dict[str, Any]:
+    """Return what of a run's settings, model and data differs from the defaults; empty if they cannot be read."""
+    try:
+        return changed(choices(run))
+    except _UNREADABLE:  # the page of the run says why
+        return {}
 
 
 def _is_remote(run: StoredRun) -> bool:

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from phalanx.runs.facts import defaults
 from phalanx.runs.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
 
@@ -27,6 +28,7 @@ def page_of(runs: list[StoredRun]) -> str:
     names = [run["id"] for run in shown if run["status"] != "unreadable"]
     data = {
         "runs": shown,
+        "defaults": defaults(),
         "detail": {name: catalog.detail(name) for name in names},
         "curves": {name: catalog.events(name).curves(_WIDTH) for name in names},
     }

@@ -28,7 +28,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.runs.resume import note_run, refuse_running, remove_run, tag_run
+from phalanx.runs.facts import defaults
+from phalanx.runs.resume import name_run, note_run, refuse_running, remove_run, tag_run
 from phalanx.runs.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
 from phalanx.tools.ui.page import ALONE, STATIC, page
@@ -160,6 +161,7 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
     routes = [
         Route("/", lambda request: HTMLResponse(page())),
         Route("/api/runs", answer(lambda request: catalog.summaries())),
+        Route("/api/defaults", answer(lambda request: defaults())),
         Route("/api/run/{name:path}", answer(lambda request: catalog.detail(request.path_params["name"]))),
         Route("/api/curves/{name:path}", answer(lambda request: _curves(catalog, request))),
         Route("/api/study/{name:path}", answer(lambda request: catalog.study(request.path_params["name"]))),
@@ -190,7 +192,7 @@ def _log(catalog: Catalog, request: Request) -> dict[str, Any]:
 
 
 def _change(catalog: Catalog, request: Request) -> dict[str, Any]:
-    """Tag a run, write its note, or remove it, as `phalanx runs` does."""
+    """Name or tag a run, write its note, or remove it, as `phalanx runs` does."""
     name = request.path_params["name"]
     run = StoredRun(catalog.path(name))
     asked = json.loads(request.state.body)
@@ -199,6 +201,8 @@ def _change(catalog: Catalog, request: Request) -> dict[str, Any]:
             tag_run(run, tag.strip())
         case {"untag": str(tag)}:
             tag_run(run, tag, remove=True)
+        case {"name": str(text)}:
+            name_run(run, text.strip())
         case {"note": str(note)}:
             note_run(run, note)
         case {"remove": True}:
@@ -207,7 +211,7 @@ def _change(catalog: Catalog, request: Request) -> dict[str, Any]:
             refuse_running(run)
             remove_run(run, catalog.folder)
         case _:
-            raise ValueError("a change is one of tag, untag, note, remove")
+            raise ValueError("a change is one of tag, untag, name, note, remove")
     return {}
 
 

@@ -10,7 +10,7 @@ const PAGES = { runs: "Runs", compare: "Compare", studies: "Searches" };
 const REST = 1000;  // milliseconds between two drawings while much arrives
 let asked = 0, timer = null, drawn = 0, cost = 0;
 
-const tabs = () => state.page === "run" ? Object.keys(VIEWS) : state.page === "compare"
+const tabs = () => state.page === "run" ? Object.keys(VIEWS) : state.page === "compare" && state.selected.size
   ? Object.keys(VIEWS).filter(name => !["overview", "logs"].includes(name)) : [];
 const isChart = () => tabs().length > 0 && ["curves", "system"].includes(state.tab);
 
@@ -98,7 +98,7 @@ function drawChartTools() {
   at("chart-tools").hidden = !isChart() || !chosen().length;
   at("whole").hidden = !state.range;
   at("x").value = state.x; at("smooth").value = state.smooth;
-  at("log-all").textContent = wantedCharts().every(name => settings(name).log) ? "linear scale for all"
+  at("log-all").textContent = wantedCharts().every(isLog) ? "linear scale for all"
     : "log scale for all";
   at("hidden-charts").hidden = !unseen.length;
   at("hidden-charts").textContent = unseen.length === 1 ? "Show 1 hidden chart" : `Show ${unseen.length} hidden charts`;
@@ -113,8 +113,7 @@ const wantedCharts = () => state.tab === "overview" && state.page === "run" ? na
 
 function drawView() {
   const body = at("body"), loads = needs().some(([kind, id]) => cache[kind].get(id)?.loading);
-  const message = !state.runs.size ? (stored ? "This file holds no run."
-    : "There are no runs in this folder yet. Start one: phalanx train digits")
+  const message = !state.runs.size ? noRuns()
     : state.page === "run" && !state.runs.has(state.run) ? `There is no run ${state.run}.`
     : state.page === "compare" && !state.selected.size ? "Tick runs in the table to compare them here." : null;
   const wanted = message ? [] : wantedCharts();
@@ -123,7 +122,17 @@ function drawView() {
     : state.tab === "system" ? "No system metrics yet."
       : "No curves yet: a point is written every log_every_n_steps steps.")]) : null;
   const view = { runs: viewRuns, studies: viewStudies, study: viewStudy }[state.page] || VIEWS[state.tab]?.[1];
-  keepFocus(body, () => body.replaceChildren(...(message ? [empty(message)] : charts || view())));
+  keepFocus(body, () => body.replaceChildren(...(message ? [message instanceof Node ? message : empty(message)]
+    : charts || view())));
+}
+
+/** Say how to get the first run. */
+function noRuns() {
+  if (stored) return "This file holds no run.";
+  return h("div", { className: "card first" }, h("h2", {}, "No runs yet"),
+    h("p", {}, "A run appears here as soon as it starts. A small one, which needs no data and a minute on a laptop:"),
+    copied("phalanx train digits"),
+    h("p", { className: "soft" }, "Start it in the folder in which phalanx ui runs: both use its folder runs."));
 }
 
 let picked = false;
@@ -235,7 +244,7 @@ at("smooth").addEventListener("input", event => {
   changed();
 });
 at("log-all").addEventListener("click", () => {
-  const log = !wantedCharts().every(name => settings(name).log);
+  const log = !wantedCharts().every(isLog);
   for (const name of wantedCharts()) state.charts[name] = { ...settings(name), log };
   dropCharts();  // their menus say it too
   changed();
@@ -269,6 +278,8 @@ const TABLE_KEYS = {
   x: () => { if (state.cursor) tick([state.cursor], !state.selected.has(state.cursor)); },
 };
 window.addEventListener("keydown", event => {
+  const menu = event.key === "Escape" && document.querySelector("details.menu[open]");
+  if (menu) { menu.open = false; menu.querySelector("summary").focus(); event.preventDefault(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const field = event.target.closest?.("input:not([type=checkbox]), textarea, select, pre");
   if (field && (event.key === "Escape" || (event.key === "Enter" && field.id === "filter"))) { field.blur();
@@ -284,7 +295,8 @@ window.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true 
 
 async function start() {
   asked = performance.now();
-  const runs = await ask("runs");
+  const [runs, usual] = await Promise.all([ask("runs"), ask("defaults")]);
+  defaults = usual;
   state.runs = new Map(runs.map(run => [run.id, run]));
   if (stored) {
     state.page = runs.length === 1 ? "run" : "compare";

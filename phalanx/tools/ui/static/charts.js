@@ -10,6 +10,8 @@ let hovered = null;
 
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const settings = name => state.charts[name] || {};
+const isRate = name => /learning_rate$/.test(name);
+const SPREAD = 10;  // between the peaks of learning rates: from there on their axis is logarithmic
 const smoothing = name => settings(name).smooth ?? state.smooth;
 
 function names(system) {
@@ -88,6 +90,14 @@ function linesOf(name) {
   return [...faint, ...lines];
 }
 
+/** Whether a chart has a logarithmic axis: as was chosen, else for learning rates of different size. */
+function isLog(name) {
+  if (settings(name).log !== undefined || !isRate(name)) return Boolean(settings(name).log);
+  const peaks = chosen().map(run => cache.curves.get(run.id)?.value?.get(name)).filter(Boolean)
+    .map(curve => curve.high.reduce((most, value) => value > most ? value : most, 0)).filter(peak => peak > 0);
+  return peaks.length > 1 && Math.max(...peaks) >= SPREAD * Math.min(...peaks);
+}
+
 /** Return the lowest and highest value that a chart's axis shows, where a run would flatten the others; else null.
  *
  * The usual run is the median one, by what 96% of its values lie between. What is more than ten times its span away
@@ -112,7 +122,7 @@ function limits(lines) {
 }
 
 function options(name, lines, width, limit) {
-  const log = settings(name).log;
+  const log = isLog(name);
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 },
     ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
   const alpha = Math.round(64 / Math.max(1, lines.length / 6)).toString(16).padStart(2, "0");
@@ -124,9 +134,13 @@ function options(name, lines, width, limit) {
     scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range ||
       (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: log ? { distr: 3 } : { range } },
     axes: [{ ...axis, size: 32, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
-           { ...axis, size: 62, values: (u, values) => values.map(value => value === null ? ""
+           { ...axis, size: 62, ...(log ? { grid: { ...axis.grid, filter: powers }, ticks: { ...axis.ticks, filter: powers } }
+             : {}), values: (u, values) => values.map(value => value === null ? ""
              : valueOf(name, value, true)) }],
-    cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false },
+    cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false },
+      points: { size: 7, width: 1.5, stroke: css("--card"), fill: (u, series) => u.series[series].stroke(u, series) },
+      dataIdx: (u, series, hovered, x) => series === 0 ? hovered : lines[series - 1].faint ? null
+        : pointAt(u, u.data[series], hovered, x),
       bind: { dblclick: () => () => zoom(null) } },
     series: [{}, ...lines.map(line => {
       const { colour, dash } = look(line.run.id);
@@ -143,28 +157,55 @@ function options(name, lines, width, limit) {
   };
 }
 
+/** Keep the powers of ten: there is no room for a line at each value of a logarithmic axis. */
+const powers = (u, values) => values.map(value => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-9
+  ? value : null);
+
 const tip = document.getElementById("tip");
+const MOST_ROWS = 10;
+const REACH = 6;  // pixels by which the cursor may be beside the first or last point of a line
 function showTip(u, name, lines) {
-  const { left, top, idx } = u.cursor;
-  if (left < 0 || idx === null || idx === undefined) { tip.hidden = true; return; }
-  const rows = [];
-  lines.forEach((line, i) => {
-    if (line.faint) return;
-    const column = u.data[i + 1];
-    for (let away = 0; away < 40; away++) {
-      const value = column[idx - away] ?? column[idx + away];
-      if (value !== null && value !== undefined) { rows.push({ run: line.run, value,
-        far: Math.abs(u.valToPos(value, "y") - top) }); break; }
-    }
-  });
-  const near = rows.sort((a, b) => a.far - b.far).slice(0, 10).sort((a, b) => b.value - a.value);
-  const x = u.data[0][idx];
-  const head = state.x === "step" ? `step ${Math.round(x).toLocaleString("en")}` : state.x === "time" ? duration(x)
-    : clock(x);
-  tip.replaceChildren(h("b", {}, head),
-    ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${shortName(row.run.id)}`)),
+  const { left, top, idx, idxs } = u.cursor;
+  const rows = left < 0 || idx === null || idx === undefined ? [] : lines.map((line, i) => ({ run: line.run, at: idxs[i + 1],
+    value: line.faint || idxs[i + 1] === null ? null : u.data[i + 1][idxs[i + 1]] }))
+    .filter(row => row.value !== null && row.value !== undefined);
+  if (!rows.length) { tip.hidden = true; return; }
+  const far = row => Math.abs(u.valToPos(row.value, "y") - top);
+  const near = rows.sort((a, b) => far(a) - far(b)).slice(0, MOST_ROWS).sort((a, b) => b.value - a.value);
+  const x = u.data[0][idx], text = { step: each => number(Math.round(each)), time: duration, clock }[state.x];
+  tip.replaceChildren(h("b", {}, state.x === "step" ? `step ${text(x)}` : text(x)),
+    ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${shortName(row.run.id)}`,
+      text(u.data[0][row.at]) === text(x) ? null : h("span", { className: "soft" }, `  at ${text(u.data[0][row.at])}`))),
     rows.length > near.length ? h("div", { className: "soft" }, `and ${rows.length - near.length} more`) : "");
-  place(tip, u.over.getBoundingClientRect(), left, top);
+  placeBeside(tip, u.root.closest("figure").getBoundingClientRect(), u.over.getBoundingClientRect(), left, top);
+}
+
+/** Return the place of a line's point that is nearest to an x; null before its first and after its last one. */
+function pointAt(u, column, hovered, x) {
+  let before = hovered, after = hovered;
+  while (before >= 0 && (column[before] === null || column[before] === undefined)) before--;
+  while (after < column.length && (column[after] === null || column[after] === undefined)) after++;
+  const xs = u.data[0], away = place => Math.abs(u.valToPos(xs[place], "x") - u.valToPos(x, "x"));
+  if (before < 0 || after >= column.length) {
+    const end = before < 0 ? after : before;
+    return end >= 0 && end < column.length && away(end) <= REACH ? end : null;
+  }
+  return away(before) <= away(after) ? before : after;
+}
+
+/** Place a box where it covers neither the chart nor its legend: right, left, above or below; else away from the cursor. */
+function placeBeside(box, figure, plot, left, top) {
+  box.hidden = false;
+  const [width, height] = [box.offsetWidth, box.offsetHeight], gap = 6;
+  const level = Math.max(gap, Math.min(plot.top + top - height / 2, window.innerHeight - height - gap));
+  const along = Math.max(gap, Math.min(plot.left + left - width / 2, window.innerWidth - width - gap));
+  const [x, y] = figure.right + gap + width < window.innerWidth ? [figure.right + gap, level]
+    : figure.left - gap - width > 0 ? [figure.left - gap - width, level]
+    : figure.top - gap - height > 0 ? [along, figure.top - gap - height]
+    : figure.bottom + gap + height < window.innerHeight ? [along, figure.bottom + gap]
+    : [left > plot.width / 2 ? plot.left + gap : plot.right - width - gap, plot.top + gap];
+  box.style.left = `${x}px`;
+  box.style.top = `${y}px`;
 }
 
 function place(box, bounds, left, top) {
@@ -211,10 +252,28 @@ function menu(name) {
   const box = (key, text) => h("label", {}, h("input", { type: "checkbox", checked: Boolean(settings(name)[key]),
     onchange: event => set(name, { [key]: event.target.checked }) }), text);
   return h("details", { className: "menu" }, h("summary", { ariaLabel: `settings of ${name}`, title: "settings" }, "⋯"),
-    h("div", {}, box("log", "log scale"), box("all", "all values, outliers too"),
+    h("div", {}, h("label", {}, h("input", { type: "checkbox", checked: isLog(name),
+        onchange: event => set(name, { log: event.target.checked }) }), "log scale"), box("all", "all values, outliers too"),
       h("label", {}, "smoothing", h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smoothing(name),
         oninput: event => set(name, { smooth: Number(event.target.value) }) })),
+      h("button", { type: "button", onclick: () => saveTable(name) }, "Save as CSV"),
       h("button", { type: "button", onclick: () => set(name, { hidden: true }) }, "Hide this chart")));
+}
+
+/** Return the points of a chart as CSV: of a long run those that the page has. */
+function tableOfChart(name) {
+  const quoted = text => `"${text.replaceAll('"', '""')}"`;
+  const rows = chosen().flatMap(run => {
+    const curve = cache.curves.get(run.id)?.value?.get(name);
+    return curve ? Array.from(curve.step, (step, i) => `${quoted(run.id)},${step},${curve.time[i]},${curve.mean[i]}`) : [];
+  });
+  return [`run,step,time,${quoted(name)}`, ...rows, ""].join("\n");
+}
+
+function saveTable(name) {
+  const address = URL.createObjectURL(new Blob([tableOfChart(name)], { type: "text/csv" }));
+  h("a", { href: address, download: `${name.replaceAll("/", "-")}.csv` }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);  // the download has begun by then
 }
 
 /** Draw the charts of these names into the grid, and remove others; return whether there is one. */
@@ -227,7 +286,7 @@ function drawCharts(wanted) {
     if (!chart) {
       const plot = h("div", { className: "plot" }), notes = h("div", { className: "notes" });
       const title = h("figcaption", {}, h("span", {}, name),
-        h("small", {}, { GiB: "", s: "", "%": "" }[unitOf(name)] ?? unitOf(name)), menu(name));
+        h("small", {}, { GB: "", s: "", "%": "" }[unitOf(name)] ?? unitOf(name)), menu(name));
       chart = { figure: h("figure", { ariaLabel: name }, title, plot, notes), box: plot, notes };
       charts.set(name, chart);
     }
@@ -238,8 +297,8 @@ function drawCharts(wanted) {
 }
 
 function drawChart(name, chart) {
-  const { log, all } = settings(name), lines = linesOf(name), data = aligned(lines, log);
-  chart.limit = log || all ? null : limits(lines);
+  const log = isLog(name), lines = linesOf(name), data = aligned(lines, log);
+  chart.limit = log || settings(name).all || isRate(name) ? null : limits(lines);
   const key = JSON.stringify([lines.map(line => [line.run.id, line.faint, line.x.length === 1, look(line.run.id)]),
     log, chart.limit, state.x, dark.matches]);
   if (chart.plot && chart.key === key) {

@@ -6,9 +6,10 @@ const stored = embedded && JSON.parse(embedded.textContent);
 
 const state = {
   runs: new Map(), selected: new Set(), page: "runs", run: "", study: "", tab: "",
-  sort: "-started", group: "", filter: "", columns: null, trials: false, cursor: "",
-  x: "step", smooth: 0, range: null, charts: {}, all: false, gauge: "", kinds: "main", log: "",
+  sort: "-started", group: "", filter: "", columns: null, trials: false, cursor: "", column: "", setting: "",
+  x: "step", smooth: 0, range: null, charts: {}, all: false, changed: false, gauge: "", kinds: "main", log: "",
 };
+let defaults = {};  // of settings: a run tells only what differs from them
 const cache = { curves: new Map(), detail: new Map(), study: new Map() };
 const at = id => document.getElementById(id);
 
@@ -25,10 +26,10 @@ function h(tag, properties, ...children) {
   return element;
 }
 
-const PATHS = { runs: "api/runs", detail: "api/run/", curves: "api/curves/", study: "api/study/", log: "api/log/" };
+const PATHS = { runs: "api/runs", defaults: "api/defaults", detail: "api/run/", curves: "api/curves/", study: "api/study/", log: "api/log/" };
 
 async function ask(kind, id, query) {
-  if (stored) return kind === "runs" ? stored.runs : stored[kind][id];
+  if (stored) return id === undefined ? stored[kind] : stored[kind][id];
   return bodyOf(await fetch(PATHS[kind] + (id === undefined ? "" : encodeURIComponent(id)) + (query
     ? "?" + new URLSearchParams(query) : "")));
 }
@@ -40,7 +41,7 @@ async function bodyOf(answer) {
   return body;
 }
 
-/** Tag a run, write its note or remove it; the answer comes as a change of the list. */
+/** Name or tag a run, write its note or remove it; the answer comes as a change of the list. */
 async function change(id, what) {
   await bodyOf(await fetch("api/change/" + encodeURIComponent(id), { method: "POST", body: JSON.stringify(what),
     headers: { "Content-Type": "application/json" } }));
@@ -133,7 +134,7 @@ const details = () => chosen().map(run => cache.detail.get(run.id)?.value).filte
 const trialsOf = study => [...state.runs.values()].filter(run => run.study === study);
 const studies = () => [...new Set([...state.runs.values()].map(run => run.study).filter(Boolean))].sort().reverse();
 
-const COLOURS = ["#3a6fd8", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#c99a06", "#868e96", "#9c5a3c",
+const COLOURS = ["#3a6fd8", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#c99a06", "#868e96", "#e377c2",
   "#5fa8ff"];
 const DASHES = [[], [8, 4], [2, 3], [12, 3, 2, 3]];
 const DASH_NAMES = ["solid", "dashed", "dotted", "dash and dot"];

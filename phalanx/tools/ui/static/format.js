@@ -15,11 +15,11 @@ function number(value) {
 
 function bytes(count) {
   if (typeof count !== "number") return "–";
-  for (const unit of ["bytes", "KiB", "MiB", "GiB"]) {
+  for (const unit of ["bytes", "kB", "MB", "GB"]) {
     if (count < 1000) return `${count < 10 && unit !== "bytes" ? count.toFixed(1) : Math.round(count)} ${unit}`;
-    count /= 1024;
+    count /= 1000;
   }
-  return `${count.toFixed(1)} TiB`;
+  return `${count.toFixed(1)} TB`;
 }
 
 /** Return a length of time: 12 ms, 3.4 s, 4:05 (minutes) or 1:04:05 (hours). */
@@ -44,7 +44,7 @@ function when(seconds) {
 
 const UNITS = [
   [/(samples_per_second|throughput)$/, "samples/s"], [/tokens_per_second$/, "tokens/s"], [/seconds$/, "s"],
-  [/(bytes|memory|memory_limit)$/, "GiB"], [/(power|power_watts)$/, "W"], [/temperature$/, "°C"],
+  [/(bytes|memory|memory_limit)$/, "GB"], [/(power|power_watts)$/, "W"], [/temperature$/, "°C"],
   [/(utilization|data_wait|communication|mfu|accuracy|top\d+)$/, "%"], [/speedup$/, "x"], [/cpu_cores$/, "cores"],
 ];
 const unitOf = name => UNITS.find(([pattern]) => pattern.test(name))?.[1] || "";
@@ -53,7 +53,7 @@ const unitOf = name => UNITS.find(([pattern]) => pattern.test(name))?.[1] || "";
 function valueOf(name, value, bare = false) {
   const unit = unitOf(name);
   if (typeof value !== "number") return value === null || value === undefined ? "–" : String(value);
-  if (unit === "GiB") return bytes(value);
+  if (unit === "GB") return bytes(value);
   if (unit === "s") return duration(value);
   if (unit === "%") return Math.abs(value) <= 2 ? share(value) : number(value);
   return unit && !bare ? `${number(value)} ${unit}` : number(value);

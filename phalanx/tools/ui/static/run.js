@@ -8,11 +8,14 @@ function runHead(run) {
   const study = run.study ? h("a", { className: "back", href: addressOf("study", { study: run.study }) }, run.study)
     : h("a", { className: "back", href: addressOf("runs") }, "Runs");
   const tags = (run.tags || []).map(tag => h("span", { className: "tag" }, tag, stored ? null : h("button", {
-    type: "button", ariaLabel: `take the tag ${tag} away`, onclick: () => act(change(run.id, { untag: tag })) }, "×")));
+    type: "button", ariaLabel: `remove the tag ${tag}`, onclick: () => act(change(run.id, { untag: tag })) }, "×")));
   const edit = stored ? [] : [
+    h("button", { type: "button", className: "link", id: "edit-name", onclick: () => question({ title: "Name this run",
+      text: "Every command takes the name, and this run alone has it: phalanx evaluate NAME", field: run.alias || "",
+      yes: "Save", then: name => change(run.id, { name }) }) }, run.alias ? "edit name" : "+ name"),
     h("button", { type: "button", className: "link", id: "add-tag", onclick: () => question({ title: "Tag this run",
-      text: "A tag is a name that every command takes: phalanx evaluate TAG", field: "", yes: "Add",
-      then: tag => change(run.id, { tag }) }) }, "+ tag"),
+      text: "A tag is a label; any number of runs have it. In the table: group by tag, or filter by tag=NAME", field: "",
+      yes: "Add", then: tag => change(run.id, { tag }) }) }, "+ tag"),
     h("button", { type: "button", className: "link", id: "edit-note", onclick: () => question({ title: "Note",
       field: run.note || "", lines: 4, yes: "Save", then: note => change(run.id, { note }) }) },
     run.note ? "edit note" : "+ note")];
@@ -25,7 +28,8 @@ function runHead(run) {
         await change(run.id, { remove: true });
         location.hash = addressOf("runs");
       } }) }, "Delete")];
-  return [h("div", { className: "title" }, study, h("h1", {}, swatch(run.id), shortName(run.id)), pill(run),
+  return [h("div", { className: "title" }, study, h("h1", {}, swatch(run.id), shortName(run.id)), run.alias
+    ? h("b", { className: "alias" }, run.alias) : null, pill(run),
     h("span", { className: "grow" }), buttons),
   h("div", { className: "marks" }, tags, edit),
   run.note ? h("p", { className: "note" }, run.note) : null, endOf(run)].filter(Boolean);
@@ -36,10 +40,11 @@ function endOf(run) {
   if (!run.reason) return null;
   const first = cache.detail.get(run.id)?.value?.failures[0];
   const log = first ? `logs/rank-${first.rank}.log` : "";
+  const place = typeof first?.step === "number" ? `, step ${number(first.step)}` : "";
   const severe = ["failed", "killed", "damaged"].includes(run.status);
   return h("p", { className: severe ? "end-of bad" : "end-of" },
-    h("b", {}, `${run.status}${first ? ` on rank ${first.rank}, step ${number(first.step)}` : ""}: `), run.reason, " ",
-    first ? h("a", { href: addressOf("run", { run: run.id, tab: "logs", log }) }, `Log of rank ${first.rank}`) : null,
+    h("b", {}, `${run.status}${first ? ` on rank ${first.rank}` : ""}${place}: `), run.reason,
+    first ? " · " : null, first ? h("a", { href: addressOf("run", { run: run.id, tab: "logs", log }) }, `Log of rank ${first.rank}`) : null,
     first ? " · " : null, first ? h("a", { href: addressOf("run", { run: run.id, tab: "events" }) }, "Traceback") : null);
 }
 
@@ -57,8 +62,9 @@ function tiles(run) {
       valueOf(run.best.name, run.best.value)) : null,
     run.values?.["train/loss"] !== undefined ? tile("Last loss", number(run.values["train/loss"])) : null,
     rate !== undefined ? tile("Speed", number(rate), `samples/s${tokens ? `, ${number(tokens)} tokens/s` : ""}`) : null,
-    tile("Duration", duration(run.seconds), run.started ? `from ${clock(run.started).slice(0, 16)}` : ""),
-    total >= LONG_ENOUGH ? tile("Productive", share(detail.goodput.productive / total), "of the wall time") : null,
+    tile("Training time", duration(run.seconds || null), run.started ? `from ${clock(run.started).slice(0, 16)}` : ""),
+    total >= LONG_ENOUGH ? tile("Productive", share(detail.goodput.productive / total),
+      `of ${duration(total)} with start-up`) : null,
     run.layout ? tile("Ranks", number(run.ranks), run.layout) : null);
 }
 

@@ -1,75 +1,44 @@
-// The table of runs: columns, sorting, groups, filter, ticks; and the table of a search's trials.
+// The table of runs: groups, rows, ticks, choices; and the table of a search's trials.
 "use strict";
 
-const MOST_METRICS = 4;
-const GROUPS = {
-  status: run => run.status, recipe: run => run.recipe || "no recipe", tag: run => (run.tags || [])[0] || "no tag",
-  ranks: run => `${run.ranks ?? "?"} rank${run.ranks === 1 ? "" : "s"}`,
+const GROUPS = {  // titles of the groups to which a run belongs: one of each tag
+  status: run => [run.status], recipe: run => [run.recipe || "no recipe"],
+  tag: run => run.tags?.length ? run.tags : ["no tag"],
+  ranks: run => [`${run.ranks ?? "?"} rank${run.ranks === 1 ? "" : "s"}`],
 };
-const FIXED = {
-  name: { title: "Name", of: run => run.id.toLowerCase() },
-  status: { title: "Status", of: run => run.status },
-  started: { title: "Started", of: run => run.started },
-  seconds: { title: "Duration", of: run => run.seconds },
-  steps: { title: "Steps", of: run => run.steps },
-  ranks: { title: "Ranks", of: run => run.ranks },
-};
-
-/** Return the names of all values that runs have, those that judge a run first. */
-function metricNames(runs) {
-  const counts = new Map();
-  for (const run of runs) for (const name of Object.keys(run.values || {})) counts.set(name, (counts.get(name) || 0) + 1);
-  const rank = name => name.startsWith("val/") ? 0 : name === "train/loss" ? 1 : name === "throughput" ? 2
-    : name.startsWith("train/") ? 3 : name.startsWith("perf/") ? 4 : 5;
-  const first = name => ["val/loss", "val/accuracy"].includes(name) ? 0 : 1;
-  return [...counts.keys()].sort((a, b) => rank(a) - rank(b) || first(a) - first(b) || counts.get(b) - counts.get(a)
-    || (a < b ? -1 : 1));
-}
-
-const shownMetrics = runs => (state.columns || metricNames(runs).filter(name => !/^(perf|system)\/|rate$|norm$|epoch_/
-  .test(name)).slice(0, MOST_METRICS));
-
-function visibleRuns() {
-  const words = state.filter.toLowerCase().split(/\s+/);
-  const keep = run => (state.trials || !run.study || state.selected.has(run.id)) && words.every(word =>
-    [run.id, run.status, run.recipe, run.note, ...(run.tags || [])].join(" ").toLowerCase().includes(word));
-  const down = state.sort.startsWith("-"), name = state.sort.replace("-", "");
-  const of = FIXED[name]?.of || (run => run.values?.[name]);
-  const compare = (a, b) => {
-    const x = of(a), y = of(b), lacks = value => typeof value !== "number" && (typeof value !== "string" || !FIXED[name]);
-    if (lacks(x) || lacks(y)) return lacks(x) - lacks(y);
-    return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
-  };
-  return [...state.runs.values()].filter(keep).sort(compare);
-}
-
 /** Return the rows of the table in their order, with a title for each group; ticked runs come first. */
 function groupsOf(runs) {
   const found = new Map();
   const ticked = runs.filter(run => state.selected.has(run.id));
   if (ticked.length) found.set(`ticked (${ticked.length})`, ticked);
-  const group = GROUPS[state.group];
+  const ofSetting = run => [`${state.group} ${shownCell(state.group, cellOf(run, state.group)) || "–"}`];
+  const group = GROUPS[state.group] || (state.group ? ofSetting : null);
   for (const run of runs.filter(run => !state.selected.has(run.id))) {
-    const title = group ? group(run) : ticked.length ? "others" : "";
-    if (!found.has(title)) found.set(title, []);
-    found.get(title).push(run);
+    for (const title of group ? group(run) : [ticked.length ? "others" : ""]) {
+      if (!found.has(title)) found.set(title, []);
+      found.get(title).push(run);
+    }
   }
-  return found;
+  return new Map([...found].sort(([a], [b]) => a.startsWith("no ") - b.startsWith("no ")));
 }
 
 function viewRuns() {
-  const runs = visibleRuns(), metrics = shownMetrics(runs), groups = groupsOf(runs);
+  const runs = visibleRuns(), columns = shownColumns(), groups = groupsOf(runs);
   const hidden = state.trials ? 0 : [...state.runs.values()].filter(run => run.study).length;
-  const best = Object.fromEntries(metrics.map(name => [name, bestOf(runs.map(run => run.values?.[name]), name)]));
+  const tasks = new Map();  // what is best is so among runs of the same task
+  for (const run of runs) tasks.set(run.recipe, [...(tasks.get(run.recipe) || []), run]);
+  const best = new Map([...tasks].map(([task, members]) => [task, Object.fromEntries(columns.map(name =>
+    [name, bestOf(members.map(run => run.values?.[name]), name)]))]));
+  const rows = new Set();  // a run that is in several groups has its identifier in the first
   const head = h("tr", {}, h("th", {}, h("input", { type: "checkbox", id: "all", ariaLabel: "tick all",
     checked: runs.length > 0 && runs.every(run => state.selected.has(run.id)),
     onchange: event => tick(runs.map(run => run.id), event.target.checked) })),
     Object.entries(FIXED).map(([name, { title }]) => sortHead(name, title)),
-    metrics.map(name => sortHead(name, name, unitOf(name) === "samples/s" ? "samples/s" : "")));
+    columns.map(name => sortHead(name, name, unitOf(name) === "samples/s" ? "samples/s" : "")));
   const bodies = [...groups].map(([title, members]) => h("tbody", {},
-    title ? h("tr", { className: "group" }, h("th", { colSpan: 7 + metrics.length },
+    title ? h("tr", { className: "group" }, h("th", { colSpan: 7 + columns.length },
       state.group && !title.startsWith("ticked") ? `${title} (${members.length})` : title)) : null,
-    members.map(run => runRow(run, metrics, best))));
+    members.map(run => runRow(run, columns, best.get(run.recipe), !rows.has(run.id) && rows.add(run.id)))));
   return [h("div", { className: "scroll" }, h("table", { className: "runs" }, h("thead", {}, head), bodies)),
     runs.length ? null : empty(`No run matches "${state.filter}".`),
     hidden ? h("p", { className: "soft" }, `${hidden} trials of searches are not listed: `,
@@ -101,37 +70,59 @@ function progress(run) {
 
 const pill = run => h("span", { className: `status ${run.status}`, title: run.reason || "" }, run.status);
 
-function runRow(run, metrics, best) {
+/** Filter by a tag, or show all runs again. */
+function filterByTag(tag) {
+  const word = `tag=${/\s/.test(tag) ? `"${tag}"` : tag}`;
+  state.filter = state.filter === word ? "" : word;
+  changed();
+}
+
+function runRow(run, columns, best, isFirst) {
   const on = state.selected.has(run.id);
-  const tags = (run.tags || []).map(tag => h("span", { className: "tag" }, tag));
+  const tags = (run.tags || []).map(tag => h("button", { type: "button", className: "tag",
+    title: `only runs with the tag ${tag}`, onclick: () => filterByTag(tag) }, tag));
   const why = run.reason ? h("div", { className: "why soft", title: run.reason }, run.reason) : null;
-  return h("tr", { id: `row ${run.id}`, className: [on ? "on" : "", state.cursor === run.id ? "at" : ""].join(" ") },
-    h("td", {}, h("input", { type: "checkbox", id: `run ${run.id}`, checked: on, ariaLabel: `tick ${run.id}`,
-      onchange: event => tick([run.id], event.target.checked) })),
+  return h("tr", { ...(isFirst ? { id: `row ${run.id}` } : {}), className: [on ? "on" : "", state.cursor === run.id ? "at" : ""].join(" ") },
+    h("td", {}, h("input", { type: "checkbox", ...(isFirst ? { id: `run ${run.id}` } : {}), checked: on,
+      ariaLabel: `tick ${run.id}`, onchange: event => tick([run.id], event.target.checked) })),
     h("th", { scope: "row", className: "c-name" }, h("div", { className: "named" }, h("span", {}, on ? swatch(run.id) : null,
-      h("a", { href: addressOf("run", { run: run.id }), title: run.id }, shortName(run.id))), tags),
+      h("a", { href: addressOf("run", { run: run.id }), title: run.id }, shortName(run.id))),
+      run.alias ? h("b", { className: "alias" }, run.alias) : null, tags),
       run.note ? h("div", { className: "why soft", title: run.note }, run.note) : null),
     h("td", { className: "c-status" }, pill(run), why),
-    h("td", { title: run.started ? clock(run.started) : "" }, when(run.started)), h("td", {}, duration(run.seconds)),
+    h("td", { title: run.started ? clock(run.started) : "" }, when(run.started)), h("td", {}, duration(run.seconds || null)),
     h("td", { className: "c-steps", "data-title": "steps" }, run.total_steps ? `${number(run.steps)} of ${number(run.total_steps)}`
       : number(run.steps), progress(run)),
     h("td", { "data-title": "ranks" }, number(run.ranks)),
-    metrics.map(name => h("td", { "data-title": name, className: run.values?.[name] === best[name] && best[name] !== null ? "value best"
-      : "value" }, run.values?.[name] === undefined ? "" : valueOf(name, run.values[name], true))));
+    columns.map(name => h("td", { "data-title": name,
+      className: run.values?.[name] === best[name] && best[name] !== null ? "value best" : "value" }, shownCell(name, cellOf(run, name)))));
 }
 
 /** Return the choice of columns, groups and the actions above the table. */
 function runTools() {
-  const all = metricNames([...state.runs.values()]), shown = shownMetrics([...state.runs.values()]);
-  const choice = h("details", { className: "menu wide" }, h("summary", {}, "Columns"), h("div", {},
-    all.map(name => h("label", {}, h("input", { type: "checkbox", checked: shown.includes(name), onchange: event => {
-      state.columns = all.filter(each => each === name ? event.target.checked : shown.includes(each));
-      changed();
-    } }), name))));
+  const runs = [...state.runs.values()], metrics = metricNames(runs), { names, differs } = settingNames();
+  const shown = shownColumns(), all = [...new Set([...names, ...metrics])];
+  const boxes = (title, some) => {
+    const kept = some.filter(name => name.toLowerCase().includes(state.column.toLowerCase()));
+    return kept.length ? [h("b", { className: "soft" }, title), kept.map(name => h("label", {}, h("input", {
+      type: "checkbox", id: `column ${name}`, checked: shown.includes(name), onchange: event => {
+        state.columns = all.filter(each => each === name ? event.target.checked : shown.includes(each));
+        changed();
+      } }), name))] : [];
+  };
+  const lists = () => [boxes("metrics", metrics), boxes("settings that differ", names.slice(0, differs)),
+    boxes("other settings", names.slice(differs))].flat(Infinity);
+  const list = h("div", { className: "columns-list" }, lists());
+  const choice = h("details", { className: "menu wide", id: "columns" }, h("summary", {}, "Columns"), h("div", {},
+    h("input", { type: "search", id: "column", placeholder: "Find a column", ariaLabel: "Find a column",
+      value: state.column, oninput: event => { state.column = event.target.value; list.replaceChildren(...lists()); } }), list,
+    state.columns ? h("button", { type: "button", id: "usual-columns",
+      onclick: () => { state.columns = null; changed(); } }, "The usual columns") : null));
   const group = h("label", {}, "group by ", h("select", { id: "group", onchange: event => {
     state.group = event.target.value;
     changed();
-  } }, ["", ...Object.keys(GROUPS)].map(name => h("option", { value: name, selected: name === state.group },
+  } }, ["", ...Object.keys(GROUPS), ...new Set([...shown.filter(name => names.includes(name)),
+    ...(state.group && !GROUPS[state.group] ? [state.group] : [])])].map(name => h("option", { value: name, selected: name === state.group },
     name || "nothing"))));
   const trials = [...state.runs.values()].some(run => run.study) ? h("label", {}, h("input", { type: "checkbox",
     id: "trials", checked: state.trials, onchange: event => { state.trials = event.target.checked; changed(); } }),
@@ -168,8 +159,8 @@ function viewStudies() {
       best ? h("td", {}, h("a", { href: addressOf("run", { run: best.run }) }, `trial ${best.number}`)) : "",
       h("td", { className: "wide" }, best ? paramWords(best.params) : "")];
   });
-  return rows.length ? [tableOf(["search", "trials", "running", "best value", "best trial", "with"], rows)]
-    : [empty("There are no searches in this folder. Start one: phalanx tune digits --space space.toml")];
+  return rows.length ? [tableOf(["search", "trials", "running", "best value", "best trial", "with"], rows, true)]
+    : [empty(["There are no searches in this folder. Start one: ", h("code", {}, "phalanx tune digits --space space.toml")])];
 }
 
 const paramWords = params => Object.entries(params).map(([name, value]) => `${name} ${number(value)}`).join(", ");
@@ -191,7 +182,7 @@ function viewStudy() {
     duration(run?.seconds), h("td", { className: "wide bad" }, trial.cause)];
   });
   const right = title => h("th", { scope: "col", className: "value" }, title);
-  return [tableOf(["", "trial", "state", right(study.metric), ...names.map(right), "duration", ""], rows)];
+  return [tableOf(["", "trial", "state", right(study.metric), ...names.map(right), "training time", ""], rows, true)];
 }
 
 function studyHead() {

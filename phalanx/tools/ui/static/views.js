@@ -19,19 +19,25 @@ const runCell = id => h("td", { className: "short" }, swatch(id), h("a", { href:
 const ofMany = () => state.page !== "run";
 const empty = text => h("p", { className: "empty" }, text);
 
-/** Return a table; without titles it has no head. */
-function tableOf(titles, rows) {
-  return h("div", { className: "scroll", tabIndex: 0 }, h("table", {},
+/** Return a table; without titles it has no head. `stacks`: on a phone each row is a block of titles and values. */
+function tableOf(titles, rows, stacks = false) {
+  const cellOf = (cell, place) => {
+    const found = cell instanceof HTMLTableCellElement ? cell : h("td", {}, cell ?? "");
+    const title = titles?.[place];
+    if (stacks && title) found.setAttribute("data-title", title.textContent ?? title);
+    return found;
+  };
+  return h("div", { className: "scroll", tabIndex: 0 }, h("table", { className: stacks ? "stacks" : "" },
     titles ? h("thead", {}, h("tr", {}, titles.map(title => title instanceof HTMLTableCellElement
       ? title : h("th", { scope: "col" }, title)))) : null,
-    h("tbody", {}, rows.map(cells => h("tr", {},
-      cells.map(cell => cell instanceof HTMLTableCellElement ? cell : h("td", {}, cell ?? "")))))));
+    h("tbody", {}, rows.map(cells => h("tr", {}, cells.map(cellOf))))));
 }
 
 const short = text => h("td", { className: "short" }, text);
 
 // Ranks ---------------------------------------------------------------------------------------------------------------
 
+const LABELLED = 14;  // pixels: in lower rows only the first and the last have a label
 const BELOW = [58, 111, 216], ABOVE = [214, 72, 22], CALM = 0.1;
 /** Return the colour of a value's distance from the run's median; up to 10% it is the same for all. */
 function ramp(distance) {
@@ -63,6 +69,7 @@ function heatMap(detail) {
   const row = Math.max(2, Math.min(22, Math.floor(420 / ranks.length))),
     column = Math.max(2, Math.ceil(900 / times.length));
   const canvas = h("canvas", { width: column * times.length, height: row * ranks.length, className: "heat", role: "img",
+    style: { height: `${row * ranks.length}px` },
     ariaLabel: `${gaugeName(state.gauge)} of ${ranks.length} ranks over ${times.length} reports, `
       + `from ${valueOf(state.gauge, low)} to ${valueOf(state.gauge, high)}` });
   const pen = canvas.getContext("2d");
@@ -95,8 +102,8 @@ function heatMap(detail) {
   return h("div", { className: "card" }, heading(detail.id, `${of}; median ${valueOf(state.gauge, middle)}, `
     + `from ${valueOf(state.gauge, low)} to ${valueOf(state.gauge, high)}`),
     h("div", { className: "heatbox" },
-      h("div", { className: "ranks soft" }, h("span", {}, `rank ${ranks[0]}`),
-        ranks.length > 1 ? h("span", {}, `rank ${ranks[ranks.length - 1]}`) : null), canvas),
+      h("div", { className: "ranks soft" }, ranks.map((rank, r) => h("span", {}, row >= LABELLED || r === 0
+        || r === ranks.length - 1 ? `rank ${rank}` : ""))), canvas),
     h("div", { className: "ends soft" }, h("span", {}, `step ${number(steps[0])}`),
       h("span", {}, `step ${number(steps[steps.length - 1])}`)));
 }
@@ -124,7 +131,7 @@ function goodput(detail) {
   const again = detail.redone ? `, ${number(detail.redone)} steps done again` : "";
   const words = parts.filter(([, seconds]) => seconds / total >= 0.005).sort((a, b) => b[1] - a[1])
     .map(([name, seconds]) => `${name} ${part(seconds)}`).join(" · ");
-  return h("div", { className: "goodput" }, heading(detail.id, `${duration(total)}${tries}${again}`),
+  return h("div", { className: "goodput" }, heading(detail.id, `${duration(total)} of wall time, with start-up${tries}${again}`),
     h("div", { className: "bar", role: "img", ariaLabel: words },
       parts.filter(([, seconds]) => seconds > 0).map(([name, seconds]) =>
       h("span", { style: { width: `${100 * seconds / total}%`, background: TIME_COLOURS[name] || "#999" },
@@ -249,18 +256,27 @@ function viewConfig() {
   const known = found.filter(detail => detail.configured);  // a script's run may have no settings to compare
   const same = name => known.every(detail =>
     JSON.stringify(detail.facts[name]) === JSON.stringify(known[0].facts[name]));
-  const shown = names.filter(name => found.length < 2 || state.all || !same(name));
-  const box = h("label", {}, h("input", { type: "checkbox", checked: state.all,
-    onchange: event => { state.all = event.target.checked; changed(); } }), " also what is equal");
+  const marked = new Set(found.flatMap(detail => detail.changed || []));
+  const shown = names.filter(name => (found.length > 1 ? state.all || !same(name) : !state.changed || marked.has(name))
+    && name.toLowerCase().includes(state.setting.toLowerCase()));
+  const box = (key, text) => h("label", {}, h("input", { type: "checkbox", id: `only-${key}`, checked: state[key],
+    onchange: event => { state[key] = event.target.checked; changed(); } }), text);
+  const search = h("input", { type: "search", id: "setting", placeholder: "Find a name", ariaLabel: "Find a name",
+    value: state.setting, oninput: event => { state.setting = event.target.value; changed(); } });
   const commands = found.map(detail => h("div", {}, heading(detail.id, detail.path), copied(detail.command)));
   const cell = (name, value) => ["total_time", "throughput"].includes(name) ? valueOf(name === "total_time" ? "seconds"
     : name, value) : shownValue(value);
-  return [found.length > 1 ? h("div", { className: "tools" }, box,
-    h("span", { className: "soft" }, `${names.filter(name => !same(name)).length} of ${names.length} differ`)) : "",
-  tableOf(["", ...found.map(detail => ofMany() ? h("span", {}, swatch(detail.id), shortName(detail.id)) : "value")],
-    shown.map(name => [h("th", { scope: "row" }, name),
-      ...found.map(detail => h("td", { className: found.length > 1 && !same(name) ? "differs" : "" },
-        cell(name, detail.facts[name])))])),
+  const isMarked = (detail, name) => found.length > 1 ? state.all && !same(name) : detail.changed.includes(name);
+  const title = detail => ofMany() ? h("span", {}, swatch(detail.id), shortName(detail.id)) : "value";
+  const table = tableOf(["", ...found.map(title)], shown.map(name => [h("th", { scope: "row" }, name),
+    ...found.map(detail => h("td", { className: isMarked(detail, name) ? "differs" : "" },
+      cell(name, detail.facts[name])))]));
+  table.classList.add("config");
+  return [h("div", { className: "tools" }, search, found.length > 1 ? [box("all", " also what is equal"),
+    h("span", { className: "soft" }, `${names.filter(name => !same(name)).length} of ${names.length} differ`)]
+    : marked.size ? [box("changed", " only what differs from the defaults"),
+      h("span", { className: "soft" }, `${marked.size} of ${names.length}, marked`)] : null),
+  table, shown.length ? "" : empty("No name fits."),
   ofMany() ? h("h2", {}, "Commands") : "", ofMany() ? h("div", { className: "card" }, commands) : ""];
 }
 
@@ -284,5 +300,5 @@ function viewCheckpoints() {
     id: "gone", onchange: event => { state.all = event.target.checked; changed(); } }),
   ` also ${number(gone)} that were removed`)) : "";
   return all.length ? [box, tableOf([...(ofMany() ? ["run"] : []), "step", "saved", "size", "took", "training waited", "",
-    "path"], rows)] : [empty("No checkpoint has been saved.")];
+    "path"], rows, true)] : [empty("No checkpoint has been saved.")];
 }
