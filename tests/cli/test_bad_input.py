@@ -208,7 +208,7 @@ def test_a_tag_that_cannot_be_one_is_refused_before_anything_starts(tmp_path, ta
 
 
 def test_a_recipe_that_reads_files_asks_where_they_are():
-    assert "--data-dir" in refused("train", "mnist")
+    assert "--data" in refused("train", "mnist")
 
 
 def test_three_mistakes_of_a_file_are_reported_together(tmp_path):
@@ -298,10 +298,10 @@ def test_a_flag_of_another_command_is_named_with_it():
 @pytest.mark.parametrize(
     "words",
     [
-        "mnist --data-dir absent",
+        "mnist --data absent",
         "digits --resume-from-checkpoint absent",
         "digits --resume-from-checkpoint empty",
-        "mnist --data-dir file",
+        "mnist --data file",
         "digits --checkpoint-dir file",
         "digits --run-dir file",
         "digits --tensorboard-dir file/inside",

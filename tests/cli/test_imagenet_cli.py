@@ -62,7 +62,7 @@ def small(name: str, images: Path, *words: object) -> tuple[object, ...]:
         "--keep-best",
         "val/accuracy",
     )
-    return ("train", name, "--data-dir", images, *sizes, *words)
+    return ("train", name, "--data", images, *sizes, *words)
 
 
 def last_epoch(run: str = "run") -> dict[str, Any]:

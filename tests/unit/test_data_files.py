@@ -61,7 +61,7 @@ def test_files_named_after_splits_are_the_splits(tmp_path):
     write_as(table[40:], tmp_path / "validation.parquet")
     train, val = load_splits(str(tmp_path), inputs="b", target="a")
     assert (len(train), len(val)) == (40, 10)
-    assert train[3][0].shape == ()
+    assert train[3][0].shape == (1,)
     assert float(val[0][1]) == pytest.approx(table.loc[40, "a"])
 
 
@@ -250,5 +250,5 @@ def test_a_table_with_a_wrong_cell_or_an_unknown_target_is_refused(tmp_path, row
 def test_data_to_predict_may_lack_the_target_and_have_names(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "rows.csv").write_text("name,a,b\nfirst,1.0,2.0\n")
-    rows = files("train", tmp_path / "rows.csv", target="answer", val_fraction=0)
+    rows = files("val", tmp_path / "rows.csv", target="answer", val_fraction=1, needs_target=False)
     assert rows[0].tolist() == [1.0, 2.0]
