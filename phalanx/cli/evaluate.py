@@ -39,7 +39,9 @@ class DataParser(FlagParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.add_argument("run", metavar="RUN", help="a run (name, beginning of one, tag, folder, last) or a checkpoint")
+        self.add_argument(
+            "run", metavar="RUN", help="a run (name, beginning of one, tag, folder, last) or a checkpoint"
+        )
         self.add_argument("files", nargs="*", metavar="DATA", help="files, as --data")
 
     def parse_known_args(  # type: ignore[override]
@@ -55,13 +57,12 @@ class DataParser(FlagParser):
 
 def asked_of(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return what a command says about a trained model and its data, as arguments of `open_run`."""
-    files, data = getattr(namespace, "files", []), namespace.data
-    if files and data is not None:
-        raise UsageError(f"data were given twice, as {files[0]} and as --data {data}", hint="Leave one of them out.")
+    # A shell makes several words of: --data shots/*.jpg
+    files = [*([namespace.data] if namespace.data is not None else []), *getattr(namespace, "files", [])]
     own, changes = read_changes(namespace.changes, NAMES.__contains__)
     if own:
         raise UsageError(f"--set {next(iter(own))}: a setting is a flag here, --{next(iter(own)).replace('_', '-')}")
-    given = data if not files else files[0] if len(files) == 1 else files
+    given = (files[0] if len(files) == 1 else files) if files else None
     named = {"name": namespace.run, "checkpoint": namespace.checkpoint, "model": namespace.model}
     return {**named, "data": given, "changes": changes}
 

@@ -193,7 +193,9 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(recipe_names())
     parser.add_argument("recipe", nargs="?", help=f"a recipe ({names}), a file ./mine.toml, or my_package.recipes:tiny")
     parser.add_argument("--model", metavar="MODEL", help="a model: gpt, my_package.nets:Net, or a Hugging Face folder")
-    parser.add_argument("--data", metavar="DATA", help="a file, a folder or a pattern of files; digits, my_package.data:load")
+    parser.add_argument(
+        "--data", metavar="DATA", help="a file, a folder or a pattern of files; digits, my_package.data:load"
+    )
     parser.add_argument(
         "--set",
         dest="changes",

@@ -62,8 +62,9 @@ def recipe_model(recipe: Recipe) -> nn.Module:
     model = dict(recipe.model)
     name = model.pop("name")
     made: Any = _maker(name, model, weights=False)(name, **model)
-    tokenizer = _tokenizer_place(None, recipe.data)
-    if tokenizer and Path(tokenizer).exists() and not hasattr(made, "name_or_path"):
+    from phalanx.trainers.pretrained import tokenizer_of
+
+    if (tokenizer := tokenizer_of(recipe)) and not hasattr(made, "name_or_path"):
         made.name_or_path = tokenizer  # where `export` finds it
     return _inside_loss(recipe, made)
 
@@ -88,9 +89,7 @@ def loss_options(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     return table["name"], {key: value for key, value in table.items() if key != "name"}
 
 
-def _parts(
-    recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], without_storage: bool
-) -> RecipeParts:
+def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], without_storage: bool) -> RecipeParts:
     extend_path(recipe.paths)
     recipe = recipe.fitted()
     place = torch.device("meta") if without_storage else nullcontext()
@@ -126,11 +125,8 @@ def _parts(
             made = make(name, **model)
     _fit(made, learned, None if train is None else val)
     _compare_tokenizers(made, learned, data)
-    if tokenizer := _tokenizer_place(learned, data):
-        if not hasattr(made, "name_or_path"):
-            made.name_or_path = str(tokenizer)  # where `export` finds it
-        if takes(str(data["name"]), "tokenizer") and data["name"] != "tokens":
-            data["tokenizer"] = str(tokenizer)
+    if (tokenizer := _tokenizer_place(learned, data)) and not hasattr(made, "name_or_path"):
+        made.name_or_path = str(tokenizer)  # where `export` finds it
     sized = replace(recipe, data=data, model={"name": name, **model}, sized=True)
     return RecipeParts(_inside_loss(recipe, made), train, val, sized)
 
@@ -247,7 +243,7 @@ def _tokenizer_place(train: Any, data: dict[str, Any]) -> str | None:
     """Return the folder or file of the tokenizer that made the tokens of data; None for bytes, and other data."""
     if data["name"] == "tokens":
         return str(data.get("root") or data["sources"][0]["path"])
-    found = getattr(train, "tokenizer", None) or data.get("tokenizer")
+    found = getattr(train, "tokenizer", data.get("tokenizer"))
     return None if found is None else str(found)
 
 

@@ -97,8 +97,8 @@ def test_the_recipe_for_transformers_mixes_images(images):
 
 
 def parts(name: str, images: Path, **changes: Any) -> Any:
-    recipe = load_recipe(name).with_values({"model.preset": "debug", "model.channels": 3, "data.size": 32, **changes})
-    config = resolve({"data_dir": str(images), "device": "cpu"}, **recipe.settings_for(0)).config
+    recipe = load_recipe(name).with_values({"model.preset": "debug", "model.channels": 3, "data.size": 32, "data.root": str(images), **changes})
+    config = resolve({"device": "cpu"}, **recipe.settings_for(0)).config
     return recipe, recipe_task(recipe, config)
 
 

@@ -13,7 +13,7 @@ from command import phalanx
 from long_proofs import long_proof
 
 from phalanx import load_run
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_parts
 
 SHORT = ("--device", "cpu", "--batch-size", 8, "--checkpoint-frequency", 1)
 
@@ -74,7 +74,7 @@ def test_a_masked_run_becomes_an_exported_model_of_answers(tmp_path):
     torch.testing.assert_close(ours, torch.stack([found.start_logits, found.end_logits], -1), rtol=0, atol=1e-5)
     assert labels.shape == (4, 4)
     recipe = run.recipe.with_values({"model.pretrained": str(tmp_path / "exported")})
-    again, _, val = recipe_parts(recipe, "set")
+    again, _, val, _ = recipe_parts(recipe)
     assert "; new" not in again.weights_note
     assert torch.equal(again.head.weight, run.model.head.weight)
     assert val.tokenizer == str(tmp_path / "exported"), "its tokens are those of the folder"

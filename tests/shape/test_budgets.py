@@ -21,12 +21,12 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-LINES = {"package": 93_400, "core": 59_700}
+LINES = {"package": 93_400, "core": 60_500}
 FILES = 495
-SETTINGS = 101
+SETTINGS = 100
 NUMBER_OF_VERBS = 24
 CLASS_LINES = 250
-RANK_MODULES = 137
+RANK_MODULES = 139
 FORMATION_MODULES = 76
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}

@@ -16,7 +16,7 @@ from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.loop.forward import implied_loss
 from phalanx.models import build
 from phalanx.recipes import Recipe
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_parts
 
 ROWS = 50
 
@@ -189,11 +189,11 @@ def test_a_perceptron_takes_its_sizes_from_the_rows(tmp_path):
     sizes = {}
     for name in ("rows", "numbers"):
         recipe = Recipe(name, "", {"name": str(tmp_path / f"{name}.csv")}, {"name": "mlp", "hidden": 5})
-        layers = recipe_parts(recipe, None)[0].layers
+        layers = recipe_parts(recipe)[0].layers
         sizes[name] = layers[1].in_features, layers[-1].out_features
     assert sizes == {"rows": (2, 2), "numbers": (1, 1)}
     drawn = Recipe("drawn", "", {"name": "synthetic", "shape": [3], "classes": 4}, {"name": "mlp"})
-    assert recipe_parts(drawn, None)[0].layers[-1].out_features == 4
+    assert recipe_parts(drawn)[0].layers[-1].out_features == 4
     loss = implied_loss(torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 3.0]))
     assert loss == 0.5
 
@@ -204,8 +204,8 @@ def test_windows_of_texts_fit_the_model_of_a_folder(tmp_path):
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", **small}))
     (tmp_path / "book.txt").write_text("a line of text\n" * 40)
     recipe = Recipe("hf", "", {"name": str(tmp_path / "book.txt")}, {"name": str(tmp_path / "hf")})
-    assert recipe_parts(recipe, None)[1].seq_len == 8
-    assert recipe_parts(recipe.with_values({"data.seq_len": 4}), None)[1].seq_len == 4
+    assert recipe_parts(recipe)[1].seq_len == 8
+    assert recipe_parts(recipe.with_values({"data.seq_len": 4}))[1].seq_len == 4
 
 
 def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):

@@ -20,7 +20,7 @@ from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.image_files import IMAGE_ENDINGS, find_images
 from phalanx.data.sets.imagefolder import ImageFolder
 from phalanx.data.sets.splits import check_fraction, held_out, held_out_part
-from phalanx.data.sets.places import Found, Root, find_files
+from phalanx.data.sets.places import FoundFiles, Root, find_files
 from phalanx.data.sets.tables import (
     TARGETS,
     VOCABULARY,
@@ -126,7 +126,7 @@ def kind_of_files(root: Root) -> str:
     return _survey(root)[1]
 
 
-def _survey(root: Root) -> tuple[Found, str]:
+def _survey(root: Root) -> tuple[FoundFiles, str]:
     """Return the files of the most frequent kind at a place, and that kind."""
     place = find_files(root)
     endings = Counter(file.suffix.lower() for file in place.files)
@@ -209,7 +209,9 @@ def read_rows(root: Root | None, split: str, fraction: float) -> list[tuple[int,
         raise UsageError("the data set needs to know where its files are", hint="Write: --data ./my-files")
     place, kind = _survey(root)
     if kind not in _TABLES:
-        raise DataError(f"{place.shown} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected.")
+        raise DataError(
+            f"{place.shown} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected."
+        )
     chosen, part = of_split(place.folder, place.files, split)
     table = read_table(kind, chosen)
     numbers = held_out(len(table), part, fraction)

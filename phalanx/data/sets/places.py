@@ -12,7 +12,7 @@ from phalanx.errors import DataError, UsageError, nearest
 Root = str | Path | Sequence[str | Path]
 
 
-class Found(NamedTuple):
+class FoundFiles(NamedTuple):
     """The files at a place. `folder`: the one that was named, whose files' names may tell the splits."""
 
     files: list[Path]
@@ -52,13 +52,13 @@ def absolute(path: str | Path) -> str:
     return str(Path.cwd() / given if is_pattern(given) and not given.exists() else given.resolve())
 
 
-def find_files(root: Root) -> Found:
+def find_files(root: Root) -> FoundFiles:
     """Return every file at a place, in order; of a folder those below it, without hidden ones."""
     places = find_places(root)
     if len(places) == 1 and places[0].is_dir():
-        return Found(files_below(places[0]), places[0], str(places[0]))
+        return FoundFiles(files_below(places[0]), places[0], str(places[0]))
     files = [file for place in places for file in (files_below(place) if place.is_dir() else [place])]
-    return Found(files, None, str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more")
+    return FoundFiles(files, None, str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more")
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -236,7 +236,9 @@ class TableDataset(Dataset[Any]):
             wrong = [number for number, cell in enumerate(cells) if not _is_number(cell)]
             if wrong:
                 given = f"row {wrong[0] + 1} of {self._shown} holds {cells[wrong[0]]!r} in the column '{name}'"
-                others = "its other cells" if len(wrong) == 1 else f"{len(cells) - len(wrong)} of its {len(cells)} cells"
+                others = (
+                    "its other cells" if len(wrong) == 1 else f"{len(cells) - len(wrong)} of its {len(cells)} cells"
+                )
                 raise DataError(
                     f"{given}, and {others} are numbers",
                     hint=f"Correct the file, or name the inputs: {example}",
