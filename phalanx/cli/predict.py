@@ -153,7 +153,7 @@ def _shorter(file: str) -> str:
 
 
 def _is_classifier(outputs: Any, data: Any, run: Any) -> bool:
-    """Whether an output scores classes: one for each known name, or those that the run has learned from whole numbers."""
+    """Whether an output scores classes: one for each known name, or those of a run whose labels are whole numbers."""
     if isinstance(outputs, list) or outputs.ndim != 2 or outputs.shape[1] < 2 or not outputs.is_floating_point():
         return False
     if run.classes:

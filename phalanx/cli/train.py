@@ -117,9 +117,12 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
         if recipe.needs_data and "root" not in recipe.data:
             raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data path/to/them")
         if (isinstance(place, list) or Path(place).is_absolute()) and resolved.config.launcher == "local":
-            from phalanx.data.sets.places import find_places  # before the ranks start, which takes seconds
+            from phalanx.data.sets import OF_FOLDERS
+            from phalanx.data.sets.places import find_places, one_folder
 
-            find_places(place)
+            # Before the ranks start, which takes seconds.
+            name = str(recipe.data["name"])
+            _ = one_folder(place, name) if name in OF_FOLDERS else find_places(place)
     if target is not None:
         target.check()
 

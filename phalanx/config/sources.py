@@ -103,10 +103,10 @@ def resolve(
                 origins[name] = "default"
     for limit, other in (_LIMITS, _LIMITS[::-1]):
         # The length that the user gives is the length: a recipe's own, in the other unit, would cut it short.
-        if origins[other].startswith("recipe ") and origins[limit] != "default" and values.get(limit) is not None:
-            if not origins[limit].startswith("recipe "):
-                del values[other]
-                origins[other] = "default"
+        is_given = values.get(limit) is not None and not origins[limit].startswith("recipe ")
+        if is_given and origins[other].startswith("recipe "):
+            del values[other]
+            origins[other] = "default"
     if counted := [name for name in ("gpus_per_node", "num_gpus") if values.get(name) is not None]:
         chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
         origins |= dict.fromkeys(chosen, origins[counted[-1]])

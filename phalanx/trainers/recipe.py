@@ -14,7 +14,6 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
-from phalanx.errors import UsageError
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
 from phalanx.loop.metrics import cross_entropy, find_loss

@@ -127,7 +127,8 @@ def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], wi
     _compare_tokenizers(made, learned, data)
     if (tokenizer := _tokenizer_place(learned, data)) and not hasattr(made, "name_or_path"):
         made.name_or_path = str(tokenizer)  # where `export` finds it
-    sized = replace(recipe, data=data, model={"name": name, **model}, sized=True)
+    known = {**recipe.data, **({"seq_len": data["seq_len"]} if "seq_len" in data else {})}
+    sized = replace(recipe, data=known, model={"name": name, **model}, sized=True)
     return RecipeParts(_inside_loss(recipe, made), train, val, sized)
 
 

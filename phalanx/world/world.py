@@ -163,9 +163,7 @@ def _form_own_backend(backend: str, store: dist.Store, env: RankEnv, seconds: fl
     else:
         torch_compat.number_groups_from_zero()
     if env.rank == 0:
-        note = (
-            f"the backend 'phalanx' does not work with torch {torch.__version__}; the ranks use gloo, which is slower"
-        )
+        note = f"the backend 'phalanx' does not work with torch {torch.__version__}; the ranks use gloo, which is slower"
         warnings.warn(f"{note} ({failures[0].splitlines()[0]})", stacklevel=4)
     return _form("gloo", dist.PrefixStore("gloo", store), env, seconds, device)
 

@@ -1,4 +1,4 @@
-"""evaluate, predict and export read the data that they are asked about, with the options of the run; `--data` of recipes."""
+"""evaluate, predict and export read the data that they are asked about, as the run has read its own data."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_photograph_is_read_as_the_digits_were(inside):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("gpt", "--data", "seven.csv", "--set", "data.inputs=[\"a\", \"b\"]"), "GPT reads tokens, and the data hold numbers (the columns a, b)"),
+        (("gpt", "--data", "seven.csv"), "GPT reads tokens, and the data hold numbers (the columns a, b)"),
         (("gpt", "--data", "shots"), "holds no images in class folders"),
         (("mnist", "--data", "bad.jpg"), "mnist reads a folder, and"),
         (("imagefolder", "--data", "seven.csv"), "seven.csv is not an image"),

@@ -97,7 +97,8 @@ def test_the_recipe_for_transformers_mixes_images(images):
 
 
 def parts(name: str, images: Path, **changes: Any) -> Any:
-    recipe = load_recipe(name).with_values({"model.preset": "debug", "model.channels": 3, "data.size": 32, "data.root": str(images), **changes})
+    tiny = {"model.preset": "debug", "model.channels": 3, "data.size": 32, "data.root": str(images)}
+    recipe = load_recipe(name).with_values({**tiny, **changes})
     config = resolve({"device": "cpu"}, **recipe.settings_for(0)).config
     return recipe, recipe_task(recipe, config)
 

@@ -31,10 +31,13 @@ _DATASETS = {
     "tokens": ("phalanx.data.sets.tokens", "tokens"),
 }
 
-READERS = frozenset(
-    "chats choices files imagefolder masked mnist pairs preferences questions shards spans tokens".split()
+READERS = (
+    *("chats", "choices", "files", "imagefolder", "masked", "mnist"),
+    *("pairs", "preferences", "questions", "shards", "spans", "tokens"),
 )
 """The data sets that are read from files: those with the option `root`."""
+OF_FOLDERS = ("mnist", "tokens")
+"""Those of them that read one folder, and no file."""
 _SPLITS = ("train", "val")
 _VALIDATION_NAMES = ("val", "validation", "valid", "test")
 

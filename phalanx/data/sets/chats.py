@@ -19,8 +19,8 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.chat_template import Encoded, Messages, read_template
 from phalanx.data.sets.files import read_rows
-from phalanx.data.sets.splits import check_fraction
 from phalanx.data.sets.places import Root
+from phalanx.data.sets.splits import check_fraction
 from phalanx.data.sets.tokens import Packing
 from phalanx.errors import DataError, UsageError, unknown_name
 

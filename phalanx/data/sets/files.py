@@ -1,7 +1,8 @@
 """Files of one's own as a data set: texts, tables (parquet, jsonl, csv), images in class folders, tar shards.
 
 Files or folders named train*, and val*, valid*, dev* or test*, are the two splits; without such names a part of the
-samples is held out for validation. What the columns and classes are is learned from the training files alone. `text` is a corpus that every machine has: the sources of Python itself.
+samples is held out for validation. The meaning of columns and classes is learned from the training files alone. `text`
+is a corpus that every machine has: the sources of Python itself.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.image_files import IMAGE_ENDINGS, find_images
 from phalanx.data.sets.imagefolder import ImageFolder
-from phalanx.data.sets.splits import check_fraction, held_out, held_out_part
 from phalanx.data.sets.places import FoundFiles, Root, find_files
+from phalanx.data.sets.splits import check_fraction, held_out, held_out_part
 from phalanx.data.sets.tables import (
     TARGETS,
     VOCABULARY,

@@ -71,8 +71,8 @@ def find_images(
 ) -> FoundImages:
     """Return the images of a split: those in root/train or root/val, else a part of those in `root`.
 
-    `classes`: the names of all labels in their order; without them, those of the training images. Images that are named
-    one by one have the class that their folder is called. Without `needs_target` any images will do, and have no labels.
+    `classes`: the names of all labels in their order; without them, those of the training images. An image that is
+    named by itself has the class that its folder is called. Without `needs_target` any images will do, without labels.
     """
     places = find_places(root)
     folder = places[0] if len(places) == 1 and places[0].is_dir() else None

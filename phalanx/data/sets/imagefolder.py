@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 from phalanx.data.sets.image_files import FoundImages, as_rgb, find_images, import_pillow
-from phalanx.data.sets.splits import check_fraction, held_out_part
 from phalanx.data.sets.places import Root
+from phalanx.data.sets.splits import check_fraction, held_out_part
 from phalanx.errors import DataError, UsageError
 
 

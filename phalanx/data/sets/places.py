@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.errors import DataError, UsageError, nearest
+from phalanx.errors import UsageError, nearest
 
 Root = str | Path | Sequence[str | Path]
 
@@ -74,4 +74,4 @@ def one_folder(root: Root, what: str) -> Path:
         return places[0]
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     kind = "a file" if places[0].is_file() else "not one folder"
-    raise DataError(f"{what} reads a folder, and {places[0]}{more} is {kind}.")
+    raise UsageError(f"{what} reads a folder, and {places[0]}{more} is {kind}")

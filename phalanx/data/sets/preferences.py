@@ -14,8 +14,8 @@ from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.chat_template import Encoded, Messages, read_template
 from phalanx.data.sets.chats import as_messages, counted_rows
 from phalanx.data.sets.files import read_rows
-from phalanx.data.sets.splits import check_fraction
 from phalanx.data.sets.places import Root
+from phalanx.data.sets.splits import check_fraction
 from phalanx.errors import DataError, UsageError
 
 _SIDES = ("chosen", "rejected")

@@ -172,10 +172,10 @@ def _find(given: Root, split: str, names: Sequence[str] | None, *, needs_target:
     places = find_places(given)
     is_packed = len(places) == 1 and (places[0].is_file() or _holds_shards(places[0]))
     if not is_packed or places[0].suffix.lower() in IMAGE_ENDINGS:
-        found = find_images(given, split, names, needs_target=needs_target)
-        notes = (about_empty(found.classes, found.samples),) if split == "train" else ()
-        part = FilePart(found.root, found.samples)
-        return _Found([part], found.classes, found.part, notes=tuple(filter(None, notes)))
+        images = find_images(given, split, names, needs_target=needs_target)
+        notes = (about_empty(images.classes, images.samples),) if split == "train" else ()
+        part = FilePart(images.root, images.samples)
+        return _Found([part], images.classes, images.part, notes=tuple(filter(None, notes)))
     found = _find_packed(places[0], split)
     if names is not None and list(names) != found.classes:
         raise DataError(

@@ -218,8 +218,9 @@ class TableDataset(Dataset[Any]):
         cells = self._table[name]
         wrong = next((number for number, cell in enumerate(cells) if not _is_number(cell)), None)
         if wrong is not None:
+            given = f"row {wrong + 1} of {self._shown} holds {cells[wrong]!r} in the column '{name}'"
             raise DataError(
-                f"row {wrong + 1} of {self._shown} holds {cells[wrong]!r} in the column '{name}', which is not a number",
+                f"{given}, which is not a number",
                 hint="Correct the file, or leave the column out of data.inputs.",
             )
 
