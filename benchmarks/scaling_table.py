@@ -103,7 +103,7 @@ def _train_images(ranks: int, args: argparse.Namespace) -> Row:
         _phalanx("data", "make", "shapes", *drawn, "--size", 32)
     model = ["--set", "model.preset=debug", "--set", "model.channels=3", "--set", "data.size=32"]
     crop = ["--set", "augment.crop=32", "--set", "augment.scale=[0.5, 1.0]", "--learning-rate", 0.4]
-    epochs, _ = _trained("imagenet", ranks, args, 64, *model, *crop, "--data-dir", data, "--epochs", args.epochs)
+    epochs, _ = _trained("imagenet", ranks, args, 64, *model, *crop, "--data", data, "--epochs", args.epochs)
     seconds = min(epoch["seconds"] for epoch in epochs)
     return Row(_setup(ranks, args.device, "ddp"), "measured", seconds, None, 1.0, epochs[-1]["val"]["accuracy"])
 
@@ -113,7 +113,7 @@ def _train_questions(ranks: int, args: argparse.Namespace) -> Row:
     data = args.folder / "questions"
     if not data.exists():
         _phalanx("data", "make", "questions", "--out", data)
-    epochs, seconds = _trained("bert-qa", ranks, args, 64, "--data-dir", data, "--max-steps", 600)
+    epochs, seconds = _trained("bert-qa", ranks, args, 64, "--data", data, "--max-steps", 600)
     return Row(_setup(ranks, args.device, "ddp"), "measured", seconds, None, 1.0, epochs[-1]["val"]["f1"])
 
 

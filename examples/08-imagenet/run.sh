@@ -30,7 +30,7 @@ pack() {                                    # run again after an interruption: o
 }
 
 train() {                                   # run again after any end: it continues from the last checkpoint
-  phalanx train "$here/imagenet.toml" --data-dir "$shards" --run-dir "$run" --checkpoint-dir "$run/checkpoints" \
+  phalanx train "$here/imagenet.toml" --data "$shards" --run-dir "$run" --checkpoint-dir "$run/checkpoints" \
     --resume-from-checkpoint=true --metrics-port "${METRICS_PORT:-9400}" "${machine[@]}" "${size[@]}"
 }
 
@@ -49,12 +49,12 @@ export_model() {
 }
 
 slurm() {                                   # 4 machines of 8 GPUs; a preempted job is queued again and continues
-  phalanx submit slurm "$here/imagenet.toml" --data-dir "$shards" --num-nodes 4 --gpus-per-node 8 \
+  phalanx submit slurm "$here/imagenet.toml" --data "$shards" --num-nodes 4 --gpus-per-node 8 \
     --time-limit 24h --batch-size 64 "${render[@]}"
 }
 
 kubernetes() {                              # the image has the recipe "imagenet"; the settings of imagenet.toml are given here
-  phalanx submit kubernetes imagenet --data-dir /data/imagenet-shards --num-nodes 4 --gpus-per-node 8 --batch-size 64 \
+  phalanx submit kubernetes imagenet --data /data/imagenet-shards --num-nodes 4 --gpus-per-node 8 --batch-size 64 \
     --ema-decay 0.9999 --checkpoint-frequency auto --max-restarts 10 --image "${IMAGE:-registry.example.com/phalanx:1}" \
     --pvc imagenet:/data,runs:/workspace/runs "${render[@]}"
 }

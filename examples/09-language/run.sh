@@ -54,7 +54,7 @@ chats() {                                   # a few thousand drawn ones; your ow
 }
 
 tune() {                                    # QLoRA: --lora-base nf4
-  phalanx train sft --model "$base" --data-dir "$chats/chats" --set data.template=plain "${tuned[@]}" "${machine[@]}" \
+  phalanx train sft --model "$base" --data "$chats/chats" --set data.template=plain "${tuned[@]}" "${machine[@]}" \
     --run-dir "$runs/tune" --checkpoint-dir "$runs/tune/checkpoints" --resume-from-checkpoint=true
 }
 
@@ -72,7 +72,7 @@ serve() {
 }
 
 slurm() {                                   # a Llama 8B, adapters of its 4-bit weights, on 2 machines of 8 GPUs
-  phalanx submit slurm sft --model "${FOLDER:-$base}" --data-dir "$chats/chats" --set data.template=plain --lora-rank 16 --lora-base nf4 \
+  phalanx submit slurm sft --model "${FOLDER:-$base}" --data "$chats/chats" --set data.template=plain --lora-rank 16 --lora-base nf4 \
     --strategy fsdp --num-nodes 2 --gpus-per-node 8 --time-limit 12h "${render[@]}"
 }
 

@@ -132,7 +132,7 @@ def _make_questions(namespace: argparse.Namespace) -> int:
         print_json({"out": str(out), "questions": counts})
         return 0
     written = ", ".join(f"{split}.json ({count:,} questions)" for split, count in counts.items())
-    print(f"{out}: {written}, texts/, tokenizer/\ntrain on it: phalanx train bert-qa --data-dir {out}")
+    print(f"{out}: {written}, texts/, tokenizer/\ntrain on it: phalanx train bert-qa --data {out}")
     return 0
 
 

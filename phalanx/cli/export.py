@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.evaluate import add_run_flags
+from phalanx.cli.evaluate import add_run_flags, asked_of
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_output_flag, check_output
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import size
 
-FORMATS = {"safetensors": ".safetensors", "hf": "", "onnx": ".onnx", "torchscript": ".ts"}
-"""What can be written, and the ending of its file; a Hugging Face model is a folder."""
+FORMATS = {"safetensors": (".safetensors",), "hf": (), "onnx": (".onnx",), "torchscript": (".ts", ".pt")}
+"""What can be written, and the endings of its file, the usual one first; a Hugging Face model is a folder."""
+_BY_EXAMPLE = ("onnx", "torchscript")
+"""Formats that an example of the model's inputs is needed for."""
 
 
 def parser() -> FlagParser:
@@ -22,7 +24,8 @@ def parser() -> FlagParser:
         usage="phalanx export RUN|CHECKPOINT [--format FORMAT] [-o PATH]",
         description="Write the best checkpoint of a run for other programs.",
     )
-    add_run_flags(parser)
+    parser.add_argument("run", metavar="RUN", help="a run (name, beginning of one, tag, folder, last) or a checkpoint")
+    add_run_flags(parser, "onnx, torchscript: data for an example of the inputs")
     parser.add_argument("--format", metavar="|".join(FORMATS), help="[that of the ending of --output, or safetensors]")
     text = "the file or folder [<run>.<ending>]"
     add_output_flag(parser, "-o", "--output", endings=(), metavar="PATH", help=text)
@@ -37,12 +40,17 @@ def run(arguments: Sequence[str]) -> int:
     from phalanx.trainers.export import export_model
     from phalanx.trainers.saved_run import load_run, open_run
 
-    needs_example = kind in ("onnx", "torchscript")
+    needs_example = kind in _BY_EXAMPLE
+    if not needs_example and not namespace.model and (namespace.data or namespace.changes):
+        raise UsageError(
+            f"--{'data' if namespace.data else 'set'} is for {' and '.join(_BY_EXAMPLE)}, which need an example",
+            hint=f"Leave it out: {kind} is written from the checkpoint alone.",
+        )
     if needs_example or namespace.model:
-        found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
+        found, data = open_run(**asked_of(namespace), needs_target=False)
     else:
         found, data = load_run(namespace.run, checkpoint=namespace.checkpoint), None
-    path = Path(namespace.output or f"{found.path.name}{FORMATS[kind]}")
+    path = Path(namespace.output or found.path.name + "".join(FORMATS[kind][:1]))
     check_output(path, "--output", force=namespace.force)
     augment = found.trainer().augment if needs_example else None
     whole = remove_lora(merge_lora(found.model))  # other programs know no adapters
@@ -60,12 +68,16 @@ def _format(asked: str | None, output: str | None) -> str:
         return asked or "safetensors"
     ending = Path(output).suffix
     if asked is None:
-        found = next((name for name, known in FORMATS.items() if known and known == ending), None)
+        found = next((name for name, known in FORMATS.items() if ending in known[:1]), None)
         if found is None:
-            given = unknown_name("ending", ending or "(none)", filter(None, FORMATS.values()))
-            raise UsageError(f"--output {output}: {given}", hint="A Hugging Face folder is written by --format hf.")
+            given = unknown_name("ending", ending or "(none)", [known[0] for known in FORMATS.values() if known])
+            hint = "A Hugging Face folder is written by --format hf."
+            if ending == ".pt":
+                hint = f"A TorchScript file: add --format torchscript. The weights: -o {Path(output).stem}.safetensors"
+            raise UsageError(f"--output {output}: {given}", hint=hint)
         return found
-    if asked != "hf" and ending != FORMATS[asked]:
-        hint = f"Write: --output {Path(output).with_suffix(FORMATS[asked])}"
-        raise UsageError(f"--output {output}: a file of the format {asked} ends in {FORMATS[asked]}", hint=hint)
+    if asked != "hf" and ending not in FORMATS[asked]:
+        hint = f"Write: --output {Path(output).with_suffix(FORMATS[asked][0])}"
+        endings = " or ".join(FORMATS[asked])
+        raise UsageError(f"--output {output}: a file of the format {asked} ends in {endings}", hint=hint)
     return asked

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMMON = (
     "num_workers", "num_nodes", "device", "strategy", "batch_size", "epochs", "max_steps", "learning_rate",
-    "optimizer", "weight_decay", "lr_schedule", "warmup", "seed", "data_dir", "mixed_precision",
+    "optimizer", "weight_decay", "lr_schedule", "warmup", "seed", "mixed_precision",
     "gradient_accumulation_steps", "gradient_clipping", "compile", "fast", "memory", "checkpoint_frequency",
     "resume_from_checkpoint", "run_dir", "tensorboard", "wandb",
 )  # fmt: skip
@@ -204,7 +204,9 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(recipe_names())
     parser.add_argument("recipe", nargs="?", help=f"a recipe ({names}), a file ./mine.toml, or my_package.recipes:tiny")
     parser.add_argument("--model", metavar="MODEL", help="a model: gpt, my_package.nets:Net, or a Hugging Face folder")
-    parser.add_argument("--data", metavar="DATA", help="data: digits, my_package.data:load, or a folder of files")
+    parser.add_argument(
+        "--data", metavar="DATA", help="a file, a folder or a pattern of files; digits, my_package.data:load"
+    )
     parser.add_argument(
         "--set",
         dest="changes",
@@ -276,9 +278,14 @@ def _refuse_for_scripts(namespace: argparse.Namespace) -> None:
 
 def _named_recipe(namespace: argparse.Namespace) -> Recipe:
     """Return the recipe of a command: the one named, or one of --model and --data; with the values of --set."""
+    from phalanx.data.sets import check_name as check_data
+    from phalanx.data.sets import named_data
+    from phalanx.models.registry import check_name as check_model
+
     if namespace.recipe:
         recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
-        recipe = recipe.with_parts(namespace.model, namespace.data)
+        data = None if namespace.data is None else named_data(namespace.data, recipe.data)
+        recipe = recipe.with_parts(namespace.model, data)
     else:
         for part in ("model", "data"):
             if not getattr(namespace, part):
@@ -288,7 +295,8 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
                 )
         name = re.sub(r"\W+", "-", Path(namespace.model).name.rpartition(":")[2]).lower()
         # Checkpoints, so that the result can be evaluated and exported.
-        recipe = Recipe(name, "", {}, {}, {"checkpoint_frequency": 1}).with_parts(namespace.model, namespace.data)
+        recipe = Recipe(name, "", {}, {}, {"checkpoint_frequency": 1})
+        recipe = recipe.with_parts(namespace.model, named_data(namespace.data, {}))
         if namespace.preset is not None:
             recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
     recipe = recipe.with_values(read_changes(namespace.changes, NAMES.__contains__)[1]).fitted()
@@ -297,9 +305,6 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
 
         recipe = with_located_sources(recipe)
     recipe.check()
-    from phalanx.data.sets import check_name as check_data
-    from phalanx.models.registry import check_name as check_model
-
     check_model(str(recipe.model["name"]))
     check_data(str(recipe.data["name"]))
     return recipe

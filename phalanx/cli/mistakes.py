@@ -135,7 +135,7 @@ def _meant_flag(name: str, given: str, flags: Mapping[str, str], known: argparse
         change = f"--set {option}={shlex.quote(given or '...')}"
         if "set" in flags:
             return f"Write: {change}"
-        return f"A run keeps its model and data; a new one takes it: phalanx train RECIPE {change}"
+        return f"A run keeps its model; a new one takes it: phalanx train RECIPE {change}"
     close = like_flag(plain, {*flags, *REMOVED})
     if close is None:
         return f"{other} has it." if (other := _verb_with(name)) else ""

@@ -10,15 +10,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.evaluate import add_run_flags
-from phalanx.cli.flags import FlagParser, add_config_flags, given_flags
+from phalanx.cli.evaluate import DataParser, add_run_flags, asked_of
+from phalanx.cli.flags import add_config_flags, given_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.errors import UsageError
+from phalanx.observe.format import table
 
-_HELP = """Write what a run's best checkpoint says of data, one row per sample and in its order.
+_HELP = """Show what a run's best checkpoint predicts for data, one row per sample and in their order.
 
-Of a classifier: row, file, class, its name and probability; of other models the output. Without --output, each is a
-line of JSON. A language model continues --prompt."""
+Data are read as the run's own were: rows of a table, which may lack the target, one image, or images in any folder. A
+classifier gives the row, the file of an image, the class, its name and probability; other models give their output. It
+is a table; --output writes a file. A language model continues --prompt."""
 _OF_TENSORS = (".npy", ".pt")
 """Files that hold the model's outputs themselves."""
 _DIGITS = 6
@@ -26,11 +28,11 @@ _EXACT = 9
 """Digits that tell any two numbers of 32 bits apart."""
 
 
-def parser() -> FlagParser:
+def parser() -> DataParser:
     """Return the parser of the verb."""
-    usage = "phalanx predict RUN|CHECKPOINT [--data DATA | --prompt TEXT] [-o FILE] [options]"
-    parser = FlagParser(prog="phalanx predict", usage=usage, description=_HELP)
-    add_run_flags(parser)
+    usage = "phalanx predict RUN|CHECKPOINT [DATA ... | --data DATA | --prompt TEXT] [-o FILE] [options]"
+    parser = DataParser(prog="phalanx predict", usage=usage, description=_HELP)
+    add_run_flags(parser, "what to predict for")
     text = "a file to write: .jsonl or .csv; .npy and .pt hold the outputs"
     add_output_flag(parser, "-o", "--output", endings=(".jsonl", ".csv", *_OF_TENSORS), help=text)
     parser.add_argument("--raw", action="store_true", help="the model's outputs as they are, instead of classes")
@@ -47,13 +49,15 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     from phalanx.trainers.saved_run import load_run, open_run
 
+    asked = asked_of(namespace)
     if namespace.prompt is not None:
+        for name, value in (("--data", asked["data"]), ("--set", asked["changes"]), ("--model", asked["model"])):
+            if value:
+                raise UsageError(f"--prompt and {name} exclude each other", hint="Leave one of them out.")
         saved = load_run(namespace.run, checkpoint=namespace.checkpoint)
         print(_continued(saved, namespace))
         return 0
-    found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
-    if data is None:
-        raise UsageError(f"{found.name} has no validation data", hint="Write: --data my_package.data:load")
+    found, data = open_run(**asked, needs_target=False)
     if hasattr(found.model, "generate") and not namespace.raw:
         raise UsageError(
             f"a {type(found.model).__name__} gives scores of every token at every place, which are not texts",
@@ -66,12 +70,12 @@ def run(arguments: Sequence[str]) -> int:
         count = _write_outputs(outputs, path)
     else:
         decode = None if namespace.raw else getattr(data, "predictions", None)  # data whose outputs mean texts
-        rows = _rows(outputs, data, found.classes, raw=namespace.raw) if decode is None else decode(outputs)
+        rows = _rows(outputs, data, found, raw=namespace.raw) if decode is None else decode(outputs)
         count = len(rows)
         if namespace.json:
             print_json({"run": found.name, "checkpoint": str(found.checkpoint), "rows": rows})
         elif path is None:
-            _write_rows(rows, sys.stdout, ".jsonl")
+            print(_as_table(rows))
         if path is not None:
             with path.open("w", encoding="utf-8", newline="") as file:
                 _write_rows(rows, file, path.suffix)
@@ -98,7 +102,15 @@ def _continued(saved: Any, namespace: Any) -> str:
     return text_of_run(saved).answer(*asked)
 
 
-def _rows(outputs: Any, data: Any, classes: list[str], *, raw: bool) -> list[dict[str, Any]]:
+def _as_table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as a table with a title; a class is shown by its name."""
+    names = [name for name in rows[0] if name != "class" or "name" not in rows[0]] if rows else []
+    shown = {"name": "class"}
+    cells = [[json.dumps(row[n]) if isinstance(row[n], list) else str(row[n]) for n in names] for row in rows]
+    return table([[shown.get(name, name) for name in names], *cells])
+
+
+def _rows(outputs: Any, data: Any, run: Any, *, raw: bool) -> list[dict[str, Any]]:
     """Return what is written of each sample: its row and file, and the class with its probability, or the output."""
     import torch
 
@@ -107,8 +119,9 @@ def _rows(outputs: Any, data: Any, classes: list[str], *, raw: bool) -> list[dic
     places, files = _inputs(data, len(outputs))
     rows: list[dict[str, Any]] = [{"row": place} for place in places]
     for row, file in zip(rows, files, strict=False):
-        row["input"] = file
-    if raw or not _is_classifier(outputs, data, classes):
+        row["file"] = file
+    classes: list[str] = run.classes
+    if raw or not _is_classifier(outputs, data, run):
         digits = _EXACT if raw else _DIGITS
         for row, output in zip(rows, outputs, strict=True):
             row["output"] = _rounded(output.tolist(), digits)
@@ -128,15 +141,25 @@ def _inputs(data: Any, count: int) -> tuple[list[int], list[str]]:
     while isinstance(indices := getattr(data, "indices", None), list) and hasattr(data, "dataset"):  # a subset
         places, data = [indices[place] for place in places], data.dataset
     samples = getattr(data, "samples", None)  # of folders of images, as torchvision has it: (file, label)
-    return places, [str(samples[place][0]) for place in places] if isinstance(samples, list) else []
+    if isinstance(samples, list):
+        return places, [_shorter(str(samples[place][0])) for place in places]
+    return places, [data.name(place) for place in places] if hasattr(data, "name") else []
 
 
-def _is_classifier(outputs: Any, data: Any, classes: list[str]) -> bool:
-    """Whether an output scores classes: there is one for each known name, or labels are whole numbers."""
+def _shorter(file: str) -> str:
+    """Return a path below the current folder as it is seen from there."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def _is_classifier(outputs: Any, data: Any, run: Any) -> bool:
+    """Whether an output scores classes: one for each known name, or those of a run whose labels are whole numbers."""
     if isinstance(outputs, list) or outputs.ndim != 2 or outputs.shape[1] < 2 or not outputs.is_floating_point():
         return False
-    if classes:
-        return bool(len(classes) == outputs.shape[1])
+    if run.classes:
+        return bool(len(run.classes) == outputs.shape[1])
+    if "target_type" in run.learned:
+        return bool(run.learned["target_type"] == "class")
     sample = data[0] if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
     label: Any = sample.get("labels") if isinstance(sample, dict) else sample[-1] if isinstance(sample, tuple) else None
     return isinstance(label, int) or (getattr(label, "ndim", 1) == 0 and not label.is_floating_point())

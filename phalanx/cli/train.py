@@ -111,12 +111,17 @@ def _run_on_hosts(words: list[str], *, dry: bool) -> int:
 
 
 def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> None:
-    if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
-        raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
-    if recipe is not None and Path(name := str(recipe.data["name"])).is_absolute():
-        from phalanx.data.sets import check_path  # before the ranks start, which takes seconds
+    if recipe is not None:
+        place = recipe.data.get("root") or recipe.data["name"]
+        if recipe.needs_data and "root" not in recipe.data:
+            raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data path/to/them")
+        if (isinstance(place, list) or Path(place).is_absolute()) and resolved.config.launcher == "local":
+            from phalanx.data.sets import OF_FOLDERS
+            from phalanx.data.sets.places import find_places, one_folder
 
-        check_path(Path(name))
+            # Before the ranks start, which takes seconds.
+            name = str(recipe.data["name"])
+            _ = one_folder(place, name) if name in OF_FOLDERS else find_places(place)
     if target is not None:
         target.check()
 

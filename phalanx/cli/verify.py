@@ -24,7 +24,7 @@ from phalanx.tools.verify.subject import RecipeSubject, Subject, default_setting
 _HINT = "Write: phalanx verify digits --num-workers 4 --max-steps 200 --faults 10"
 _EVERY = "10 steps"
 _OF_PROOFS = ("resume", "reshard", "own_loop")
-_OF_FAULTS = ("model", "data", "changes", "module", "no_compare", "own_objects", "no_checkpoints", "out")
+_OF_FAULTS = ("model", "changes", "module", "no_compare", "own_objects", "no_checkpoints", "out")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def _refuse(namespace: argparse.Namespace, names: Sequence[str], why: str) -> No
 
 def _prove(namespace: argparse.Namespace) -> int:
     faults = namespace.faults is not None
-    subject = find_subject(namespace.recipe, namespace.script, namespace.preset)
+    subject = find_subject(namespace.recipe, namespace.script, namespace.preset, namespace.data)
     resolved = resolve_flags(namespace, _defaults(subject, default_settings(faults=faults)))
     prestart()
     from phalanx.tools.verify.proofs import prove

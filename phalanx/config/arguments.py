@@ -47,7 +47,6 @@ class CommonSettings(TypedDict, total=False):
     seed: int
     deterministic: bool
     drop_last: bool | None
-    data_dir: str | os.PathLike[str] | None
     eval_every: int | float | str
     limit_val_batches: int | float | None
     sanity_val_batches: int

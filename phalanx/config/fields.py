@@ -213,9 +213,6 @@ class Training:
     drop_last: bool | None = option(
         None, "drop an incomplete last global batch (default: as the DataLoader does)", keras="used"
     )
-    data_dir: str | None = option(
-        None, "folder of a recipe's data files (mnist, imagefolder)", scope="machine place", keras="used"
-    )
     eval_every: int | float | str = option(
         1,
         "evaluate every n epochs (2), every n steps ('500 steps') or after each share of an epoch (0.25, '25%'), and "

@@ -35,7 +35,7 @@ _SETTINGS = {
     "lr_schedule": "scheduler lr_scheduler lr_scheduler_type lr_sched schedule",
     "warmup": "warmup_steps warmup_ratio num_warmup_steps warmup_epochs",
     "seed": "random_seed manual_seed",
-    "data_dir": "data data_path dataset_path data_root",
+    "data": "data_dir data_path dataset_path data_root dataset",
     "eval_every": "evaluation_strategy eval_strategy check_val_every_n_epoch",
     "eval_every=500 steps": "eval_steps val_check_interval",
     "sanity_val_batches": "num_sanity_val_steps sanity_val_steps",

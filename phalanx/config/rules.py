@@ -23,7 +23,7 @@ STRATEGY = ("strategy", "backend", "zero_stage")
 RANKS = ("num_workers", "num_nodes", "hosts")
 """What `Settings.total_ranks` depends on."""
 
-FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard", "data_dir")
+FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """The compressors that use a setting; empty: all but 'none'."""
 _OF_STRATEGIES = {

@@ -19,6 +19,8 @@ from phalanx.config.renamed import ENV_PREFIX, NAMES, REMOVED, merge, of_earlier
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
+_LIMITS = ("epochs", "max_steps")
+"""How long a run is; where both are given, the first that is reached ends it."""
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "CONTROL_FD", "ENGINE", "EVENTS_FD", "FAILURES", "FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS"),
@@ -99,6 +101,12 @@ def resolve(
             if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
                 del values[name]
                 origins[name] = "default"
+    for limit, other in (_LIMITS, _LIMITS[::-1]):
+        # The length that the user gives is the length: a recipe's own, in the other unit, would cut it short.
+        is_given = values.get(limit) is not None and not origins[limit].startswith("recipe ")
+        if is_given and origins[other].startswith("recipe "):
+            del values[other]
+            origins[other] = "default"
     if counted := [name for name in ("gpus_per_node", "num_gpus") if values.get(name) is not None]:
         chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
         origins |= dict.fromkeys(chosen, origins[counted[-1]])

@@ -53,7 +53,8 @@ class TrainTask:
         data = self.train
         while data is not None and not self.columns:  # of a loader or subset: that of the data set inside
             found, data = getattr(data, "columns", None), getattr(data, "dataset", None)
-            self.columns = found if isinstance(found, dict) and found.keys() <= {"inputs", "target"} else {}
+            named = {"inputs", "target", "target_type"}
+            self.columns = found if isinstance(found, dict) and found.keys() <= named else {}
 
 
 def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:

@@ -47,7 +47,8 @@ class Recipe:
     settings: dict[str, Any] = field(default_factory=dict)
     gpu_settings: dict[str, Any] = field(default_factory=dict)
     """Settings for runs on GPUs; they apply where they do not contradict what the user gives."""
-    needs_data_dir: bool = False
+    needs_data: bool = False
+    """Whether it reads files that the user has to name (--data)."""
     presets: tuple[str, ...] = ()
     sample: dict[str, Any] = field(default_factory=dict)
     loss: str | dict[str, Any] = ""
@@ -62,6 +63,8 @@ class Recipe:
     """Options of `phalanx.data.augment.Augment`, or of the function or class that `name` is the import path of."""
     paths: tuple[str, ...] = ()
     """Folders with modules of the user: that of the recipe's file, and the current one."""
+    sized: bool = False
+    """Whether the model has the sizes that its data tell: a trained model is then built without them."""
     source: str = ""
     """The name, file or import path that finds it again; empty for one made of --model and --data."""
 
@@ -84,13 +87,13 @@ class Recipe:
             raise UsageError(unknown_name("preset", preset, self.presets, of=f"the recipe '{self.name}'"))
         return replace(self, model={**self.model, "preset": preset})
 
-    def with_parts(self, model: str | None, data: str | None) -> Recipe:
-        """Return the recipe with another model or other data; options of the replaced part go with it."""
+    def with_parts(self, model: str | None, data: Mapping[str, Any] | None) -> Recipe:
+        """Return the recipe with another model, whose options go with it, or other data (`data.sets.named_data`)."""
         changes: dict[str, Any] = {}
         if model is not None:
-            changes = {"model": {"name": _located(model, Path.cwd())}, "presets": (), "sample": {}}
+            changes = {"model": {"name": _located(model, Path.cwd())}, "presets": (), "sample": {}, "sized": False}
         if data is not None:
-            changes |= {"data": {"name": _located(data, Path.cwd())}, "needs_data_dir": False}
+            changes |= {"data": dict(data), "needs_data": False}
         if changes:
             changes["paths"] = tuple(dict.fromkeys([*self.paths, str(Path.cwd())]))
         return replace(self, **changes)
@@ -137,7 +140,7 @@ class Recipe:
 
 def from_document(document: Mapping[str, Any], name: str, folder: Path | None = None) -> Recipe:
     """Make a recipe from what a file or a function of the user holds; `folder`: where its file is."""
-    allowed = [each.name for each in fields(Recipe) if each.name not in ("paths", "source")]
+    allowed = [each.name for each in fields(Recipe) if each.name not in ("paths", "sized", "source")]
     for key in document:
         if key not in allowed:
             raise UsageError(

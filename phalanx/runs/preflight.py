@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.config import DistributedConfig
 from phalanx.config.backend_rules import missing_engine
 from phalanx.engine import ENGINES, engine_of, find_engine
-from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError, UsageError
+from phalanx.errors import EXIT_USAGE, CheckpointError, PhalanxError, UsageError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.launch import check_endpoint
 from phalanx.observe.prometheus import import_client
@@ -31,9 +31,6 @@ def _check_all(config: DistributedConfig) -> None:
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
-    if config.data_dir is not None and config.launcher == "local" and not Path(config.data_dir).is_dir():
-        wrong = "is a file, not a folder" if Path(config.data_dir).exists() else "does not exist"
-        raise DataError(f"data_dir = {config.data_dir!r} {wrong}", hint="Give the folder of the data files.")
     for name in ("checkpoint_dir", "tensorboard", "run_dir"):
         if isinstance(given := getattr(config, name), str):
             _check_folder(name, given)

@@ -157,6 +157,13 @@ def read_record(run_dir: Path) -> RunRecord | str | None:
     return f"{path} is damaged: wrong value of {', '.join(wrong)}" if wrong else record
 
 
+def keep_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> None:
+    """Write a run's recipe again, with what its ranks have learned about it."""
+    record = read_record(run_dir)
+    if isinstance(record, RunRecord) and record.recipe is not None:
+        dataclasses.replace(record, recipe=dict(recipe)).write(run_dir)
+
+
 def end_record(run_dir: Path, outcome: str) -> None:
     """Write how the command ended, where the run's folder still exists."""
     record = read_record(run_dir)

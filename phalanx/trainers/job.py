@@ -33,7 +33,7 @@ from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import FILE as RECORD
-from phalanx.runs.record import RunRecord, discard_unused, make_run_dir
+from phalanx.runs.record import RunRecord, discard_unused, keep_recipe, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
@@ -61,7 +61,7 @@ class Job:
     gives_back: bool = False
     """Whether a fit that a signal stops has a result, with `stopped`: its caller goes on with the model."""
     recipe: dict[str, Any] | None = None
-    """What is trained, for the run's record: srun and torchrun start ranks without a launcher that writes it."""
+    """What is trained, with the sizes that the data have told, for the run's record."""
 
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
@@ -163,6 +163,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         if not (_is_given(job) and (run_dir / RECORD).exists()):  # else the process that started the ranks wrote it
             record = RunRecord.of_this_process(job.config.given(), recipe=job.recipe)
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
+        elif job.recipe is not None:
+            keep_recipe(run_dir, job.recipe)
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
     profile = stopped = loop = None

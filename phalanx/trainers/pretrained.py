@@ -112,10 +112,11 @@ def _listed(what: str, found: Iterable[str]) -> str:
     return f"; {what}: {text}" if text else ""
 
 
-def tokenizer_of(recipe: Recipe, data_dir: str | None) -> str | None:
+def tokenizer_of(recipe: Recipe) -> str | None:
     """Return the tokenizer of a recipe's tokens, a folder or a file tokenizer.json; None for bytes."""
-    root = data_dir or recipe.data.get("root") or recipe.data.get("name", "")
-    given = [recipe.data.get("tokenizer"), str(Path(root) / "tokenizer"), str(root), recipe.model.get("name", "")]
+    root = recipe.data.get("root") or recipe.data.get("name", "")
+    root = root if isinstance(root, str) else root[0]
+    given = [recipe.data.get("tokenizer"), str(Path(root) / "tokenizer"), root, recipe.model.get("name", "")]
     for place in filter(None, given):
         if _has_tokenizer(Path(place)):
             return str(place)
@@ -131,7 +132,7 @@ def pretrained_tokenizer(source: str | None) -> str | None:
     run = _stored(Path(source))[0]
     if run.recipe is None or run.record is None:
         return None
-    return tokenizer_of(run.recipe, run.record.settings.get("data_dir"))
+    return tokenizer_of(run.recipe)
 
 
 def with_source_tokenizer(data: dict[str, Any], source: str) -> dict[str, Any]:

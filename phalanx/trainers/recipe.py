@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,21 +13,20 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
-from phalanx.data.sets import load_splits, takes
 from phalanx.data.source import read_source
-from phalanx.errors import UsageError
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
 from phalanx.loop.metrics import cross_entropy, find_loss
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.models.contract import InitialisesWeights, WrapsModel, implements
-from phalanx.models.registry import build, build_options, names
+from phalanx.models.registry import build, names
 from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
-from phalanx.recipes.imports import call_with, extend_path, is_import_path, load_import, unknown_option
+from phalanx.recipes.imports import call_with, is_import_path, load_import, unknown_option
 from phalanx.runs.result import JobResult
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.recipe_parts import loss_options, recipe_parts
 from phalanx.trainers.session import is_large, rank_bytes
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
@@ -108,20 +106,16 @@ def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
 
 _BATCH_SIZE = 32
 """For data sets of the user without a DataLoader, in a recipe that sets none."""
-_LONGEST_TEXT = 1024
-"""Longer windows of a corpus of some megabytes would be few."""
-_LONGEST_OF_FOLDER = 128
-"""For the model of a folder, whose limit may be far above what its texts need."""
 
 
 def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
     """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
 
     def build() -> Job:
-        task = recipe_task(recipe, config)
+        task, sized = _sized_task(recipe, config)
         note = getattr(task.model, "weights_note", "")
         fitted = with_batch_size(config, task.train)
-        return Job("fit", task, fitted, run_dir, checked, build, note, recipe=dataclasses.asdict(recipe))
+        return Job("fit", task, fitted, run_dir, checked, build, note, recipe=dataclasses.asdict(sized))
 
     return run_job(build(), in_place=True)
 
@@ -137,16 +131,22 @@ def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:
 
 def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
     """Build what a recipe describes: model, data, loss, optimizer, metrics and callbacks."""
+    return _sized_task(recipe, config)[0]
+
+
+def _sized_task(recipe: Recipe, config: DistributedConfig) -> tuple[TrainTask, Recipe]:
+    """Return a recipe's task, and the recipe with the sizes of its model."""
     seed_everything(config.seed)
-    model, train, val = recipe_parts(recipe, config.data_dir, without_storage=_is_large(recipe, config))
+    parts = recipe_parts(recipe, without_storage=_is_large(recipe, config))
+    model, train = parts.model, parts.train
     callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
     for path in recipe.callbacks:
         found = load_import(path, "callbacks")
         callbacks.append(found() if inspect.isclass(found) else found)
-    return TrainTask(
+    task = TrainTask(
         model,
         train,
-        val,
+        parts.val,
         loss_fn=recipe_loss(recipe, model),
         optimizer=load_import(recipe.optimizer, "optimizer") if recipe.optimizer else None,
         metrics=recipe_metrics(recipe),
@@ -154,6 +154,7 @@ def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
         name=config.name or recipe.name,
         augment=recipe_augment(recipe, model, train),
     )
+    return task, parts.recipe
 
 
 def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
@@ -204,17 +205,12 @@ def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
     if implements(model, WrapsModel):
         return None
     if recipe.loss:
-        return _made_loss(*_loss_options(recipe))
+        return _made_loss(*loss_options(recipe))
     if recipe.augment:
         return cross_entropy  # of labels, and of the shares of classes that mixup makes of them
     # A language model computes its loss itself, and a mixture of experts adds a term to it.
     own_model = is_import_path(recipe.model["name"]) or Path(recipe.model["name"]).is_absolute()
     return None if own_model or recipe.sample or hasattr(model, "loss_from_output") else implied_loss
-
-
-def _loss_options(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    table = {"name": recipe.loss} if isinstance(recipe.loss, str) else recipe.loss
-    return table["name"], {key: value for key, value in table.items() if key != "name"}
 
 
 def _made_loss(name: str, options: dict[str, Any]) -> Any:
@@ -229,132 +225,3 @@ def _made_loss(name: str, options: dict[str, Any]) -> Any:
         if option not in known:
             raise unknown_option(f"loss '{name}'", option, known)
     return partial(found, **options)
-
-
-def recipe_parts(recipe: Recipe, data_dir: str | None, *, without_storage: bool = False) -> tuple[nn.Module, Any, Any]:
-    """Return a recipe's model and its data for training and validation; `without_storage`: a model on "meta".
-
-    A loss that is a module around the model (`models.contract.WrapsModel`) is a part of it.
-    """
-    model, train, val = _bare_parts(recipe, data_dir, without_storage)
-    if recipe.loss:
-        name, options = _loss_options(recipe)
-        found: Any = load_import(name, "loss") if is_import_path(name) else None
-        if implements(found, WrapsModel):
-            model = call_with(found, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]  # it is a class
-    return model, train, val
-
-
-def _bare_parts(recipe: Recipe, data_dir: str | None, without_storage: bool) -> tuple[nn.Module, Any, Any]:
-    extend_path(recipe.paths)
-    recipe = recipe.fitted()
-    place = torch.device("meta") if without_storage else nullcontext()
-    data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
-    model = dict(recipe.model)
-    name = model.pop("name")
-    are_files, is_folder = (Path(str(each)).is_absolute() for each in (data["name"], name))
-    if (are_files or data["name"] == "tokens") and "seq_len" in build_options(name):
-        data.setdefault("seq_len", "model")
-    make: Any = build
-    if "pretrained" in model and name in names():
-        from phalanx.trainers.pretrained import build_pretrained, with_source_tokenizer  # few runs need it
-
-        make = partial(build_pretrained, weights=not without_storage)
-        data = with_source_tokenizer(data, model["pretrained"])
-    made: Any = None
-    if data.get("seq_len") == "model":
-        with place:
-            made = make(name, **model)
-        longest = _longest_input(made)
-        data["seq_len"] = longest if data["name"] == "tokens" else min(longest, _LONGEST_TEXT)
-    elif are_files and is_folder and "seq_len" not in data and takes(str(data["name"]), "seq_len"):
-        made = make(name, **model)
-        data["seq_len"] = min(_longest_input(made), _LONGEST_OF_FOLDER)
-    train, val = _both_splits(data)
-    classes = _class_count(train) if "classes" in build_options(name) else None
-    if classes is not None and "classes" not in model:  # known only from the user's files
-        model["classes"], made = classes, None
-    if name in names():
-        model = {**_end_sizes(build_options(name), train), **model}
-    if made is None:
-        with place:
-            made = make(name, **model)
-    _fit(made, train, val)
-    _compare_tokenizers(made, train, data)
-    if (tokenizer := _tokenizer_place(train, data)) and not hasattr(made, "name_or_path"):
-        made.name_or_path = str(tokenizer)  # where `export` finds it
-    return made, train, val
-
-
-def _longest_input(model: Any) -> int:
-    """Return how many tokens a model takes at once; of one that does not say it, more than any text has."""
-    config = getattr(model, "config", None)
-    return getattr(config, "seq_len", None) or getattr(config, "max_position_embeddings", None) or sys.maxsize
-
-
-def _class_count(train: Any) -> int | None:
-    """Return how many classes data have, which names or a number of them tell."""
-    classes = getattr(train, "classes", None)
-    return classes if classes is None or isinstance(classes, int) else len(classes)
-
-
-def _end_sizes(options: list[str], train: Any) -> dict[str, int]:
-    """Return the sizes of a perceptron's ends that the first sample or the names of the classes tell."""
-    sample = train[0] if "in_features" in options and hasattr(train, "__getitem__") and len(train) else None
-    if not isinstance(sample, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in sample[:2]):
-        return {}
-    inputs, target = sample[:2]
-    ends = target.numel() if target.is_floating_point() else _class_count(train)
-    return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
-
-
-def _fit(model: nn.Module, train: Any, val: Any) -> None:
-    """Let data that can do so give batches as the model takes them.
-
-    Raise where a model has fewer tokens than its data, or cannot keep packed documents apart.
-    """
-    for data in (train, val):
-        if hasattr(data, "fit_to"):
-            data.fit_to(model)
-    known, needed = (getattr(each, "vocab_size", None) for each in (getattr(model, "config", None), train))
-    if isinstance(known, int) and isinstance(needed, int) and known < needed:
-        raise UsageError(
-            f"the model knows {known} tokens, and the data have {needed}",
-            hint=f"Write: --set model.vocab_size={needed}, or make the data with the model's own tokenizer.",
-        )
-    if getattr(train, "is_packed", False) and "documents" not in inspect.signature(model.forward).parameters:
-        raise UsageError(
-            f"packed documents need a model whose forward takes `documents`, and {type(model).__name__} does not",
-            hint="Write: --set data.packing=windows (chats: none), or train gpt, llama or moe.",
-        )
-
-
-def _compare_tokenizers(model: Any, train: Any, data: dict[str, Any]) -> None:
-    """Raise where a folder's model, which has a tokenizer, would see bytes; note where it sees another one's tokens."""
-    own = Path(str(getattr(model, "name_or_path", ""))) / "tokenizer.json"
-    if not own.is_file() or not isinstance(getattr(train, "vocab_size", None), int):
-        return
-    given = _tokenizer_place(train, data)
-    if given is None:
-        raise UsageError(
-            f"the texts are read as bytes, and the model in {own.parent} knows the tokens of its tokenizer",
-            hint=f"Write: --set data.tokenizer={own.parent}",
-        )
-    other = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
-    if other.is_file() and other.read_bytes() != own.read_bytes():
-        note = f"warning: the tokens are those of {other}, which differs from the model's own {own}"
-        model.weights_note = f"{getattr(model, 'weights_note', '')} {note}".strip()
-
-
-def _tokenizer_place(train: Any, data: dict[str, Any]) -> str | None:
-    """Return the folder or file of the tokenizer that made the tokens of data; None for bytes, and other data."""
-    if data["name"] == "tokens":
-        return str(data.get("root") or data["sources"][0]["path"])
-    found = getattr(train, "tokenizer", data.get("tokenizer"))
-    return None if found is None else str(found)
-
-
-def _both_splits(options: dict[str, Any]) -> tuple[Any, Any]:
-    rest = {key: value for key, value in options.items() if key != "name"}
-    train, val = load_splits(options["name"], **rest)
-    return train, None if val is not None and hasattr(val, "__len__") and not len(val) else val

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import nn
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
-from phalanx.data.sets import takes
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
@@ -21,10 +21,11 @@ from phalanx.models.contract import WrapsModel, implements
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
-from phalanx.recipes.imports import extend_path, is_import_path
+from phalanx.recipes.imports import extend_path
 from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
-from phalanx.trainers.pretrained import tokenizer_of, with_tokenizer
-from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_metrics, recipe_parts
+from phalanx.trainers.given_data import Given, check_changes, given_table
+from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_metrics
+from phalanx.trainers.recipe_parts import given_data, given_parts, recipe_model, recipe_parts
 from phalanx.trainers.torch import Trainer
 from phalanx.trainers.weights import load_weights
 
@@ -74,7 +75,7 @@ class SavedRun(StoredRun):
     @cached_property
     def model(self) -> nn.Module:
         """The trained model, on the CPU and in eval mode."""
-        model = self._given if self._given is not None else self._parts()[0]
+        model = self._given if self._given is not None else recipe_model(self._known_recipe())
         adapt(model, self.config)
         load_weights(model, self.checkpoint)
         return model.eval()
@@ -90,9 +91,33 @@ class SavedRun(StoredRun):
 
     def data(self) -> tuple[Any, Any]:
         """Return the data for training and validation."""
-        return self._parts()[1:]
+        parts = recipe_parts(self._known_recipe())
+        return parts.train, parts.val
 
-    def _parts(self) -> tuple[nn.Module, Any, Any]:
+    @property
+    def learned(self) -> dict[str, Any]:
+        """What the checkpoint keeps of the training data, as options of a data set."""
+        values = read_manifest(self.checkpoint).shared.get("values", {})
+        classes = values.get("classes")
+        return {**values.get("columns", {}), **({"class_names": list(classes)} if classes else {})}
+
+    def read(self, given: Given | None = None, *, needs_target: bool = True, **options: Any) -> Any:
+        """Return data as the model takes them: files, a data set by name, an import path; else the validation data.
+
+        Files are read with the options of the run's own data (the size of images, columns, classes, tokenizer), of
+        which `options` replaces some: the validation part of a folder that has one, else everything. Without
+        `needs_target` they may lack labels: a table without that column, images in any folder.
+        """
+        if given is None:
+            recipe = self._known_recipe()
+            found = recipe_parts(replace(recipe, data={**recipe.data, **options})).val
+            return _not_empty(found, self, None)
+        recipe = self.recipe or Recipe(self.name, "", {}, {})
+        extend_path(recipe.paths)
+        table = given_table(recipe, given, self.learned, options, needs_target=needs_target)
+        return _not_empty(given_data(table, self.model), self, given)
+
+    def _known_recipe(self) -> Recipe:
         recipe = self.recipe
         if recipe is None:
             raise UsageError(
@@ -100,7 +125,7 @@ class SavedRun(StoredRun):
                 hint="Give them: load_run(name, model=Net()), or --model my_package:Net --data my_package:load",
             )
         recipe.check()
-        return recipe_parts(recipe, self.config.data_dir)
+        return recipe
 
     def trainer(self, **settings: Any) -> Trainer:
         """Return a trainer of the model, with the run's settings and these."""
@@ -116,13 +141,11 @@ class SavedRun(StoredRun):
         return Trainer(self.model, base.replace(**changes) if changes else base, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
-        """Return the loss and metrics on data; without any, on the run's validation data.
+        """Return the loss and metrics on data, also by name or path (`read`); without any, on the validation data.
 
         Of a language model also the perplexity, exp of the mean loss of a token.
         """
-        given = self.data()[1] if data is None else data
-        if given is None:
-            raise UsageError(f"{self.name} has no validation data", hint="Give data to evaluate on.")
+        given = self.read(data) if data is None or _is_named(data) else data
         metrics = self.trainer(**settings).evaluate(given)
         # Of multiple choice, preferences and the like, the loss is not that of a text.
         writes = hasattr(self.model, "generate") and not implements(self.model, WrapsModel)
@@ -131,12 +154,19 @@ class SavedRun(StoredRun):
         return metrics
 
     def predict(self, data: Any, **settings: Any) -> Any:
-        """Return the model's outputs for data, in its order."""
-        return self.trainer(**settings).predict(data)
+        """Return the model's outputs for data, in its order; files, also unlabelled ones, by their paths (`read`)."""
+        return self.trainer(**settings).predict(self.read(data, needs_target=False) if _is_named(data) else data)
 
     def __repr__(self) -> str:
         steps, total = self.steps
         return f"SavedRun({self.name}, {self.status}, {steps} of {total or '?'} steps)"
+
+
+def _is_named(data: Any) -> bool:
+    """Whether data are given by a name or by paths."""
+    return isinstance(data, str | Path) or (
+        isinstance(data, list) and bool(data) and all(isinstance(each, str | Path) for each in data)
+    )
 
 
 def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
@@ -150,7 +180,7 @@ def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
 
 def _without_engine(config: DistributedConfig) -> DistributedConfig:
     """Return the settings that matter for a model alone, where another engine trained it."""
-    kept = ("batch_size", "mixed_precision", "seed", "data_dir", "device", "loss_weighting")
+    kept = ("batch_size", "mixed_precision", "seed", "device", "loss_weighting")
     return resolve({name: getattr(config, name) for name in kept}, environ={}).config
 
 
@@ -194,43 +224,43 @@ def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
 
 
 def open_run(
-    name: str, checkpoint: str, model: str | None, data: str | None, data_dir: str | None = None
+    name: str,
+    checkpoint: str = "best",
+    *,
+    model: str | None = None,
+    data: Given | None = None,
+    changes: Mapping[str, Any] | None = None,
+    needs_target: bool = True,
 ) -> tuple[SavedRun, Any]:
-    """Return a run of the command line with its validation data, either replaced by what --model and --data name.
+    """Return a run of the command line with the data that it is asked about; see `SavedRun.read`.
 
-    `data_dir`: another folder for the same kind of data.
+    `model`: an import path or a reference model, where the run was not trained from a recipe.
     """
-    run = load_run(name, checkpoint=checkpoint)
+    run, options = load_run(name, checkpoint=checkpoint), check_changes(changes or {})
     if run.recipe is None and (model is None or data is None):
         missing = "--model" if model is None else "--data"
         raise UsageError(
             f"{run.name} was not trained from a recipe, so {missing} is needed",
             hint="Write: --model my_package.nets:Net --data my_package.data:load",
         )
-    recipe = (run.recipe or Recipe(run.name, "", {}, {})).with_parts(model, data)
+    if model is None:
+        return run, run.read(data, needs_target=needs_target, **options)
+    recipe = (run.recipe or Recipe(run.name, "", {}, {})).with_parts(model, None)
+    if data is not None:
+        table = given_table(recipe, data, run.learned, options, needs_target=needs_target)
+        recipe = replace(recipe, data=table)
     recipe.check()
-    extend_path(recipe.paths)
-    own_dir = run.config.data_dir
-    named = data is not None or data_dir is not None
-    if named and takes(str(recipe.data["name"]), "val_fraction"):
-        # Without a split of its own, everything that was named is measured: nothing of it was trained on.
-        recipe = replace(recipe, data={**recipe.data, "val_fraction": 0.0})
-    if named and run.classes and takes(str(recipe.data["name"]), "class_names"):
-        # A label's number is that of the training data, also where a file lacks some of the labels.
-        recipe = replace(recipe, data={**recipe.data, "class_names": run.classes})
-    if run.recipe is not None and named:
-        columns = {name: value for name, value in run.recipe.data.items() if name in ("inputs", "target", "text")}
-        columns |= read_manifest(run.checkpoint).shared.get("values", {}).get("columns", {})
-        if all(takes(str(recipe.data["name"]), name) for name in columns):  # another table of the same kind
-            recipe = replace(recipe, data={**columns, **recipe.data})
-        # Other texts are cut into the tokens that the model knows.
-        recipe = replace(recipe, data=with_tokenizer(recipe.data, tokenizer_of(run.recipe, own_dir)))
-    if data is not None and not is_import_path(data):
-        own_dir = None  # the path is where the data are
-    built, train, val = recipe_parts(recipe, own_dir if data_dir is None else data_dir)
-    if run.recipe is None or model is not None:
-        run = SavedRun(run.path, run._checkpoint, built)
-    found = train if val is None and named else val
-    if named and (found is None or (hasattr(found, "__len__") and not len(found))):
-        raise UsageError(f"{data or data_dir} has no samples to measure", hint="Give files with at least one sample.")
-    return run, found
+    if data is not None:
+        built, found = given_parts(recipe)
+    else:
+        built, _, found, _ = recipe_parts(recipe)
+    return SavedRun(run.path, run._checkpoint, built), _not_empty(found, run, data)
+
+
+def _not_empty(found: Any, run: SavedRun, given: Any) -> Any:
+    """Return data; refuse those without a sample, of which there would be no answer."""
+    if found is None and given is None:
+        raise UsageError(f"{run.name} has no validation data", hint="Name data: --data ./my-files")
+    if found is None or (hasattr(found, "__len__") and not len(found)):
+        raise UsageError(f"{given} has no samples", hint="Give files with at least one sample.")
+    return found

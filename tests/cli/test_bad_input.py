@@ -147,7 +147,7 @@ def test_words_of_argparse_are_ours(words, said):
     ("words", "said"),
     [
         ("--model mpl --data ./rows.csv", "unknown model 'mpl'. Did you mean 'mlp'?"),
-        ("--model mlp --data ./row.csv", "there is no such file. Did you mean 'rows.csv'?"),
+        ("--model mlp --data ./row.csv", "there is nothing at that path. Did you mean 'rows.csv'?"),
         ("digits --data digts", "unknown data set 'digts'. Did you mean 'digits'?"),
         ("--script rows.csv", "script 'rows.csv' is not a .py file."),
     ],
@@ -169,7 +169,7 @@ def test_an_option_of_the_model_as_a_flag_is_answered_with_set():
     assert "'--model.width'. Write: --set model.width=3\n" in refused("train", "digits", "--model.width", "3")
     assert "'--n-layer'. Write: --set model.layers=3\n" in refused("train", "gpt", "--n-layer", "3")
     message = refused("resume", "digits", "--model.width", "3")
-    assert "A run keeps its model and data; a new one takes it: phalanx train RECIPE --set model.width=3" in message
+    assert "A run keeps its model; a new one takes it: phalanx train RECIPE --set model.width=3" in message
 
 
 def test_a_recipe_without_its_ending_is_answered_with_the_file(tmp_path):
@@ -208,7 +208,7 @@ def test_a_tag_that_cannot_be_one_is_refused_before_anything_starts(tmp_path, ta
 
 
 def test_a_recipe_that_reads_files_asks_where_they_are():
-    assert "--data-dir" in refused("train", "mnist")
+    assert "--data" in refused("train", "mnist")
 
 
 def test_three_mistakes_of_a_file_are_reported_together(tmp_path):
@@ -298,10 +298,10 @@ def test_a_flag_of_another_command_is_named_with_it():
 @pytest.mark.parametrize(
     "words",
     [
-        "mnist --data-dir absent",
+        "mnist --data absent",
         "digits --resume-from-checkpoint absent",
         "digits --resume-from-checkpoint empty",
-        "mnist --data-dir file",
+        "mnist --data file",
         "digits --checkpoint-dir file",
         "digits --run-dir file",
         "digits --tensorboard-dir file/inside",

@@ -66,7 +66,7 @@ def tuned(place, fork_server):
     if not (place / "model").exists():
         write_chats(place / "chats", "Argus")
         shape = ("--set", "model.layers=2", "--set", "model.seq_len=96", "--learning-rate", "1e-2")
-        trained("sft", "sft", "--data-dir", "chats", "--epochs", 12, *shape)
+        trained("sft", "sft", "--data", "chats", "--epochs", 12, *shape)
         assert phalanx("export", "sft", "--format", "hf", "-o", "model").code == 0
     return place / "model"
 
@@ -79,7 +79,7 @@ def test_answers_are_as_trained(tuned):
 def test_four_bits_learn_like_all_of_them(tuned):
     """The losses after LoRA and after QLoRA, both sharded, differ by less than 0.05."""
     write_chats(tuned.parent / "other", "Tarsus")
-    lora = ("--model", tuned, "--data-dir", "other", "--lora-rank", 8, "--lora-targets", "layers.*")
+    lora = ("--model", tuned, "--data", "other", "--lora-rank", 8, "--lora-targets", "layers.*")
     lora += ("--strategy", "fsdp", "--set", "data.seq_len=96", "--epochs", 3, "--learning-rate", "1e-2")
     plain, packed = trained("sft", "lora", *lora), trained("sft", "qlora", *lora, "--lora-base", "nf4")
     assert abs(packed["loss"] - plain["loss"]) < 0.05
@@ -102,7 +102,7 @@ def test_chosen_answers_win(tuned, more):
     folder.mkdir(exist_ok=True)
     for split, times in (("train", 32), ("val", 1)):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * times))
-    words = ("--model", tuned, "--data-dir", "preferences", *more)
+    words = ("--model", tuned, "--data", "preferences", *more)
     found = trained("dpo", f"dpo-{len(more)}", *words)
     assert found["reward_accuracy"] == 1.0
     assert found["reward_margin"] > 0.5
@@ -111,7 +111,7 @@ def test_chosen_answers_win(tuned, more):
 
 def test_a_missing_template_and_missing_data_are_named(place, fork_server):
     write_chats(place / "few", "Argus")
-    answer = phalanx("train", "sft", "--data-dir", "few", "--device", "cpu", "--run-dir", "none")
+    answer = phalanx("train", "sft", "--data", "few", "--device", "cpu", "--run-dir", "none")
     assert answer.code != 0
     assert "the chat template is missing" in answer.text
     assert "--set data.template=plain" in answer.text

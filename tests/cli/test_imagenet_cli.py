@@ -62,7 +62,7 @@ def small(name: str, images: Path, *words: object) -> tuple[object, ...]:
         "--keep-best",
         "val/accuracy",
     )
-    return ("train", name, "--data-dir", images, *sizes, *words)
+    return ("train", name, "--data", images, *sizes, *words)
 
 
 def last_epoch(run: str = "run") -> dict[str, Any]:
@@ -97,8 +97,9 @@ def test_the_recipe_for_transformers_mixes_images(images):
 
 
 def parts(name: str, images: Path, **changes: Any) -> Any:
-    recipe = load_recipe(name).with_values({"model.preset": "debug", "model.channels": 3, "data.size": 32, **changes})
-    config = resolve({"data_dir": str(images), "device": "cpu"}, **recipe.settings_for(0)).config
+    tiny = {"model.preset": "debug", "model.channels": 3, "data.size": 32, "data.root": str(images)}
+    recipe = load_recipe(name).with_values({**tiny, **changes})
+    config = resolve({"device": "cpu"}, **recipe.settings_for(0)).config
     return recipe, recipe_task(recipe, config)
 
 

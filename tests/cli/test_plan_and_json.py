@@ -115,7 +115,7 @@ def test_a_plan_of_own_data_without_a_batch_size_has_the_size_that_the_run_would
     assert "32 samples (32 per rank x 1 data ranks)" in answer.out, answer.text
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if not load_recipe(name).needs_data_dir])
+@pytest.mark.parametrize("name", [name for name in recipe_names() if not load_recipe(name).needs_data])
 def test_every_recipe_has_a_plan(name):
     estimate = plan(name, "--device", "cpu")["estimate"]
     assert estimate["steps"] > 0

@@ -13,7 +13,7 @@ from command import phalanx
 from long_proofs import long_proof
 
 from phalanx import load_run
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_parts
 
 SHORT = ("--device", "cpu", "--batch-size", 8, "--checkpoint-frequency", 1)
 
@@ -41,9 +41,9 @@ def test_a_masked_run_becomes_an_exported_model_of_answers(tmp_path):
     transformers = pytest.importorskip("transformers")
     told = succeeded("data", "make", "questions", "--out", "set", "--count", 120)
     assert "train.json (120 questions), dev.json (12 questions)" in told
-    masked = ("--data-dir", "set/texts", "--set", "data.tokenizer=set/tokenizer", "--set", "model.vocab_size=1024")
+    masked = ("--data", "set/texts", "--set", "data.tokenizer=set/tokenizer", "--set", "model.vocab_size=1024")
     succeeded("train", "bert", *masked, "--max-steps", 2, *SHORT, "--name", "masked")
-    tuned = ("--data-dir", "set", "--set", "model.pretrained=last", "--max-steps", 2, *SHORT)
+    tuned = ("--data", "set", "--set", "model.pretrained=last", "--max-steps", 2, *SHORT)
     said = succeeded("train", "bert-qa", *tuned, "--name", "tuned")
     assert re.search(
         r"weights of \S+masked\S+: 37 tensors; new: head.weight, head.bias; left out: head.transform", said
@@ -61,7 +61,7 @@ def test_a_masked_run_becomes_an_exported_model_of_answers(tmp_path):
     Path("other").mkdir()
     Path("other/dev.json").write_text(Path("set/dev.json").read_text())
     Path("other/train.json").write_text(Path("set/dev.json").read_text())
-    assert metrics("last", "--data-dir", "other", "--num-workers", 1) == pytest.approx(own)
+    assert metrics("last", "--data", "other", "--num-workers", 1) == pytest.approx(own)
 
     succeeded("export", "last", "--format", "hf", "-o", "exported")
     theirs = transformers.BertForQuestionAnswering.from_pretrained("exported").eval()
@@ -74,7 +74,7 @@ def test_a_masked_run_becomes_an_exported_model_of_answers(tmp_path):
     torch.testing.assert_close(ours, torch.stack([found.start_logits, found.end_logits], -1), rtol=0, atol=1e-5)
     assert labels.shape == (4, 4)
     recipe = run.recipe.with_values({"model.pretrained": str(tmp_path / "exported")})
-    again, _, val = recipe_parts(recipe, "set")
+    again, _, val, _ = recipe_parts(recipe)
     assert "; new" not in again.weights_note
     assert torch.equal(again.head.weight, run.model.head.weight)
     assert val.tokenizer == str(tmp_path / "exported"), "its tokens are those of the folder"
@@ -87,7 +87,7 @@ def test_texts_are_classified_by_names_or_numbers(labels):
     Path("texts").mkdir()
     Path("texts/train.jsonl").write_text("\n".join(rows))
     Path("texts/val.jsonl").write_text("\n".join(rows[:10]))
-    said = succeeded("train", "bert-classify", "--data-dir", "texts", "--epochs", 1, *SHORT)
+    said = succeeded("train", "bert-classify", "--data", "texts", "--epochs", 1, *SHORT)
     assert "val accuracy" in said
     assert load_run("last").model.config.classes == 3
 
@@ -107,7 +107,7 @@ def test_a_language_model_chooses_endings_and_has_a_perplexity():
     ("words", "message"),
     [
         (("train", "bert-qa"), "the recipe 'bert-qa' reads your files"),
-        (("train", "bert-qa", "--data-dir", ".", "--set", "model.pretrained=nope"), "nope"),
+        (("train", "bert-qa", "--data", ".", "--set", "model.pretrained=nope"), "nope"),
         (("data", "make", "question", "--out", "x"), "Did you mean 'questions'?"),
         (("data", "make", "questions", "--out", "x", "--count", 1), "count is 10 or more"),
         (("data", "make", "questions", "--out", "x", "--images", 5), "--images"),

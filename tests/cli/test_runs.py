@@ -324,8 +324,8 @@ def test_predict_writes_one_output_per_sample_in_order(inside):
     run = px.load_run("last")
     _, val = run.data()
     expected = run.model(val[:][0])
-    lines = ran("predict", "last", "--num-workers", 2, "--raw").out.splitlines()
-    outputs = torch.tensor([json.loads(line)["output"] for line in lines])
+    rows = json.loads(ran("predict", "last", "--num-workers", 2, "--raw", "--json").out)["rows"]
+    outputs = torch.tensor([row["output"] for row in rows])
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
     ran("predict", "last", "-o", "out.pt", "--num-workers", 1)
     torch.testing.assert_close(torch.load("out.pt"), expected, rtol=1e-5, atol=1e-5)
@@ -448,7 +448,7 @@ def test_ctrl_c_prints_the_command_that_resumes(inside):
         (("resume", "nope"), "unknown run 'nope'"),
         (("evaluate", "last", "--checkpoint", "7"), "has no checkpoint '7'; it has: step-"),
         (("evaluate", "last", "--data", "data:laod"), "Did you mean 'load'"),
-        (("evaluate", "last", "--data", "recipe.csv"), "there is no such file. Did you mean 'recipe.toml'?"),
+        (("evaluate", "last", "--data", "recipe.csv"), "there is nothing at that path. Did you mean 'recipe.toml'?"),
         (("predict", "last", "--prompt", "x"), "does not continue texts"),
         (("train", "--resume"), "which run"),
     ],

@@ -27,13 +27,13 @@ def test_pairs_are_learned_and_written(tmp_path, monkeypatch, fork_server):
     Path("pairs").mkdir()
     Path("pairs", "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 4)))
     words = ("--max-steps", 150, "--batch-size", 16, "--set", "data.seq_len=16", "--set", "data.target_len=4")
-    trained("seq2seq", "--data-dir", "pairs", *words)
+    trained("seq2seq", "--data", "pairs", *words)
     assert events("epoch")[-1]["val"]["exact_match"] > 0.9
     said = phalanx("predict", "run", "--prompt", "ccc", "--temperature", 0, "--max-tokens", 4)
     assert said.text.strip().splitlines()[-1] == "C"
     Path("other").mkdir()
     Path("other", "dev.jsonl").write_text('{"input": "ccc", "target": "C"}\n{"input": "c", "target": "x"}\n' * 3)
-    measured = phalanx("evaluate", "run", "--data-dir", "other", "--json", "--num-workers", 1)
+    measured = phalanx("evaluate", "run", "--data", "other", "--json", "--num-workers", 1)
     assert json.loads(measured.out)["metrics"]["exact_match"] == 0.5, "all six rows, though the file is named dev"
     exported = phalanx("export", "run", "--format", "hf", "-o", "folder")
     assert exported.code == 0, exported.text

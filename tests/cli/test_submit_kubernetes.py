@@ -141,7 +141,7 @@ def test_pods_ask_for_cores_and_memory(phalanx):
     assert asked(*TRAIN) == {"requests": {"cpu": "2", "memory": "2Gi"}}, "without limits"
     given = {"cpu": "3", "memory": "64Gi"}
     assert asked(*TRAIN, "--cpu", "3", "--memory", "64Gi") == {"requests": given, "limits": given}
-    workers = ("imagenet", "--data-dir", ".", "--set", "data.workers=6", "--gpus-per-node", "2", *IMAGE)
+    workers = ("imagenet", "--data", ".", "--set", "data.workers=6", "--gpus-per-node", "2", *IMAGE)
     assert asked(*workers)["requests"]["cpu"] == "16"
     text = phalanx("submit", "kubernetes", *workers, "--render")
     assert "# 2 ranks x (2 to train + 6 for data workers); --cpu" in text

@@ -15,7 +15,7 @@ from phalanx import load_run
 from phalanx.errors import UsageError
 from phalanx.recipes import load_recipe
 from phalanx.recipes.token_data import fitted_to_tokens
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_parts
 
 SHORT = ("--device", "cpu", "--batch-size", 4, "--num-workers", 1, "--set", "model.seq_len=16")
 
@@ -121,8 +121,12 @@ def test_a_model_of_ones_own_must_know_the_tokens_and_the_documents(shards):
     Path("nets.py").write_text(NETS)
 
     def parts(**data):
-        recipe = load_recipe("gpt").with_parts("nets:Net", str(shards)).with_values({"model.known": data.pop("known")})
-        return recipe_parts(replace(recipe, data={**recipe.data, "seq_len": 8, **data}), None)
+        recipe = (
+            load_recipe("gpt")
+            .with_parts("nets:Net", {"name": str(shards)})
+            .with_values({"model.known": data.pop("known")})
+        )
+        return recipe_parts(replace(recipe, data={**recipe.data, "seq_len": 8, **data}))
 
     with pytest.raises(UsageError, match="the model knows 700 tokens, and the data have 757"):
         parts(known=700)
@@ -132,10 +136,10 @@ def test_a_model_of_ones_own_must_know_the_tokens_and_the_documents(shards):
 
 
 def test_a_larger_vocabulary_of_the_model_stays(shards):
-    recipe = load_recipe("gpt").with_parts(None, str(shards)).with_values({"model.vocab_size": 1024})
+    recipe = load_recipe("gpt").with_parts(None, {"name": str(shards)}).with_values({"model.vocab_size": 1024})
     assert recipe.fitted().model["vocab_size"] == 1024
     assert fitted_to_tokens(recipe.fitted()) == recipe.fitted()
-    texts = load_recipe("gpt").with_parts(None, str(shards.parent / "code.jsonl"))
+    texts = load_recipe("gpt").with_parts(None, {"name": str(shards.parent / "code.jsonl")})
     assert texts.fitted() == texts
 
 

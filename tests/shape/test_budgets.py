@@ -18,9 +18,9 @@ from phalanx.cli import VERBS
 from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.strategies import TABLE
 
-SETTINGS = 101
+SETTINGS = 100
 NUMBER_OF_VERBS = 24
-RANK_MODULES = 144
+RANK_MODULES = 146
 FORMATION_MODULES = 96
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data.sets import load, load_splits
+from phalanx.data.sets import READERS, load, load_splits, named_data, names, takes
 from phalanx.data.sets.files import files
 from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.loop.forward import implied_loss
 from phalanx.models import build
 from phalanx.recipes import Recipe
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_model, recipe_parts
 
 ROWS = 50
 
@@ -61,7 +61,7 @@ def test_files_named_after_splits_are_the_splits(tmp_path):
     write_as(table[40:], tmp_path / "validation.parquet")
     train, val = load_splits(str(tmp_path), inputs="b", target="a")
     assert (len(train), len(val)) == (40, 10)
-    assert train[3][0].shape == ()
+    assert train[3][0].shape == (1,)
     assert float(val[0][1]) == pytest.approx(table.loc[40, "a"])
 
 
@@ -189,11 +189,11 @@ def test_a_perceptron_takes_its_sizes_from_the_rows(tmp_path):
     sizes = {}
     for name in ("rows", "numbers"):
         recipe = Recipe(name, "", {"name": str(tmp_path / f"{name}.csv")}, {"name": "mlp", "hidden": 5})
-        layers = recipe_parts(recipe, None)[0].layers
+        layers = recipe_parts(recipe)[0].layers
         sizes[name] = layers[1].in_features, layers[-1].out_features
     assert sizes == {"rows": (2, 2), "numbers": (1, 1)}
     drawn = Recipe("drawn", "", {"name": "synthetic", "shape": [3], "classes": 4}, {"name": "mlp"})
-    assert recipe_parts(drawn, None)[0].layers[-1].out_features == 4
+    assert recipe_parts(drawn)[0].layers[-1].out_features == 4
     loss = implied_loss(torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 3.0]))
     assert loss == 0.5
 
@@ -204,8 +204,8 @@ def test_windows_of_texts_fit_the_model_of_a_folder(tmp_path):
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "gpt2", **small}))
     (tmp_path / "book.txt").write_text("a line of text\n" * 40)
     recipe = Recipe("hf", "", {"name": str(tmp_path / "book.txt")}, {"name": str(tmp_path / "hf")})
-    assert recipe_parts(recipe, None)[1].seq_len == 8
-    assert recipe_parts(recipe.with_values({"data.seq_len": 4}), None)[1].seq_len == 4
+    assert recipe_parts(recipe)[1].seq_len == 8
+    assert recipe_parts(recipe.with_values({"data.seq_len": 4}))[1].seq_len == 4
 
 
 def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
@@ -236,6 +236,10 @@ def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
     [
         (["a,b,answer", *["1.0,2.0,yes"] * 20], "columns of texts would be left out: answer"),
         (["a,b,label", *["1.0,2.0,1"] * 20, "x,2.0,1"], "row 21 of .* holds 'x' in the column 'a'"),
+        (["a,b,label", *["1.0,2.0,1"] * 3, "oops,2.0,1"], "row 4 of .* holds 'oops' .* its other cells are numbers"),
+        (["a,b,label", *["1.0,2.0,1"] * 1500, "x,2.0,1"], "row 1501 of .* holds 'x' in the column 'a'"),
+        (["a,b,label"], "holds no rows"),
+        ([""], "holds no rows"),
         (["a,b,label", *["1.0,2.0,yes"] * 20, "1.0,2.0,"], "row 21 of .* has no value in the column 'label'"),
         (["a,b,label", *["1.0,2.0,yes"] * 20, "1.0,,yes"], "row 21 of .* has no value in the column 'b'"),
     ],
@@ -250,5 +254,111 @@ def test_a_table_with_a_wrong_cell_or_an_unknown_target_is_refused(tmp_path, row
 def test_data_to_predict_may_lack_the_target_and_have_names(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "rows.csv").write_text("name,a,b\nfirst,1.0,2.0\n")
-    rows = files("train", tmp_path / "rows.csv", target="answer", val_fraction=0)
+    rows = files("val", tmp_path / "rows.csv", target="answer", val_fraction=1, needs_target=False)
     assert rows[0].tolist() == [1.0, 2.0]
+
+
+def tables(folder, **texts):
+    pytest.importorskip("datasets")
+    for name, rows in texts.items():
+        (folder / f"{name}.csv").write_text("\n".join(rows) + "\n")
+    return str(folder)
+
+
+def test_columns_of_validation_files_are_taken_by_the_names_of_the_training_files(tmp_path):
+    place = tables(tmp_path, train=["a,b,label", "1,2,0", "3,4,1"], val=["label,b,extra,a", "1,20,7.5,10"])
+    _, val = load_splits(place)
+    assert val[0][0].tolist() == [10, 20]
+
+
+def test_the_type_of_a_target_is_that_of_the_training_files(tmp_path):
+    place = tables(tmp_path, train=["a,y", "1,0.5", "2,1.5"], val=["a,y", "1,3", "2,4"])
+    train, val = load_splits(place)
+    assert train[0][1].dtype == val[0][1].dtype == torch.float32
+    train, _ = load_splits(place, target_type="class", inputs="y", target="a", val_fraction=0)
+    assert train[0][1].dtype == torch.int64
+    with pytest.raises(DataError, match=r"holds 0\.5 in the column 'y', and labels are whole numbers"):
+        load_splits(place, target_type="class", class_names=["x"])[0][0]
+    with pytest.raises(UsageError, match="Did you mean 'number'"):
+        load_splits(place, target_type="numbers")
+
+
+def test_whole_numbers_may_be_a_quantity(tmp_path):
+    place = tables(tmp_path, rows=["a,label", *[f"{n},{n}" for n in range(20)]])
+    labels, numbers = (load(place, target_type=kind, val_fraction=0) for kind in (None, "number"))
+    assert (labels[3][1].dtype, len(labels.classes)) == (torch.int64, 20)
+    assert numbers[3][1].dtype == torch.float32
+    assert not hasattr(numbers, "classes")
+
+
+def test_labels_may_be_truth_values_and_one_column_is_enough(tmp_path):
+    train = load(tables(tmp_path, rows=["x,label", *[f"{n},{n % 2 == 0}" for n in range(10)]]), val_fraction=0)
+    assert train.classes == ["False", "True"]
+    inputs, label = train[2]
+    assert (inputs.tolist(), int(label)) == ([2.0], 1)
+
+
+def test_lists_of_whole_numbers_are_reals_for_a_perceptron_and_tokens_for_an_embedding(tmp_path):
+    pytest.importorskip("datasets")
+    rows = "".join(json.dumps({"x": [n, 2, 3], "label": n % 2}) + "\n" for n in range(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    recipe = Recipe("lists", "", {"name": str(tmp_path / "rows.jsonl")}, {"name": "mlp"})
+    assert recipe_parts(recipe).train[1][0].dtype == torch.float32
+    plain = load(str(tmp_path / "rows.jsonl"), val_fraction=0)
+    plain.fit_to(torch.nn.Sequential(torch.nn.Embedding(30, 4), torch.nn.Linear(4, 2)))
+    assert plain[1][0].dtype == torch.int64
+
+
+def test_columns_of_texts_that_are_left_out_are_named(tmp_path):
+    place = tables(tmp_path, rows=["a,city,b,label", *["1,Paris,2,0"] * 10, *["1,Rome,2,1"] * 10])
+    train, val = load_splits(place)
+    assert train.loader_hints.notes == ("columns used: a, b; left out (text): city",)
+    assert val.loader_hints.notes == ()
+
+
+def test_a_test_set_does_not_choose_the_model(tmp_path):
+    rows = ["a,label", "1,0", "2,1"]
+    train, val = load_splits(tables(tmp_path, train=rows * 1, val=[*rows, "3,0"], test=[*rows, "3,0", "4,1"]))
+    assert (len(train), len(val)) == (2, 3)
+    (tmp_path / "val.csv").unlink()
+    assert len(load_splits(str(tmp_path))[1]) == 4
+
+
+def test_a_validation_folder_without_a_class_keeps_the_numbers_of_the_others(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    for split, classes in {"train": ["ant", "bee", "cat"], "val": ["ant", "cat"]}.items():
+        for name in classes:
+            (tmp_path / split / name).mkdir(parents=True)
+            pillow.new("RGB", (8, 8)).save(tmp_path / split / name / "0.png")
+    for name, options in (
+        (str(tmp_path), {}),
+        ("imagefolder", {"root": tmp_path}),
+        ("shards", {"root": tmp_path, "workers": 0}),
+    ):
+        _, val = load_splits(name, size=4, **options)
+        assert [int(label) for _, label in (val[0], val[1])] == [0, 2], name
+
+
+def test_a_convolutional_net_takes_its_sizes_from_the_images(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    for name in ("cat", "dog", "emu"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            pillow.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
+    recipe = Recipe("images", "", {"name": str(tmp_path), "size": 12}, {"name": "convnet"})
+    parts = recipe_parts(recipe)
+    assert parts.model(parts.train[0][0].unsqueeze(0)).shape == (1, 3)
+    assert parts.recipe.model == {"name": "convnet", "image_size": 12, "channels": 3, "classes": 3}
+    assert recipe_model(parts.recipe).state_dict().keys() == parts.model.state_dict().keys()
+
+
+def test_data_sets_of_files_are_known_before_they_are_imported():
+    assert {*READERS} == {name for name in names() if takes(name, "root")}
+    assert named_data("digits", {"name": "text"}) == {"name": "digits"}
+    assert named_data("/a/b.csv", {"name": "text", "seq_len": 4}) == {"name": "/a/b.csv"}
+    assert named_data("/a/imgs", {"name": "imagefolder", "size": 4}) == {
+        "name": "imagefolder",
+        "size": 4,
+        "root": "/a/imgs",
+    }
+    assert named_data("pkg.data:load", {"name": "imagefolder"}) == {"name": "pkg.data:load"}

@@ -121,7 +121,7 @@ def test_mnist_files(tmp_path, ending):
 def test_mnist_mistakes(tmp_path):
     with pytest.raises(UsageError, match="needs the folder"):
         load("mnist")
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="nothing at that path"):
         load("mnist", root=tmp_path / "nowhere")
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
     write_idx(labels, (5,))
@@ -164,7 +164,7 @@ def test_image_folder(tmp_path):
 
 
 def test_image_folder_mistakes(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="nothing at that path"):
         load("imagefolder", root=tmp_path / "nowhere")
     (tmp_path / "cat").mkdir()
     with pytest.raises(DataError, match="holds no images in class folders"):
@@ -172,8 +172,11 @@ def test_image_folder_mistakes(tmp_path):
     (tmp_path / "cat" / "one.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"one\.png is not a readable image"):
         load("imagefolder", root=tmp_path)[0]
-    with pytest.raises(DataError, match="no folder 'val'"):
-        load("imagefolder", "val", root=tmp_path)
+    with pytest.raises(DataError, match=r"one\.png is not a readable image"):
+        load("imagefolder", root=tmp_path / "cat" / "one.png", needs_target=False)[0]
+    (tmp_path / "notes.txt").write_text("no image")
+    with pytest.raises(DataError, match=r"notes\.txt is not an image"):
+        load("imagefolder", root=tmp_path / "notes.txt", needs_target=False)
 
 
 def test_a_missing_pillow_is_named(tmp_path, monkeypatch):

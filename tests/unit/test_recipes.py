@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.config import resolve
 from phalanx.errors import UsageError
 from phalanx.recipes import load_recipe, of_earlier_run, recipe_names
 
@@ -29,3 +30,16 @@ def test_a_run_of_an_earlier_version_has_the_present_names():
     own = {"model": {"name": "convnet", "width": 8}, "data": {"name": "my.data:load", "block_size": 4}}
     recipe = of_earlier_run({**base, **own})
     assert (recipe.model, recipe.data) == (own["model"], own["data"]), "names of others stay"
+
+
+def test_the_length_that_is_given_replaces_that_of_the_recipe_in_the_other_unit():
+    sft, gpt = (load_recipe(name).settings_for(0) for name in ("sft", "gpt"))
+    assert resolve({}, environ={}, **sft).config.epochs == 3
+    longer = resolve({"max_steps": 120}, environ={}, **sft)
+    assert (longer.config.max_steps, longer.config.epochs, longer.origins["epochs"]) == (120, None, "default")
+    by_variable = resolve({}, environ={"PHALANX_MAX_STEPS": "120"}, **sft).config
+    assert (by_variable.max_steps, by_variable.epochs) == (120, None)
+    epochs = resolve({"epochs": 2}, environ={}, **gpt).config
+    assert (epochs.epochs, epochs.max_steps) == (2, None)
+    both = resolve({"epochs": 2, "max_steps": 9}, environ={}, **gpt).config
+    assert (both.epochs, both.max_steps) == (2, 9)

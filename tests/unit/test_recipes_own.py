@@ -11,7 +11,7 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.models import build, save_pretrained
 from phalanx.recipes import Recipe, find_recipe, from_document, load_recipe, read_changes, recipe_names
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_parts
 
 
 @pytest.fixture(autouse=True)
@@ -188,16 +188,17 @@ def test_a_folder_of_a_model_gives_its_tokenizer_to_texts_and_bytes_are_refused(
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.csv").write_text("input,target\na,b\nb,a\n")
     recipe = load_recipe("seq2seq").with_parts(str(folder), None)
-    model, train, _ = recipe_parts(recipe, str(tmp_path / "rows"))
+    recipe = recipe.with_values({"data.root": str(tmp_path / "rows")})
+    model, train, *_ = recipe_parts(recipe)
     assert train[0][0][:2].tolist() == [3, 1], "words, not bytes"
     assert not hasattr(model, "weights_note")
     foreign = recipe.with_values({"data.tokenizer": str(other)})
-    assert "differs from the model's own" in recipe_parts(foreign, str(tmp_path / "rows"))[0].weights_note
+    assert "differs from the model's own" in recipe_parts(foreign).model.weights_note
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a b " * 400)
-    bare = load_recipe("text").with_parts(str(folder), str(tmp_path / "texts"))
+    bare = load_recipe("text").with_parts(str(folder), {"name": str(tmp_path / "texts")})
     with pytest.raises(UsageError, match=r"read as bytes, and the model in .*folder knows") as caught:
-        recipe_parts(bare, None)
+        recipe_parts(bare)
     assert f"data.tokenizer={folder}" in str(caught.value)
 
 

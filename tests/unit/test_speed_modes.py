@@ -73,7 +73,7 @@ def test_settings_of_a_recipe_for_gpus_apply_on_gpus_alone():
 
 @pytest.mark.parametrize("name", ["imagefolder", "mnist"])
 def test_recipes_for_images_are_channels_last_in_bf16_on_gpus(name):
-    recipe, given = load_recipe(name), {"data_dir": "data"}
+    recipe, given = load_recipe(name), {}
     on_gpus = resolve(given, **recipe.settings_for(1)).config
     assert (on_gpus.channels_last, on_gpus.mixed_precision, on_gpus.compile) == (True, "bf16", False)
     assert resolve(given, **recipe.settings_for(0)).config.channels_last is False

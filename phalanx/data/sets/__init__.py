@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.data.sets.places import Root, absolute, find_places, is_pattern
+from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 # Module and function, imported when asked for: listing names must not import torch.
@@ -30,6 +31,13 @@ _DATASETS = {
     "tokens": ("phalanx.data.sets.tokens", "tokens"),
 }
 
+READERS = (
+    *("chats", "choices", "files", "imagefolder", "masked", "mnist"),
+    *("pairs", "preferences", "questions", "shards", "spans", "tokens"),
+)
+"""The data sets that are read from files: those with the option `root`."""
+OF_FOLDERS = ("mnist", "tokens")
+"""Those of them that read one folder, and no file."""
 _SPLITS = ("train", "val")
 _VALIDATION_NAMES = ("val", "validation", "valid", "test")
 
@@ -53,7 +61,7 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
     if name in _DATASETS:
         make, what = _function(name), f"data set '{name}'"
     else:
-        make, options, what = _function(_kind_of(Path(name))), {"root": name, **options}, f"data '{name}'"
+        make, options, what = _function(reader_of(name)), {"root": name, **options}, f"data '{name}'"
     return call_with(make, options, what, split=split)
 
 
@@ -61,36 +69,49 @@ def check_name(name: str) -> None:
     """Refuse a name that is neither of a built-in data set, nor an import path, nor a path."""
     if is_import_path(name) or name in _DATASETS or Path(name).is_absolute() or Path(name).exists():
         return
-    if Path(name).suffix:
-        check_path(Path(name))
+    if Path(name).suffix or is_pattern(name):
+        find_places(name)  # which names the nearest one
     raise UsageError(
         unknown_name("data set", name, _DATASETS),
         hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
     )
 
 
-def check_path(path: Path) -> None:
-    """Refuse a path at which there is nothing, with the nearest one beside it."""
-    if not path.exists():
-        near = nearest(path.name, [each.name for each in path.parent.glob("*")])
-        raise UsageError(f"data = '{path}': there is no such file{f'. Did you mean {near!r}?' if near else ''}")
+def named_data(given: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's table of data with other data: a data set, an import path, or files.
+
+    Files are read by the recipe's own data set (`own`), with its options, where that reads files. A path becomes
+    absolute: ranks, and a later command, may run in another folder.
+    """
+    name = str(own.get("name", ""))
+    reads_files = name in READERS or Path(name).is_absolute()
+    path = Path(given).expanduser()
+    is_path = "/" in given or given.startswith((".", "~")) or is_pattern(given)
+    is_known = given in _DATASETS and not (reads_files and path.exists())  # train mnist --data mnist
+    if is_import_path(given) or is_known or not (is_path or reads_files or path.exists() or path.suffix):
+        return {"name": given}
+    place = absolute(given)
+    if not reads_files:
+        return {"name": place}
+    return {**own, "name": place} if name not in READERS else {**own, "root": place}
 
 
 def takes(name: str, option: str) -> bool:
     """Whether a built-in data set, or the one that reads a path, has an option."""
     if is_import_path(name):
         return False
-    kind = name if name in _DATASETS else _kind_of(Path(name))
+    kind = name if name in _DATASETS else reader_of(name)
     return option in inspect.signature(_function(kind)).parameters
 
 
 _HEAD = 1 << 16
 
 
-def _kind_of(path: Path) -> str:
-    """Return the data set that reads a path: by its manifest, or by a word at the beginning of a JSON file."""
+def reader_of(root: Root) -> str:
+    """Return the data set that reads a place: by its manifest, or by a word at the beginning of a JSON file."""
     from phalanx.recipes.token_data import read_token_manifest  # few runs read files
 
+    path = Path(root if isinstance(root, str | Path) else root[0]).expanduser()
     if read_token_manifest(path) is not None:
         return "tokens"
     file = next(iter(sorted(path.glob("*.json"))), path) if path.is_dir() else path
@@ -106,10 +127,13 @@ def _kind_of(path: Path) -> str:
 def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
     """Return the data for training and for validation (None where there is none).
 
+    What classes and columns mean is learned from the training data, and holds for the others.
+
     A function of the user takes `split` and is called twice, or returns both: a pair, or a dict with "train" and "val".
     """
     if not is_import_path(name):
-        return load(name, "train", **options), load(name, "val", **options)
+        train = load(name, "train", **options)
+        return train, load(name, "val", **{**learned_from(train, name), **options})
     make, what = load_import(name, "data"), f"data '{name}'"
     if "split" in inspect.signature(make).parameters:
         return call_with(make, options, what, split="train"), call_with(make, options, what, split="val")
@@ -121,6 +145,31 @@ def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
             raise UsageError(f"{what} returns a tuple of {len(found)}; expected (training data, validation data)")
         return found
     return found, None
+
+
+def learned_from(train: Any, name: str) -> dict[str, Any]:
+    """Return the options by which a data set reads other files as it has read the training files."""
+    found: dict[str, Any] = dict(getattr(inner_of(train), "columns", {}))
+    if classes := getattr(train, "classes", None):
+        found["class_names"] = classes
+    return {option: value for option, value in found.items() if takes(name, option)}
+
+
+def inner_of(data: Any) -> Any:
+    """Return the data set of which data are a part."""
+    while hasattr(data, "dataset") and hasattr(data, "indices"):
+        data = data.dataset
+    return data
+
+
+def load_given(name: str, **options: Any) -> Any:
+    """Return the data that a trained model is asked about: the validation part where there is one, else all of it."""
+    if is_import_path(name):
+        train, val = load_splits(name, **options)
+        return train if val is None else val
+    if takes(name, "val_fraction"):
+        options = {"val_fraction": 1.0, **options}
+    return load(name, "val", **options)
 
 
 def _function(name: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.chat_template import Encoded, Messages, read_template
 from phalanx.data.sets.files import read_rows
+from phalanx.data.sets.places import Root
+from phalanx.data.sets.splits import check_fraction
 from phalanx.data.sets.tokens import Packing
 from phalanx.errors import DataError, UsageError, unknown_name
 
@@ -31,7 +32,7 @@ _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model
 
 def chats(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     tokenizer: str | None = None,
     template: str | None = None,
     seq_len: int = 512,
@@ -48,8 +49,9 @@ def chats(
     for name, value, allowed in (("packing", packing, _PACKINGS), ("train_on", train_on, _LEARNED)):
         if value not in allowed:
             raise UsageError(unknown_name(name, value, allowed))
-    if not 0 <= val_fraction < 1 or seq_len < 1:
-        raise UsageError(f"val_fraction = {val_fraction!r} must be from 0 to below 1, and seq_len = {seq_len} above 0")
+    check_fraction(val_fraction, split)
+    if seq_len < 1:
+        raise UsageError(f"seq_len = {seq_len}: must be 1 or more")
     form = read_template(tokenizer, template)
     rows = {number: messages_of(row, number) for number, row in read_rows(root, split, val_fraction)}
     answered = {number: messages for number, messages in rows.items() if _answers(messages)}

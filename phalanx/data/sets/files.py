@@ -1,7 +1,8 @@
 """Files of one's own as a data set: texts, tables (parquet, jsonl, csv), images in class folders, tar shards.
 
 Files or folders named train*, and val*, valid*, dev* or test*, are the two splits; without such names a part of the
-samples is held out for validation. `text` is a corpus that every machine has: the sources of Python itself.
+samples is held out for validation. The meaning of columns and classes is learned from the training files alone. `text`
+is a corpus that every machine has: the sources of Python itself.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
 
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets.image_files import IMAGE_ENDINGS
+from phalanx.data.sets.image_files import IMAGE_ENDINGS, find_images
 from phalanx.data.sets.imagefolder import ImageFolder
+from phalanx.data.sets.places import FoundFiles, Root, find_files
+from phalanx.data.sets.splits import check_fraction, held_out, held_out_part
 from phalanx.data.sets.tables import (
     TARGETS,
     VOCABULARY,
     TableDataset,
+    TableShape,
     check_columns,
     classes_of,
     read_table,
     read_tokenizer,
+    target_type_of,
 )
 from phalanx.errors import DataError, UsageError
 
@@ -44,134 +48,138 @@ _KINDS = {
 }
 """The reader of each ending, by its name in the library datasets."""
 _TABLES = ("parquet", "arrow", "json", "csv")
-_VALIDATION = ("val", "valid", "dev", "test")
+_VALIDATION = (("val",), ("dev",), ("test",))
+"""Beginnings of the names of files for validation; the first that any file has are meant."""
 
 
 def files(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     inputs: str | Sequence[str] | None = None,
     target: str | None = None,
+    target_type: str | None = None,
     text: str | None = None,
     tokenizer: str | None = None,
     seq_len: int = 128,
     size: int = 224,
+    channels: int = 3,
     val_fraction: float = 0.1,
     class_names: Sequence[str] | None = None,
+    needs_target: bool = True,
 ) -> Any:
-    """Return one split of the data in a file or folder.
+    """Return one split of the data in a file or folder, in files that match a pattern, or in a list of these.
 
     Texts become windows of `seq_len` tokens (bytes, or those of the Hugging Face tokenizer in the folder
     `tokenizer`). Rows of tables become (inputs, target): `inputs` and `target` name columns, and without them the
-    column "label" or the like is the target and all numbers are inputs. Rows of texts (the column `text`, or with a
-    `tokenizer` the first one) become dicts with input_ids, attention_mask and labels. Images are resized to `size`.
-    `class_names`: all labels in their order, where the files may lack some.
+    column "label" or the like is the target and all numbers are inputs. `target_type`: "class" for labels, "number"
+    for quantities, by default whether the column holds fractions. Rows of texts (the column `text`, or with a
+    `tokenizer` the first one) become dicts with input_ids, attention_mask and labels. Images are resized to `size`;
+    `channels` = 1 makes them grey. `class_names`: all labels in their order, where the files may lack some.
+    `val_fraction`: the part that is held out where no files are for validation; 1 for all. Without `needs_target` the
+    samples are inputs alone.
     """
     if root is None:
         raise UsageError("the data set 'files' needs to know where the files are", hint="Write: --data ./my-files")
-    if not 0 <= val_fraction < 1:
-        raise UsageError(f"val_fraction = {val_fraction!r}: must be from 0 to below 1")
-    path = Path(root).expanduser()
-    found, kind = _survey(path)
+    check_fraction(val_fraction, split)
+    place, kind = _survey(root)
     if kind == "images":
-        return _images(path, split, size, val_fraction, class_names)
-    chosen, part = of_split(path, found, split)
+        found = find_images(root, split, class_names, needs_target=needs_target)
+        return held_out_part(ImageFolder(found, size=size, channels=channels), found.part, val_fraction)
+    chosen, part = of_split(place.folder, place.files, split)
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
     table = read_table(kind, chosen)
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
-    if text is not None and target is None and inputs is None:
-        check_columns(table, [text], path)
-        return _windows(_tokens("\n".join(table[text]), tokenizer), seq_len, part, val_fraction, tokenizer)
-    needs_target = val_fraction > 0  # what is named for evaluate or predict is not split, and may lack a target
-    if target is None or (not needs_target and target not in table.column_names):
+    if text is not None and target is None and inputs is None and class_names is None:
+        check_columns(table, [text], place.shown)
+        return _windows(_tokens(_joined(table, text, place.shown), tokenizer), seq_len, part, val_fraction, tokenizer)
+    if not needs_target:
+        target = None
+    elif target is None:
         target = next((name for name in TARGETS if name in table.column_names), None)
-    training = of_split(path, found, "train")[0]
-    classes = list(class_names or ())
-    if target and class_names is None:
-        classes = classes_of(kind, training, table, target, of_texts=text is not None)
-    columns = (inputs, target, classes)
-    rows = TableDataset(
-        table, path, *columns, tokenizer=tokenizer, text=text, length=seq_len, needs_target=needs_target
-    )
-    return _held_out(rows, part, val_fraction)
+    if target is not None:
+        check_columns(table, [target], place.shown)
+        target_type = target_type or target_type_of(table.features[target])
+        if class_names is None and target_type == "class":
+            training = of_split(place.folder, place.files, "train")[0]
+            class_names = classes_of(kind, training, table, target, of_texts=text is not None)
+    shape = TableShape(inputs, target, target_type, list(class_names or ()), text, tokenizer, seq_len)
+    rows = TableDataset(table, place.shown, shape, needs_target=needs_target)
+    if split == "train":
+        rows.note_left_out()
+    return held_out_part(rows, part, val_fraction)
 
 
-def rows_of(root: str | Path, split: str, columns: Sequence[str], val_fraction: float = 0.1) -> Any:
+def rows_of(root: Root, split: str, columns: Sequence[str], val_fraction: float = 0.1) -> Any:
     """Return the rows of a split of table files (jsonl, csv, parquet, ...), a sequence of dicts, with these columns."""
-    path = Path(root).expanduser()
-    found, kind = _survey(path)
+    place, kind = _survey(root)
     if kind in ("images", "text", "webdataset"):
-        raise DataError(f"{path} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
-    chosen, part = of_split(path, found, split)
+        raise DataError(f"{place.shown} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
+    chosen, part = of_split(place.folder, place.files, split)
     table = read_table(kind, chosen)
-    check_columns(table, columns, path)
-    return _held_out(table, part, val_fraction)
+    check_columns(table, columns, place.shown)
+    return held_out_part(table, part, val_fraction)
 
 
-def _survey(path: Path) -> tuple[list[Path], str]:
-    """Return the files of the most frequent kind below a path, and that kind."""
-    if not path.exists():
-        raise UsageError(f"data = '{path}': there is nothing at that path")
-    every = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    every = [file for file in every if not any(part.startswith(".") for part in file.relative_to(path.parent).parts)]
-    endings = Counter(file.suffix.lower() for file in every)
+def kind_of_files(root: Root) -> str:
+    """Return what the files at a place are: "images", "text", a kind of table, or "webdataset"."""
+    return _survey(root)[1]
+
+
+def _survey(root: Root) -> tuple[FoundFiles, str]:
+    """Return the files of the most frequent kind at a place, and that kind."""
+    place = find_files(root)
+    endings = Counter(file.suffix.lower() for file in place.files)
     known = [ending for ending in endings if ending in _KINDS or ending in IMAGE_ENDINGS]
-    if not known:
+    # In a folder other files may lie about; those that were named are all meant.
+    strange = [] if place.folder is not None else [ending for ending in endings if ending not in known]
+    if not known or strange:
         shown = ", ".join(f"{ending or 'no ending'} ({count})" for ending, count in endings.most_common(5)) or "nothing"
+        holds = "is no file" if place.folder is None else "holds no files"
         raise DataError(
-            f"{path} holds no files that can be read as data; found: {shown}.",
+            f"{place.shown} {holds} that can be read as data; found: {shown}.",
             hint=f"Known endings: {', '.join(sorted({*_KINDS, *IMAGE_ENDINGS}))}. Others: write a function, "
             "--data my_package.data:load",
         )
+    kinds = {"images" if ending in IMAGE_ENDINGS else _KINDS[ending] for ending in known}
+    if place.folder is None and len(kinds) > 1:
+        raise DataError(f"{place.shown} are files of different kinds: {', '.join(sorted(kinds))}.")
     # A README.md or a .json file next to one file of data describes it.
     best = max(known, key=lambda ending: endings[ending] / (2 if ending in (".json", ".md") else 1))
     kind = "images" if best in IMAGE_ENDINGS else _KINDS[best]
     # Next to rows in .jsonl files, a .json file describes them.
     endings_read = {best} if kind == "json" else {ending for ending, each in _KINDS.items() if each == kind}
-    return [file for file in every if file.suffix.lower() in endings_read], kind
+    return place._replace(files=[file for file in place.files if file.suffix.lower() in endings_read]), kind
 
 
-def of_split(path: Path, found: list[Path], split: str) -> tuple[list[Path], str | None]:
-    """Return the files of a split, and which part of their samples: None for all, else the split's name."""
-    validation = [file for file in found if _names_a(file, path, _VALIDATION)]
+def of_split(folder: Path | None, found: list[Path], split: str) -> tuple[list[Path], str | None]:
+    """Return the files of a split, and which part of their samples: None for all, else the split's name.
+
+    Files for validation are called val* or valid*; where there are none, dev*, else test*. Files called by another of
+    these names are in neither split: a test set must not choose the model.
+    """
+    by_name = {names: [file for file in found if _names_a(file, folder, names)] for names in _VALIDATION}
+    validation = next(filter(None, by_name.values()), [])
     if not validation or len(validation) == len(found):
         return found, split
-    return (validation if split == "val" else [file for file in found if file not in validation]), None
+    named = {file for files in by_name.values() for file in files}
+    return (validation if split == "val" else [file for file in found if file not in named]), None
 
 
-def _names_a(file: Path, root: Path, prefixes: tuple[str, ...]) -> bool:
+def _names_a(file: Path, root: Path | None, prefixes: tuple[str, ...]) -> bool:
     """Whether the file, or a folder between it and the root, is named after a split."""
-    parts = file.relative_to(root).parts if root.is_dir() else ()
+    parts = file.relative_to(root).parts if root is not None else ()
     return any(part.lower().startswith(prefixes) for part in parts)
 
 
-def held_out(length: int, part: str | None, fraction: float) -> list[int] | None:
-    """Return the samples of a part; None for all. Every n-th is for validation: sorted files are split evenly."""
-    if part is None or fraction == 0:
-        return None if part != "val" else []
-    every = max(2, round(1 / fraction))
-    return [number for number in range(length) if (number % every == every - 1) == (part == "val")]
-
-
-def _held_out(rows: Any, part: str | None, fraction: float) -> Any:
-    """Return a part of the samples as a data set."""
-    chosen = held_out(len(rows), part, fraction)
-    if chosen is None:
-        return rows
-    kept = Subset(rows, chosen)
-    for name in ("classes", "deterministic", "vocab_size"):
-        if hasattr(rows, name):
-            setattr(kept, name, getattr(rows, name))
-    return kept
-
-
-def _images(path: Path, split: str, size: int, fraction: float, classes: Sequence[str] | None) -> Any:
-    for name in ("train",) if split == "train" else ("val", "valid", "validation", "test"):
-        if (path / name).is_dir():
-            return ImageFolder(path / name, size=size, classes=classes)
-    return _held_out(ImageFolder(path, size=size, classes=classes), split, fraction)
+def _joined(table: Any, column: str, shown: str) -> str:
+    """Return the texts of a column as one."""
+    texts = table[column]
+    if (empty := next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
+        what = "no value" if texts[empty] is None else f"{texts[empty]!r}, which is not a text,"
+        raise DataError(f"row {empty + 1} of {shown} has {what} in the column '{column}'.")
+    return "\n".join(texts)
 
 
 def _tokens(text: str, tokenizer: str | None) -> torch.Tensor:
@@ -181,25 +189,31 @@ def _tokens(text: str, tokenizer: str | None) -> torch.Tensor:
 
 
 def _windows(tokens: torch.Tensor, seq_len: int, part: str | None, fraction: float, tokenizer: str | None) -> Any:
-    """Return windows of the tokens; held-out ones are at the end, so that no window overlaps the other split."""
-    if part is not None and fraction:
+    """Return windows of the tokens, or None where a split has none.
+
+    Held-out ones are at the end, so that no window overlaps the other split.
+    """
+    if part is not None and 0 < fraction < 1:
         end = max(seq_len + 1, len(tokens) - max(seq_len + 1, int(len(tokens) * fraction)))
         tokens = tokens[:end] if part == "train" else tokens[end:]
+    elif part is not None and (part == "val") != (fraction == 1):
+        return None
     windows = TextDataset(tokens, seq_len)
     if tokenizer is not None:
         windows.vocab_size = len(read_tokenizer(tokenizer))
     return windows
 
 
-def read_rows(root: str | Path | None, split: str, fraction: float) -> list[tuple[int, dict[str, Any]]]:
+def read_rows(root: Root | None, split: str, fraction: float) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of one split of the tables (jsonl, json, parquet, ...) at a path, each with its number."""
     if root is None:
-        raise UsageError("the data set needs to know where its files are", hint="Write: --data-dir ./my-files")
-    path = Path(root).expanduser()
-    found, kind = _survey(path)
+        raise UsageError("the data set needs to know where its files are", hint="Write: --data ./my-files")
+    place, kind = _survey(root)
     if kind not in _TABLES:
-        raise DataError(f"{path} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected.")
-    chosen, part = of_split(path, found, split)
+        raise DataError(
+            f"{place.shown} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected."
+        )
+    chosen, part = of_split(place.folder, place.files, split)
     table = read_table(kind, chosen)
     numbers = held_out(len(table), part, fraction)
     return list(enumerate(table) if numbers is None else zip(numbers, table.select(numbers), strict=True))

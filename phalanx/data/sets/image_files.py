@@ -7,15 +7,16 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.sets.places import Root, find_places
 from phalanx.errors import DataError, UsageError
 
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-_VALIDATION = ("val", "valid", "validation", "test")
+_VALIDATION = ("val", "valid", "validation", "dev", "test")
 _WHITE = (255, 255, 255, 255)
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 """What Pillow raises for damaged files of its formats."""
@@ -37,14 +38,10 @@ def import_pillow() -> Any:
 def list_classes(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     """Return the sorted names of the folders in `root`, which are the classes, and the images in them with labels."""
     if not root.is_dir():
-        raise UsageError(f"the folder {root} does not exist.", hint="Give the folder that holds one folder per class.")
-    classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
-    samples = [
-        (file, label)
-        for label, name in enumerate(classes)
-        for file in sorted((root / name).rglob("*"))
-        if file.suffix.lower() in IMAGE_ENDINGS
-    ]
+        wrong = "is a file, not a folder" if root.exists() else "does not exist"
+        raise UsageError(f"the folder {root} {wrong}.", hint="Give the folder that holds one folder per class.")
+    classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    samples = [(file, label) for label, name in enumerate(classes) for file in _images_below(root / name)]
     if not samples:
         raise DataError(
             f"{root} holds no images in class folders ({len(classes)} folders found).",
@@ -53,24 +50,105 @@ def list_classes(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     return classes, samples
 
 
+def _images_below(folder: Path) -> list[Path]:
+    every = (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_ENDINGS)
+    return sorted(file for file in every if not file.name.startswith("."))  # as macOS leaves them on shared disks
+
+
+class FoundImages(NamedTuple):
+    """The images of a split, and the classes by which they are labelled."""
+
+    root: Path
+    classes: list[str]
+    samples: list[tuple[Path, int]]
+    """The file and its label; -1 for images without one."""
+    part: str | None
+    """The part of the samples to take, where the data have no validation images of their own; None: all."""
+
+
+def find_images(
+    root: Root, split: str, classes: Sequence[str] | None = None, *, needs_target: bool = True
+) -> FoundImages:
+    """Return the images of a split: those in root/train or root/val, else a part of those in `root`.
+
+    `classes`: the names of all labels in their order; without them, those of the training images. An image that is
+    named by itself has the class that its folder is called. Without `needs_target` any images will do, without labels.
+    """
+    places = find_places(root)
+    folder = places[0] if len(places) == 1 and places[0].is_dir() else None
+    if folder is None:
+        if strange := [file for file in places if file.is_file() and file.suffix.lower() not in IMAGE_ENDINGS]:
+            endings = ", ".join(sorted(IMAGE_ENDINGS))
+            raise DataError(f"{strange[0]} is not an image: its name ends in none of {endings}.")
+        files = [image for place in places for image in (_images_below(place) if place.is_dir() else [place])]
+        return _named(files, split, classes, needs_target=needs_target)
+    train, val = split_folders(folder)
+    if split == "val" and val is not None:
+        chosen, part = val, None
+    else:
+        chosen, part = train, None if val is not None else split
+    if not needs_target:
+        files = _images_below(chosen)
+        if not files:
+            raise DataError(f"{chosen} holds no images.", hint=f"Known endings: {', '.join(sorted(IMAGE_ENDINGS))}")
+        return FoundImages(folder, list(classes or ()), [(file, -1) for file in files], part)
+    names, samples = list_classes(chosen)
+    if classes is None:
+        classes = names if chosen == train else list_classes(train)[0]
+    return FoundImages(folder, list(classes), _by_names(chosen, names, samples, classes), part)
+
+
+def _named(files: list[Path], split: str, classes: Sequence[str] | None, *, needs_target: bool) -> FoundImages:
+    """Return images that were named one by one."""
+    names = sorted({file.absolute().parent.name for file in files})
+    labels = list(classes if classes is not None else names)
+    if not needs_target:
+        return FoundImages(Path(), labels, [(file, -1) for file in files], split)
+    if strange := [name for name in names if name not in labels]:
+        raise DataError(
+            f"the folder of an image tells its class, and '{strange[0]}' is none: {', '.join(labels[:5])}.",
+            hint="phalanx predict takes images without a class.",
+        )
+    return FoundImages(Path(), labels, [(file, labels.index(file.absolute().parent.name)) for file in files], split)
+
+
+def split_folders(root: Path) -> tuple[Path, Path | None]:
+    """Return the folders of the training and validation images; None where there are none for validation."""
+    val = next((root / name for name in _VALIDATION if (root / name).is_dir()), None)
+    train = root / "train"
+    if train.is_dir():
+        return train, val
+    # A class may be called "test": only where all folders are those of splits, they are not classes.
+    others = [each for each in root.iterdir() if each.is_dir() and each.name not in _VALIDATION]
+    return root, val if not others else None
+
+
+def _by_names(
+    folder: Path, names: Sequence[str], samples: list[tuple[Path, int]], classes: Sequence[str]
+) -> list[tuple[Path, int]]:
+    """Return samples labelled by the names of their folders: a class that a split lacks keeps its number."""
+    if strange := sorted({names[label] for _, label in samples} - set(classes)):
+        raise DataError(
+            f"{folder} has {len(strange)} classes that the training images lack: {', '.join(strange[:5])}.",
+            hint=f"The classes are: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}",
+        )
+    # Folders without images need no place among the classes: they are in no sample.
+    place = {number: classes.index(name) for number, name in enumerate(names) if name in classes}
+    return [(file, place[label]) for file, label in samples]
+
+
 def list_splits(root: Path) -> tuple[list[str], dict[str, list[tuple[Path, int]]]]:
     """Return the classes, and the labelled images of `root/train` and `root/val`; without these, of `root` as "train".
 
     The classes are those of the training images; labels of validation images follow the names of their folders.
     """
-    if not (root / "train").is_dir():
-        classes, samples = list_classes(root)
-        return classes, {"train": samples}
-    classes, training = list_classes(root / "train")
-    other = next((root / name for name in _VALIDATION if (root / name).is_dir()), None)
-    if other is None:
-        return classes, {"train": training}
-    names, validation = list_classes(other)
-    if strange := sorted({names[label] for _, label in validation} - set(classes)):
-        raise DataError(f"{other} has {len(strange)} classes that {root / 'train'} lacks: {', '.join(strange[:5])}.")
-    # Folders without images need no place among the classes: they are in no sample.
-    place = {number: classes.index(name) for number, name in enumerate(names) if name in classes}
-    return classes, {"train": training, "val": [(file, place[label]) for file, label in validation]}
+    training = find_images(root, "train")
+    if training.part is not None:
+        return training.classes, {"train": training.samples}
+    return training.classes, {
+        "train": training.samples,
+        "val": find_images(root, "val", training.classes).samples,
+    }
 
 
 def about_empty(classes: Sequence[str], samples: Sequence[tuple[Path, int]]) -> str:

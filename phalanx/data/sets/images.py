@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from phalanx.data.fetch import GatherDataset
+from phalanx.data.sets.places import one_folder
 from phalanx.errors import DataError, UsageError
 
 TRAIN_SIZE = 1437
@@ -58,8 +59,8 @@ class ImageArray(GatherDataset):
 def mnist(split: str = "train", root: str | Path | None = None) -> ImageArray:
     """Read the images and labels of a split from the folder `root`."""
     if root is None:
-        raise UsageError("mnist needs the folder with its IDX files.", hint='Write root="path/to/mnist".')
-    folder, prefix = Path(root).expanduser(), _PREFIXES[split]
+        raise UsageError("mnist needs the folder with its IDX files", hint="Write: --data path/to/mnist")
+    folder, prefix = one_folder(root, "mnist"), _PREFIXES[split]
     images = read_idx(_find(folder, f"{prefix}-images", "idx3-ubyte"), dimensions=3)
     labels = read_idx(_find(folder, f"{prefix}-labels", "idx1-ubyte"), dimensions=1)
     if len(images) != len(labels):
@@ -90,8 +91,6 @@ def _find(folder: Path, stem: str, kind: str) -> Path:
         if candidate.is_file():
             return candidate
     names = f"{candidates[0].name} or {candidates[1].name}"
-    if not folder.is_dir():
-        raise UsageError(f"the folder {folder} does not exist; it should hold {names}")
     raise DataError(f"{folder} has no {names}.")
 
 

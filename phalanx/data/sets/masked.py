@@ -6,7 +6,6 @@ in every epoch; for validation the same each time.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets.files import files, text
+from phalanx.data.sets.files import TextDataset, files, text
+from phalanx.data.sets.places import Root
 from phalanx.data.sets.tables import VOCABULARY, read_tokenizer
 from phalanx.errors import DataError, UsageError
 
@@ -244,28 +244,30 @@ def window_length(seq_len: int, rate: float, mean_length: float) -> int:
 
 def masked(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     tokenizer: str | None = None,
     seq_len: int = 128,
     rate: float = 0.15,
     max_bytes: int = 4_000_000,
+    val_fraction: float = 0.1,
     seed: int = 0,
 ) -> MaskedTokens:
     """Return texts with hidden words: the files in `root`, or Python's own sources; bytes, or a tokenizer's tokens."""
     _check_rate(rate, tokenizer, root)
     words = byte_words() if tokenizer is None else tokenizer_words(read_tokenizer(tokenizer), tokenizer)
-    windows = _windows(split, root, tokenizer, seq_len, max_bytes)
+    windows = _windows(split, root, tokenizer, seq_len, max_bytes, val_fraction)
     return MaskedTokens(windows, words, rate=rate, seed=seed, is_fixed=split == "val")
 
 
 def spans(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     tokenizer: str | None = None,
     seq_len: int = 128,
     rate: float = 0.15,
     mean_length: float = 3.0,
     max_bytes: int = 4_000_000,
+    val_fraction: float = 0.1,
     seed: int = 0,
 ) -> CorruptedSpans:
     """Return texts with hidden spans for a T5: the files in `root`, or Python's own sources; bytes, or tokens."""
@@ -273,19 +275,24 @@ def spans(
     if mean_length < 1 or seq_len < 8:
         raise UsageError(f"mean_length = {mean_length!r} and seq_len = {seq_len}: at least 1, and at least 8")
     sentinels = byte_sentinels() if tokenizer is None else tokenizer_sentinels(read_tokenizer(tokenizer), tokenizer)
-    windows = _windows(split, root, tokenizer, window_length(seq_len, rate, mean_length), max_bytes)
+    windows = _windows(split, root, tokenizer, window_length(seq_len, rate, mean_length), max_bytes, val_fraction)
     options = {"rate": rate, "seed": seed, "is_fixed": split == "val"}
     return CorruptedSpans(windows, sentinels, seq_len=seq_len, mean_length=mean_length, **options)
 
 
-def _check_rate(rate: float, tokenizer: str | None, root: str | Path | None) -> None:
+def _check_rate(rate: float, tokenizer: str | None, root: Root | None) -> None:
     if not 0 < rate < 1:
         raise UsageError(f"rate = {rate!r}: the share of tokens to hide is above 0 and below 1")
     if tokenizer is not None and root is None:
-        raise UsageError("tokenizer is for texts of your own", hint="Write: --data-dir ./my-texts, as well.")
+        raise UsageError("tokenizer is for texts of your own", hint="Write: --data ./my-texts, as well.")
 
 
-def _windows(split: str, root: str | Path | None, tokenizer: str | None, seq_len: int, max_bytes: int) -> Any:
+def _windows(
+    split: str, root: Root | None, tokenizer: str | None, seq_len: int, max_bytes: int, val_fraction: float
+) -> Any:
     if root is None:
         return text(split, seq_len, max_bytes)
-    return files(split, root, tokenizer=tokenizer, seq_len=seq_len)
+    found = files(split, root, tokenizer=tokenizer, seq_len=seq_len, val_fraction=val_fraction)
+    if not isinstance(found, TextDataset | None):
+        raise DataError(f"{root} holds no texts, which this data set reads.", hint="Give .txt files.")
+    return found

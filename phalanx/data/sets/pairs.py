@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.chats import counted_rows
 from phalanx.data.sets.files import rows_of
 from phalanx.data.sets.masked import byte_sentinels, check_t5
+from phalanx.data.sets.places import Root
+from phalanx.data.sets.splits import check_fraction
 from phalanx.data.sets.tables import read_tokenizer
 from phalanx.errors import DataError, UsageError, unknown_name
 
@@ -107,7 +108,7 @@ class _Columns(Sequence[tuple[str, str]]):
 
 def pairs(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     source: str = "input",
     target: str = "target",
     prefix: str = "",
@@ -125,13 +126,14 @@ def pairs(
     """
     if seq_len < 2 or (target_len is not None and target_len < 2):
         raise UsageError(f"seq_len = {seq_len}, target_len = {target_len}: must be 2 or more, one for the end")
+    check_fraction(val_fraction, split)
     if root is not None:
         rows = _Columns(rows_of(root, split, [source, target], val_fraction), source, target, prefix)
         if not len(rows) and (split == "train" or rows.notes):  # a small file may have none to hold out
             raise DataError(f"{root} holds no pairs. {'; '.join(rows.notes)}".strip())
         return TextPairs(rows, tokenizer, seq_len, target_len or seq_len, str(root), rows.notes)
     if tokenizer is not None:
-        raise UsageError("tokenizer is for texts of your own", hint="Write: --data-dir ./my-pairs, as well.")
+        raise UsageError("tokenizer is for texts of your own", hint="Write: --data ./my-pairs, as well.")
     for task in [tasks] if isinstance(tasks, str) else tasks:
         if task not in TASKS:
             raise UsageError(unknown_name("task", task, TASKS, of="drawn pairs"))

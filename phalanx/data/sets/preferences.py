@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets.chat_template import Encoded, Messages, read_template
 from phalanx.data.sets.chats import as_messages, counted_rows
 from phalanx.data.sets.files import read_rows
+from phalanx.data.sets.places import Root
+from phalanx.data.sets.splits import check_fraction
 from phalanx.errors import DataError, UsageError
 
 _SIDES = ("chosen", "rejected")
@@ -22,15 +23,16 @@ _SIDES = ("chosen", "rejected")
 
 def preferences(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     tokenizer: str | None = None,
     template: str | None = None,
     seq_len: int = 512,
     val_fraction: float = 0.1,
 ) -> PreferenceDataset:
     """Return one split of the preferences in a file or folder; `tokenizer` and `template` as those of `chats`."""
-    if not 0 <= val_fraction < 1 or seq_len < 1:
-        raise UsageError(f"val_fraction = {val_fraction!r} must be from 0 to below 1, and seq_len = {seq_len} above 0")
+    check_fraction(val_fraction, split)
+    if seq_len < 1:
+        raise UsageError(f"seq_len = {seq_len}: must be 1 or more")
     form = read_template(tokenizer, template)
     rows = {number: _conversations(row, number) for number, row in read_rows(root, split, val_fraction)}
     encoded = form.encode([messages for pair in rows.values() for messages in pair])

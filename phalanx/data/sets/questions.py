@@ -9,15 +9,16 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets.files import held_out, of_split
+from phalanx.data.sets.files import of_split
 from phalanx.data.sets.pieces import TextPieces
+from phalanx.data.sets.places import Root, find_files
+from phalanx.data.sets.splits import check_fraction, held_out
 from phalanx.data.sets.squad import Question, answer_scores, place_of, read_squad
 from phalanx.errors import DataError, UsageError
 
@@ -183,7 +184,7 @@ class AnswerScores:
 
 def questions(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     tokenizer: str | None = None,
     seq_len: int = 128,
     stride: int | None = None,
@@ -197,18 +198,20 @@ def questions(
     is held out.
     """
     if root is None:
-        raise UsageError("the data set 'questions' needs a file in SQuAD's format", hint="Write: --data-dir ./squad")
+        raise UsageError("the data set 'questions' needs a file in SQuAD's format", hint="Write: --data ./squad")
     stride = max(1, seq_len // 2) if stride is None else stride
     if not 1 <= stride <= seq_len or longest_answer < 1:
         raise UsageError(
             f"stride = {stride}, longest_answer = {longest_answer}: both are 1 or more, and stride is at most seq_len "
             f"({seq_len})"
         )
-    path = Path(root).expanduser()
-    found = [path] if path.is_file() else sorted(path.glob("*.json"))
+    check_fraction(val_fraction, split)
+    place = find_files(root)
+    folder = place.folder
+    found = place.files if folder is None else sorted(folder.glob("*.json"))
     if not found:
-        raise DataError(f"{path} has no .json file with questions.", hint="Give a file in SQuAD's format.")
-    chosen, part = of_split(path, found, split)
+        raise DataError(f"{folder} has no .json file with questions.", hint="Give a file in SQuAD's format.")
+    chosen, part = of_split(folder, found, split)
     contexts, asked = read_squad(chosen)
     if not asked:
         raise DataError(f"{', '.join(map(str, chosen))}: there is no question in it.")
@@ -216,8 +219,8 @@ def questions(
         own = set(kept)
         asked = [question for question in asked if question.context in own]
     asked, note = checked_answers(contexts, asked, keep_all=split == "val")
-    if tokenizer is None and path.is_dir() and (path / "tokenizer").is_dir():
-        tokenizer = str(path / "tokenizer")
+    if tokenizer is None and folder is not None and (folder / "tokenizer").is_dir():
+        tokenizer = str(folder / "tokenizer")
     options = {"seq_len": seq_len, "stride": stride, "longest_answer": longest_answer}
     windows = QuestionWindows(contexts, asked, TextPieces(tokenizer), **options)
     windows.tokenizer, windows.notes = tokenizer, (note,) if note else ()

@@ -64,13 +64,17 @@ class TarPart:
         return f"{self._path.name}: {self._index.names[row].decode(errors='replace')}"
 
 
+def _below(file: Path, root: Path) -> Path:
+    return file.relative_to(root) if file.is_relative_to(root) else file
+
+
 class FilePart:
-    """Images that are files of their own, in class folders."""
+    """Images that are files of their own, in class folders or named one by one."""
 
     def __init__(self, root: Path, samples: Sequence[tuple[Path, int]]) -> None:
         self._root = root
         # As one array: a million objects would be copied, page by page, into every worker process.
-        self._names = np.array([os.fsencode(file.relative_to(root)) for file, _ in samples], dtype=np.bytes_)
+        self._names = np.array([os.fsencode(_below(file, root)) for file, _ in samples], dtype=np.bytes_)
         self.labels = np.array([label for _, label in samples], dtype=np.int64)
 
     def read(self, row: int) -> bytes:
@@ -78,7 +82,7 @@ class FilePart:
         return (self._root / self.name(row)).read_bytes()
 
     def name(self, row: int) -> str:
-        """Return the path below the root."""
+        """Return the path below the root; of an image that was named, its path."""
         return os.fsdecode(bytes(self._names[row]))
 
 

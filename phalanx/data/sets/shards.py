@@ -17,10 +17,19 @@ import torch
 from torch.utils.data import Dataset
 
 from phalanx.data.hints import LoaderHints
-from phalanx.data.sets.files import held_out, of_split
-from phalanx.data.sets.image_files import UndecodableImage, about_empty, decode, import_pillow, list_splits
+from phalanx.data.sets.files import of_split
+from phalanx.data.sets.image_files import (
+    IMAGE_ENDINGS,
+    UndecodableImage,
+    about_empty,
+    decode,
+    find_images,
+    import_pillow,
+)
+from phalanx.data.sets.places import Root, find_places
 from phalanx.data.sets.shard_index import ShardList, foreign_indexes, packed_index
 from phalanx.data.sets.shard_parts import FilePart, ImagePart, TarPart, parquet_parts
+from phalanx.data.sets.splits import check_fraction, held_out
 from phalanx.errors import DataError, UsageError, unknown_name
 from phalanx.world.env import read_rank_env
 
@@ -75,6 +84,8 @@ class ImageShards(Dataset[tuple[torch.Tensor, int]]):
             try:
                 pixels = decode(part.read(row), self.size)
             except UndecodableImage as error:
+                if part.labels[row] < 0:  # it is asked about: another image would be another answer
+                    raise DataError(f"{part.name(row)} is not a readable image: {error}.") from None
                 self._replace(number, error)
                 continue
             return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), int(part.labels[row])
@@ -116,12 +127,14 @@ class _Found(NamedTuple):
 
 def shards(
     split: str = "train",
-    root: str | Path | None = None,
+    root: Root | None = None,
     size: int = 256,
     val_fraction: float = 0.1,
     shuffle: str | None = None,
     window: int = _WINDOW,
     workers: int | None = None,
+    class_names: Sequence[str] | None = None,
+    needs_target: bool = True,
 ) -> ImageShards:
     """Read the images at `root`: shards of `phalanx data pack`, tars of WebDataset, parquet files or class folders.
 
@@ -129,16 +142,18 @@ def shards(
     `val_fraction`: the part that is held out where there is no validation split. `shuffle`: "samples" mixes all
     samples, "shards" reads `window` shards (row groups of parquet files) at a time; the default is "samples", and
     "shards" for parquet. `workers`: processes per rank that decode; by default as many as there are cores for.
+    `class_names`: all labels in their order, where class folders may lack some. Without `needs_target` images in
+    folders, or in a list of files, have the label -1.
     """
     if root is None:
-        raise UsageError("shards needs the folder with the images.", hint='Write root="path/to/shards".')
-    if size < 1 or window < 1 or (workers or 0) < 0 or not 0 <= val_fraction < 1:
-        given = f"size={size}, window={window}, workers={workers}, val_fraction={val_fraction}"
-        raise UsageError(f"{given}: sizes are 1 or more, workers 0 or more, val_fraction is from 0 to below 1.")
+        raise UsageError("shards needs the folder with the images.", hint="Write: --data path/to/images")
+    check_fraction(val_fraction, split)
+    if size < 1 or window < 1 or (workers or 0) < 0:
+        raise UsageError(f"size={size}, window={window}, workers={workers}: sizes are 1 or more, workers 0 or more.")
     if shuffle is not None and shuffle not in _SHUFFLES:
         raise UsageError(unknown_name("shuffle", shuffle, _SHUFFLES))
     import_pillow()
-    found = _find(Path(root).expanduser(), split)
+    found = _find(root, split, class_names, needs_target=needs_target)
     by_parts = shuffle == "shards" or (shuffle is None and found.window > 0)
     total = sum(len(part.labels) for part in found.parts)
     return ImageShards(
@@ -152,10 +167,30 @@ def shards(
     )
 
 
-def _find(root: Path, split: str) -> _Found:
-    """Recognise what is at `root`."""
-    if not root.exists():
-        raise DataError(f"data = '{root}': there is nothing at that path.")
+def _find(given: Root, split: str, names: Sequence[str] | None, *, needs_target: bool) -> _Found:
+    """Recognise what is at a place; `names`: the classes that are known."""
+    places = find_places(given)
+    is_packed = len(places) == 1 and (places[0].is_file() or _holds_shards(places[0]))
+    if not is_packed or places[0].suffix.lower() in IMAGE_ENDINGS:
+        images = find_images(given, split, names, needs_target=needs_target)
+        notes = (about_empty(images.classes, images.samples),) if split == "train" else ()
+        part = FilePart(images.root, images.samples)
+        return _Found([part], images.classes, images.part, notes=tuple(filter(None, notes)))
+    found = _find_packed(places[0], split)
+    if names is not None and list(names) != found.classes:
+        raise DataError(
+            f"{places[0]} has other classes than the training images: {', '.join(found.classes[:5])}; "
+            f"they have {', '.join(names[:5])}."
+        )
+    return found
+
+
+def _holds_shards(folder: Path) -> bool:
+    return any(file.suffix in (".tar", ".parquet") for file in folder.rglob("*"))
+
+
+def _find_packed(root: Path, split: str) -> _Found:
+    """Return the images of tars or parquet files."""
     if (manifest := ShardList.read(root)) is not None:
         records = manifest.splits.get(split, manifest.splits["train"])
         parts: list[ImagePart] = [TarPart(root / record.name, packed_index(root, record)) for record in records]
@@ -163,24 +198,23 @@ def _find(root: Path, split: str) -> _Found:
     files = [root] if root.is_file() else sorted(root.rglob("*"))
     if tars := [file for file in files if file.suffix == ".tar"]:
         return _foreign(root, tars, split)
-    if tables := [file for file in files if file.suffix == ".parquet"]:
-        chosen, part = of_split(root, tables, split)
-        parts, names, window = parquet_parts(chosen)
-        return _Found(parts, names or _numbered(parquet_parts(tables)[0]), part, window)
-    classes, splits = list_splits(root)
-    whole = FilePart(root, splits.get(split, splits["train"]))
-    return _Found([whole], classes, None if len(splits) > 1 else split, notes=_empty(classes, splits["train"]))
+    tables = [file for file in files if file.suffix == ".parquet"]
+    if not tables:
+        raise DataError(f"{root} holds neither images nor shards of images.")
+    chosen, part = of_split(_folder(root), tables, split)
+    parts, names, window = parquet_parts(chosen)
+    return _Found(parts, names or _numbered(parquet_parts(tables)[0]), part, window)
+
+
+def _folder(root: Path) -> Path | None:
+    return root if root.is_dir() else None
 
 
 def _foreign(root: Path, tars: list[Path], split: str) -> _Found:
     indexes = dict(zip(tars, foreign_indexes(tars), strict=True))
-    chosen, part = of_split(root, tars, split)
+    chosen, part = of_split(_folder(root), tars, split)
     every = {tar: TarPart(tar, index) for tar, index in indexes.items()}
     return _Found([every[tar] for tar in chosen], _numbered(list(every.values())), part)
-
-
-def _empty(classes: list[str], samples: list[tuple[Path, int]]) -> tuple[str, ...]:
-    return tuple(filter(None, [about_empty(classes, samples)]))
 
 
 def _numbered(parts: Sequence[ImagePart]) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
+from phalanx.data.hints import LoaderHints
 from phalanx.errors import DataError, UsageError, unknown_name
 
 VOCABULARY = 256
@@ -18,6 +21,12 @@ TARGETS = ("label", "labels", "target", "class", "cls", "y")
 """Columns that are the target where none is named."""
 _LOOKED_AT = 1000
 """Rows of a column of texts that are looked at."""
+_WITHOUT_ROWS = ("corresponds to no data", "No columns to parse from file")
+"""What the library datasets, and pandas inside it, raise for files without rows."""
+_TARGET_TYPES = ("class", "number")
+_MOST_CLASSES = 1000
+"""Whole numbers up to here may be labels; a higher one is taken for a quantity's, whose loss the user must name."""
+_LONGEST_SHOWN = 60
 
 
 def read_tokenizer(folder: str) -> Any:
@@ -45,17 +54,38 @@ def read_table(kind: str, chosen: list[Path]) -> Any:
         ) from None
     datasets.disable_progress_bars()
     options = {"sep": "\t"} if chosen[0].suffix == ".tsv" else {}
+    shown = str(chosen[0]) if len(chosen) == 1 else f"{chosen[0]} (or one of {len(chosen) - 1} more)"
+    reporter = logging.getLogger("datasets")
+    level = reporter.level
+    reporter.setLevel(logging.CRITICAL)  # what it logs before it raises is in the error
     try:
-        return datasets.load_dataset(kind, data_files=[str(file) for file in chosen], split="train", **options)
+        table = datasets.load_dataset(kind, data_files=[str(file) for file in chosen], split="train", **options)
     except Exception as error:  # each format has its own errors
-        raise DataError(f"{chosen[0]} cannot be read as {kind}: {error.__cause__ or error}") from error
+        text = str(error.__cause__ or error)
+        if any(words in text for words in _WITHOUT_ROWS):
+            raise DataError(f"{shown} holds no rows.") from None
+        raise DataError(f"{shown} cannot be read as {kind}: {_reason(text)}") from error
+    finally:
+        reporter.setLevel(level)
+    if not len(table):
+        raise DataError(f"{shown} holds no rows.")
+    return table
 
 
-def check_columns(table: Any, names: Sequence[str], path: Path) -> None:
+def _reason(text: str) -> str:
+    """Return what an error of the library datasets says: of several paragraphs the first one that is not general."""
+    paragraphs = text.split("\n\n")
+    is_general = len(paragraphs) > 1 and paragraphs[0].startswith("An error occurred while generating")
+    return paragraphs[1] if is_general else text
+
+
+def check_columns(table: Any, names: Sequence[str], shown: str) -> None:
     """Refuse names that no column has."""
-    for name in names:
-        if name not in table.column_names:
-            raise UsageError(unknown_name("column", name, table.column_names, of=str(path)))
+    missing = [name for name in names if name not in table.column_names]
+    if len(missing) == 1:
+        raise UsageError(unknown_name("column", missing[0], table.column_names, of=shown))
+    if missing:
+        raise UsageError(f"{shown} has no columns {', '.join(missing)}. It has: {', '.join(table.column_names)}")
 
 
 def _is_number(cell: Any) -> bool:
@@ -70,22 +100,44 @@ def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", "") in ("string", "large_string")
 
 
-def classes_of(kind: str, training: list[Path], table: Any, target: str, *, of_texts: bool) -> list[str]:
-    """Return the names of labels that are texts, as the training files have them; empty for numbers.
+def target_type_of(feature: Any) -> str:
+    """Return "class" for texts, truth values and whole numbers, and "number" for all else."""
+    dtype = getattr(feature, "dtype", "")
+    is_class = hasattr(feature, "names") or _is_text(feature) or dtype == "bool" or dtype.startswith(("int", "uint"))
+    return "class" if is_class else "number"
 
-    `of_texts`: whole numbers are labels, too, since what is said of a text is a class.
+
+def classes_of(kind: str, training: list[Path], table: Any, target: str, *, of_texts: bool) -> list[str]:
+    """Return the names of the labels, as the training files have them; empty where numbers are too many to be labels.
+
+    `of_texts`: whole numbers are labels in any case, since what is said of a text is a class.
     """
     feature = table.features.get(target)
     if hasattr(feature, "names"):
         return list(feature.names)
-    if of_texts and getattr(feature, "dtype", "").startswith(("int", "uint")):
-        return [str(number) for number in range(max(read_table(kind, training)[target]) + 1)]
-    if not _is_text(feature):
-        return []
+    if getattr(feature, "dtype", "") == "bool":
+        return ["False", "True"]
     named = read_table(kind, training)[target]
     if None in named:
         raise DataError(f"row {named.index(None) + 1} of {training[0]} has no value in the column '{target}'.")
-    return sorted(set(named))
+    if _is_text(feature):
+        return sorted(set(named))
+    lowest, highest = int(min(named)), int(max(named))
+    is_label = of_texts or (lowest >= 0 and highest < min(_MOST_CLASSES, len(named)))
+    return [str(number) for number in range(highest + 1)] if is_label else []
+
+
+class TableShape(NamedTuple):
+    """What the columns of a table mean: learned from the training files, and the same for all others."""
+
+    inputs: str | Sequence[str] | None
+    target: str | None
+    target_type: str | None
+    """ "class" or "number"."""
+    classes: list[str]
+    text: str | None
+    tokenizer: str | None
+    length: int
 
 
 class TableDataset(Dataset[Any]):
@@ -93,70 +145,108 @@ class TableDataset(Dataset[Any]):
 
     deterministic = True
 
-    def __init__(
-        self,
-        table: Any,
-        path: Path,
-        inputs: str | Sequence[str] | None,
-        target: str | None,
-        classes: list[str],
-        *,
-        tokenizer: str | None,
-        text: str | None,
-        length: int,
-        needs_target: bool,
-    ) -> None:
-        self._table, self._path = table, path
-        self._target = target
-        if classes:
-            self.classes = classes
-        self._labels = {name: number for number, name in enumerate(classes)}
-        own: Any = read_tokenizer(tokenizer) if tokenizer else None
-        self._tokenizer = own if own is not None else byte_tokenizer if text else None
+    def __init__(self, table: Any, shown: str, shape: TableShape, *, needs_target: bool) -> None:
+        """`shown`: what the table is called in messages."""
+        self._table, self._shown, self._shape = table, shown, shape
+        if shape.target_type not in (None, *_TARGET_TYPES):
+            raise UsageError(unknown_name("target_type", shape.target_type, _TARGET_TYPES))
+        if shape.classes:
+            self.classes = shape.classes
+        self._labels = {name: number for number, name in enumerate(shape.classes)}
+        own: Any = read_tokenizer(shape.tokenizer) if shape.tokenizer else None
+        self._tokenizer = own if own is not None else byte_tokenizer if shape.text else None
         if self._tokenizer is not None:
             self.vocab_size = VOCABULARY + 1 if own is None else len(own)
-        self._length = length
+        self._reals = False
+        """Whether whole numbers are given as reals."""
+        self.loader_hints = LoaderHints()
+        inputs = shape.inputs
         if inputs is None and self._tokenizer is None:
             self._check_left_out(needs_target=needs_target)
         if inputs is not None:
             self._inputs = [inputs] if isinstance(inputs, str) else list(inputs)
         else:
-            self._inputs = [text] if text else self._default_inputs()
-        check_columns(table, [*self._inputs, *([target] if target else [])], path)
+            self._inputs = [shape.text] if shape.text else self._default_inputs()
+        check_columns(table, self._inputs, shown)
         if not self._inputs:
             raise UsageError(
-                f"{path} has no column of numbers for inputs; its columns: {', '.join(table.column_names)}",
+                f"{shown} has no column of numbers for inputs; its columns: {', '.join(table.column_names)}",
                 hint='Name them: --set data.inputs=\'["a", "b"]\' --set data.target=label',
             )
+        if self._tokenizer is None:
+            for name in self._inputs:
+                self._check_numbers(name)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What other tables for the same model must have, by name; none for texts, which have their own option."""
-        named = {"inputs": self._inputs, "target": self._target} if self._tokenizer is None else {}
-        return {name: value for name, value in named.items() if value is not None}
+        """What other tables for the same model must have, by name; of texts, which have their own option, the target.
+
+        A checkpoint keeps them.
+        """
+        named = {"inputs": self._inputs} if self._tokenizer is None else {}
+        return {**named, **self._of_target} if named else {}
+
+    @property
+    def _of_target(self) -> dict[str, Any]:
+        target = self._shape.target
+        return {} if target is None else {"target": target, "target_type": self._shape.target_type}
+
+    def note_left_out(self) -> None:
+        """Let the run begin with a note about columns that are not used."""
+        used = {*self._inputs, self._shape.target}
+        texts = [name for name, kind in self._table.features.items() if name not in used and _is_text(kind)]
+        if texts and self._shape.inputs is None and self._tokenizer is None:
+            note = f"columns used: {', '.join(self._inputs)}; left out (text): {', '.join(texts)}"
+            self.loader_hints = LoaderHints(notes=(note,))
+
+    def fit_to(self, model: nn.Module) -> None:
+        """Give whole numbers as reals where the model begins with a layer that multiplies them."""
+        layers = (module for module in model.modules() if not any(module.children()))
+        first = next((layer for layer in layers if any(True for _ in layer.parameters())), None)
+        self._reals = isinstance(first, nn.Linear | nn.modules.conv._ConvNd)
 
     def _default_inputs(self) -> list[str]:
-        features = {name: kind for name, kind in self._table.features.items() if name != self._target}
+        features = {name: kind for name, kind in self._table.features.items() if name != self._shape.target}
         if self._tokenizer is not None:
             return [name for name, kind in features.items() if _is_text(kind)][:1]
         return [name for name, kind in features.items() if not _is_text(kind)]
 
+    def _check_numbers(self, name: str) -> None:
+        """Refuse a column of inputs with a cell that is not a number, which makes a column of texts."""
+        if not _is_text(self._table.features[name]):
+            return
+        cells = self._table[name]
+        wrong = next((number for number, cell in enumerate(cells) if not _is_number(cell)), None)
+        if wrong is not None:
+            given = f"row {wrong + 1} of {self._shown} holds {cells[wrong]!r} in the column '{name}'"
+            raise DataError(
+                f"{given}, which is not a number",
+                hint="Correct the file, or leave the column out of data.inputs.",
+            )
+
     def _check_left_out(self, *, needs_target: bool) -> None:
         """Refuse to leave out, without a word, numbers with a wrong cell, and what is probably the target."""
-        texts = [name for name, kind in self._table.features.items() if _is_text(kind) and name != self._target]
+        target = self._shape.target
+        texts = [name for name, kind in self._table.features.items() if _is_text(kind) and name != target]
         example = """--set data.inputs='["a", "b"]'"""
         for name in texts:
             cells = self._table[:_LOOKED_AT][name]
+            if sum(map(_is_number, cells)) * 2 <= len(cells):
+                continue
+            cells = cells if len(cells) == len(self._table) else self._table[name]
             wrong = [number for number, cell in enumerate(cells) if not _is_number(cell)]
-            if 0 < len(wrong) <= len(cells) // 10:
-                given = f"row {wrong[0] + 1} of {self._path} holds {cells[wrong[0]]!r} in the column '{name}'"
+            if wrong:
+                given = f"row {wrong[0] + 1} of {self._shown} holds {cells[wrong[0]]!r} in the column '{name}'"
+                others = (
+                    "its other cells" if len(wrong) == 1 else f"{len(cells) - len(wrong)} of its {len(cells)} cells"
+                )
                 raise DataError(
-                    f"{given}, and its other cells are numbers",
+                    f"{given}, and {others} are numbers",
                     hint=f"Correct the file, or name the inputs: {example}",
                 )
-        if texts and needs_target and self._target is None:
+        if texts and needs_target and target is None:
             raise UsageError(
-                f"{self._path} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, and columns of texts "
+                f"{self._shown} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, and columns of texts "
                 f"would be left out: {', '.join(texts)}",
                 hint=f"Name the target: --set data.target={texts[-1]}, or the inputs: {example}",
             )
@@ -165,26 +255,59 @@ class TableDataset(Dataset[Any]):
         return len(self._table)
 
     def __getitem__(self, index: int) -> Any:
-        row = self._table[index]
-        if empty := [name for name in (*self._inputs, self._target) if name is not None and row[name] is None]:
-            raise DataError(f"row {index + 1} of {self._path} has no value in the column '{empty[0]}'.")
-        label = None if self._target is None else self._label(row[self._target])
+        row, target = self._table[index], self._shape.target
+        if empty := [name for name in (*self._inputs, target) if name is not None and row[name] is None]:
+            raise DataError(f"row {index + 1} of {self._shown} has no value in the column '{empty[0]}'.")
+        label = None if target is None else self._label(row[target], index)
         if self._tokenizer is not None:
             encoded = self._tokenizer(
-                row[self._inputs[0]], truncation=True, padding="max_length", max_length=self._length
+                row[self._inputs[0]], truncation=True, padding="max_length", max_length=self._shape.length
             )
             found = {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
             return found if label is None else {**found, "labels": label}
-        values = [_as_tensor(row[name]) for name in self._inputs]
-        stacked = values[0] if len(values) == 1 else torch.stack([value.float() for value in values], dim=-1)
-        return stacked if label is None else (stacked, label)
+        values = [self._as_tensor(row[name], name, index) for name in self._inputs]
+        if len(values) > 1:
+            inputs = torch.stack([value.float() for value in values], dim=-1)
+        elif values[0].ndim == 0:
+            inputs = values[0].float().unsqueeze(0)
+        else:
+            inputs = values[0].float() if self._reals else values[0]
+        return inputs if label is None else (inputs, label)
 
-    def _label(self, value: Any) -> torch.Tensor:
-        if isinstance(value, str):
-            if value not in self._labels:
-                raise DataError(f"the label {value!r} is in the validation data, but not in the training data.")
-            return torch.tensor(self._labels[value])
-        return _as_tensor(value)
+    def _label(self, value: Any, index: int) -> torch.Tensor:
+        target, is_class = str(self._shape.target), self._shape.target_type == "class"
+        if not is_class:
+            found = self._as_tensor(value, target, index)
+            return found.float() if found.ndim == 0 else found
+        if isinstance(value, bool | str):
+            if str(value) in self._labels:
+                return torch.tensor(self._labels[str(value)])
+            known = ", ".join(list(self._labels)[:10]) or "whole numbers"
+            raise DataError(
+                f"row {index + 1} of {self._shown}: the label {str(value)!r} is not in the training data, whose labels "
+                f"are {known}."
+            )
+        found = self._as_tensor(value, target, index)
+        if found.is_floating_point() and not bool((found == found.round()).all()):
+            raise DataError(
+                f"row {index + 1} of {self._shown} holds {value!r} in the column '{target}', and labels are whole "
+                "numbers.",
+                hint="For quantities write: --set data.target_type=number",
+            )
+        return found.long()
+
+    def _as_tensor(self, value: Any, name: str, index: int) -> torch.Tensor:
+        """Return a value of a table; images as float32 [channels, height, width] from 0 to 1."""
+        if hasattr(value, "convert"):  # a PIL image
+            return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).float() / 255
+        try:
+            found = torch.as_tensor(float(value) if isinstance(value, str) else value)
+        except (TypeError, ValueError, RuntimeError):
+            shown = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"{repr(value)[:_LONGEST_SHOWN]}..."
+            raise DataError(
+                f"row {index + 1} of {self._shown} holds {shown} in the column '{name}', which is not a number."
+            ) from None
+        return found.float() if found.is_floating_point() else found
 
 
 def byte_tokenizer(text: str, *, max_length: int, **_: Any) -> dict[str, list[int]]:
@@ -192,14 +315,3 @@ def byte_tokenizer(text: str, *, max_length: int, **_: Any) -> dict[str, list[in
     tokens = [VOCABULARY, *text.encode("utf-8", errors="replace")][:max_length]
     padding = [0] * (max_length - len(tokens))
     return {"input_ids": tokens + padding, "attention_mask": [1] * len(tokens) + padding}
-
-
-def _as_tensor(value: Any) -> torch.Tensor:
-    """Return a value of a table; images as float32 [channels, height, width] from 0 to 1."""
-    if hasattr(value, "convert"):  # a PIL image
-        return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).float() / 255
-    try:
-        found = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a column holds {value!r}, which is not a number: {error}.") from error
-    return found.float() if found.is_floating_point() else found

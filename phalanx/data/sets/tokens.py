@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.data.fetch import GatherDataset
+from phalanx.data.sets.splits import check_fraction
 from phalanx.data.sets.token_shards import TokenManifest, TokenStream, tokenizer_digest
 from phalanx.errors import DataError, UsageError, unknown_name
 from phalanx.world.seed import derive_seed
@@ -44,8 +45,9 @@ def tokens(
     """
     if packing not in _PACKINGS:
         raise UsageError(unknown_name("packing", packing, _PACKINGS))
-    if not 0 <= val_fraction < 1 or seq_len < 1:
-        raise UsageError(f"val_fraction = {val_fraction!r} must be from 0 to below 1, and seq_len = {seq_len} above 0")
+    check_fraction(val_fraction, split)
+    if seq_len < 1:
+        raise UsageError(f"seq_len = {seq_len}: must be 1 or more")
     places, weights = _places(root, sources)
     manifests = [TokenManifest.read(place) for place in places]
     _check_tokenizers(manifests, tokenizer)

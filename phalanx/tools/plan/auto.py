@@ -24,7 +24,8 @@ from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of, recompute_of
 from phalanx.torch_compat import pytree
-from phalanx.trainers.recipe import recipe_augment, recipe_parts, with_batch_size
+from phalanx.trainers.recipe import recipe_augment, with_batch_size
+from phalanx.trainers.recipe_parts import recipe_parts
 from phalanx.trainers.session import settle_strategy
 from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
@@ -141,7 +142,7 @@ class RunNeeds:
 
 def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout) -> RunNeeds:
     """Build the model without storage and its data, and return what a run would need."""
-    model, train, _ = recipe_parts(recipe, config.data_dir, without_storage=True)
+    model, train, *_ = recipe_parts(recipe, without_storage=True)
     recipe_augment(recipe, model, train)  # a wrong option ends the run when it starts
     adapt(model, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -201,7 +201,7 @@ def execute(run: Run, subject: Subject, folder: Path) -> Recording:
 
     def build() -> tuple[TrainTask, DistributedConfig]:
         seed_everything(run.config.seed)
-        parts = subject.build(run.config.data_dir)
+        parts = subject.build()
         dtype = getattr(torch, run.dtype)
         data, own_batch = _loader(parts, run, dtype)
         model = without_dropout(parts.model).to(dtype)

@@ -41,23 +41,27 @@ class Subject(Protocol):
     def name(self) -> str:
         """The name in the report."""
 
-    def build(self, data_dir: str | None) -> Parts:
+    def build(self) -> Parts:
         """Return a new model and its data."""
 
 
 @dataclass(frozen=True)
 class RecipeSubject:
-    """A recipe, possibly with another preset of its model."""
+    """A recipe, possibly with another preset of its model or other data."""
 
     name: str
     preset: str | None = None
+    data: str | None = None
 
-    def build(self, data_dir: str | None) -> Parts:
+    def build(self) -> Parts:
         """Build what `phalanx train` would train."""
-        from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_parts
+        from phalanx.data.sets import named_data
+        from phalanx.trainers.recipe import recipe_augment, recipe_loss
+        from phalanx.trainers.recipe_parts import recipe_parts
 
         recipe = load_recipe(self.name).with_preset(self.preset)
-        model, train, _ = recipe_parts(recipe, data_dir)
+        recipe = recipe if self.data is None else recipe.with_parts(None, named_data(self.data, recipe.data))
+        model, train, *_ = recipe_parts(recipe)
         return Parts(model, train, recipe_loss(recipe, model), recipe_augment(recipe, model))
 
 
@@ -68,7 +72,7 @@ class ModelSubject:
     name: str
     preset: str | None = None
 
-    def build(self, data_dir: str | None) -> Parts:
+    def build(self) -> Parts:
         """Build the model; text for a language model, made-up images or vectors for the others."""
         from phalanx.data.sets import load
         from phalanx.loop.forward import implied_loss
@@ -101,7 +105,7 @@ class ScriptSubject:
         """The script's file name."""
         return Path(self.path).name
 
-    def build(self, data_dir: str | None) -> Parts:
+    def build(self) -> Parts:
         """Run the script as a module and call its `build`."""
         sys.path.insert(0, str(Path(self.path).resolve().parent))
         function = runpy.run_path(self.path, run_name=Path(self.path).stem).get("build")
@@ -128,7 +132,7 @@ class GivenSubject:
     data: Any
     loss_fn: Any = None
 
-    def build(self, data_dir: str | None) -> Parts:
+    def build(self) -> Parts:
         """Return them: each rank has its own copy, from a pickle."""
         import copy
 
@@ -138,7 +142,7 @@ class GivenSubject:
         return Parts(made, self.data, self.loss_fn)
 
 
-def find_subject(name: str | None, script: str | None, preset: str | None) -> Subject:
+def find_subject(name: str | None, script: str | None, preset: str | None, data: str | None = None) -> Subject:
     """Return what the command line names: a recipe, a model or a script."""
     if (name is None) == (script is None):
         what = "nothing to verify was named" if name is None else f"'{name}' and --script {script} were both given"
@@ -146,12 +150,14 @@ def find_subject(name: str | None, script: str | None, preset: str | None) -> Su
     if script is not None:
         if preset is not None:
             raise UsageError("--preset is for the reference models; a script builds its own")
+        if data is not None:
+            raise UsageError("--data is for recipes; a script reads its own data")
         if not Path(script).is_file():
             raise UsageError(f"no script at {script}")
         return ScriptSubject(script)
     assert name is not None, "one of the two was given"
-    if name in models.names():  # also the recipes of that name, on shorter texts
+    if name in models.names() and data is None:  # also the recipes of that name, on shorter texts
         return ModelSubject(name, preset)
     if find_recipe(name) is not None:
-        return RecipeSubject(name, preset)
+        return RecipeSubject(name, preset, data)
     raise UsageError(unknown_name("recipe or model", name, {*recipe_names(), *models.names()}))

@@ -25,7 +25,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.recipes import load_recipe
 from phalanx.tools.bench.compression.advise import settings_of
 from phalanx.trainers.job import Job, run_job
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe_parts import recipe_parts
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
@@ -77,7 +77,7 @@ def _run_case(name: str, compressor: str, request: dict[str, Any], run_dir: Path
     own = settings_of(compressor, request["settings"])
     config = DistributedConfig(**{**settings, "compression": compressor, **own})
     seed_everything(config.seed)
-    model, train, _ = recipe_parts(recipe, None)
+    model, train, *_ = recipe_parts(recipe)
     clock = Clock()
     task = TrainTask(model, train, loss_fn=None if recipe.sample else implied_loss, callbacks=[clock], name=name)
     history = run_job(Job("fit", task, config, run_dir), in_place=True).history
@@ -128,7 +128,7 @@ def _measure_step(name: str) -> dict[str, Any]:
     """Time forward, backward and the optimizer on this rank's batch, with nothing sent."""
     recipe = load_recipe(name)
     seed_everything(0)
-    model, train, _ = recipe_parts(recipe, None)
+    model, train, *_ = recipe_parts(recipe)
     batch = next(iter(DataLoader(train, batch_size=recipe.settings["batch_size"], collate_fn=default_collate)))
     forward = decide_forward(model, None if recipe.sample else implied_loss, batch)
     optimizer = torch.optim.AdamW(model.parameters())
