@@ -110,11 +110,8 @@ def run(python: Path, folder: Path, arguments: str, expected: str) -> str:
 
 def try_torch(wanted: str, environments: Path) -> tuple[str, bool]:
     """Use Phalanx with one torch; return its row and whether all went well. `wanted`: a version, or "newest"."""
-    python = environment(
-        environments / f"torch-{wanted}",
-        ["torch" if wanted == "newest" else f"torch=={wanted}"],
-        newest=wanted == "newest",
-    )
+    newest = wanted == "newest"
+    python = environment(environments / f"torch-{wanted}", ["torch" if newest else f"torch=={wanted}"], newest=newest)
     installed, folder = version(python, "torch"), environments / f"work-{wanted}-{time.time_ns()}"
     folder.mkdir()
     (folder / "first_fit.py").write_text(SNIPPET)

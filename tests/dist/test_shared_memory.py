@@ -153,14 +153,19 @@ def test_ranks_that_disagree_on_the_backend_are_named(ranks, kind, words):
 
 
 LOST_EARLY = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 import torch
 import torch.distributed as dist
 from phalanx.comm import register_backend
 
 register_backend()
 dist.init_process_group("phalanx")
-if dist.get_rank() == 1:
+ready = pathlib.Path("ready")
+if dist.get_rank() == 0:
+    ready.touch()
+else:
+    while not ready.exists():  # torch aborts a rank that loses another while it connects
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 begin = time.perf_counter()
 try:
