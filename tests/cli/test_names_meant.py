@@ -16,7 +16,7 @@ from phalanx.config.option import problem
 from phalanx.config.renamed import NAMES
 from phalanx.config.sources import NOT_SETTINGS
 
-OF_A_VERB = {"resume", "time_limit"}
+OF_A_VERB = {"data", "resume", "time_limit"}
 """Names in the table that a flag of a verb brings."""
 
 
