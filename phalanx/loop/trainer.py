@@ -22,7 +22,7 @@ from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
-from phalanx.loop.values import Values, enter_loop, leave_loop, never_logged
+from phalanx.loop.values import Values, checked_step, enter_loop, leave_loop, never_logged
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -247,7 +247,7 @@ class TrainLoop:
         if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
             self._call.runs_on_host("the step logs values")
             current = self.step + 1 if self.own_step is None else self.own_step.number
-        self.report.log(current if step is None else step, values, value, reduce)
+        self.report.log(current if step is None else checked_step(step), values, value, reduce)
 
     def _report_logged(self, epoch: int, *, ends_epoch: bool = False) -> None:
         """Report what the user logged, and judge it if it decides on checkpoints or the end; all ranks call this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 import phalanx
 from phalanx import Callback, Formation, Trainer
 from phalanx.errors import UsageError
+from phalanx.loop.script import ScriptRecord
 from phalanx.loop.values import OWN_CURVES, ValueLog, checked, never_logged
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone, from_json
 from phalanx.observe.history import History
@@ -46,6 +48,10 @@ def logged(folder) -> list[tuple[int, dict[str, float]]]:
         ([1.0], ["list [1.0]", 'log({"critic": critic_loss})']),
         ({"train/loss": 1.0}, ["'train/loss' is a curve that Phalanx draws by itself", "'my/loss'"]),
         ({"perf/mfu": 1.0}, ["'perf/mfu' is a curve"]),
+        ({"a": 10**400}, ["'a' = a number too large"]),
+        ({"a": b"1"}, ["'a' = b'1', which is a text"]),
+        ({"a": torch.zeros((), device="meta")}, ["'a' = a tensor on the device meta, which has no value"]),
+        ({"a": torch.tensor(1j)}, ["'a' = a tensor of torch.complex64"]),
     ],
 )
 def test_what_log_refuses(values, words):
@@ -60,6 +66,45 @@ def test_what_log_takes():
     given = {"int": 1, "bool": True, "tensor": torch.tensor([2.0]), "numpy": np.float32(0.5), "gan/critic": 0.25}
     assert checked(given) == {"int": 1.0, "bool": 1.0, "tensor": 2.0, "numpy": 0.5, "gan/critic": 0.25}
     assert checked("critic", 3) == {"critic": 3.0}
+    assert checked({"array": np.ones((1, 1)), "sparse": torch.ones(1).to_sparse()}) == {"array": 1.0, "sparse": 1.0}
+
+
+@pytest.mark.parametrize("step", ["x", 1.5, -1])
+def test_a_step_that_is_none_is_refused(tmp_path, step):
+    f = Formation(batch_size=4, device="cpu", run_dir=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=r"log got step = .*, which does not number a step"):
+        f.log({"a": 1}, step=step)
+    with pytest.raises(UsageError, match="log got step"):
+        ScriptRecord(tmp_path).log({"a": 1}, step=step)
+    f.close()
+
+
+def test_what_a_script_may_not_log(tmp_path):
+    record = ScriptRecord(tmp_path)
+    with pytest.raises(UsageError, match="unknown op 'avg'"):
+        record.log({"a": 1}, reduce="avg")
+    with pytest.raises(UsageError, match="'perf/step_seconds' is a curve"):
+        record.log({"perf/step_seconds": 1})
+    record.log({}, reduce="mean")
+
+
+def test_values_logged_behind_the_report_are_averaged_too():
+    log = ValueLog()
+    for step in range(6, 10):  # the report of step 10 comes before its value
+        log.add(step, {"each": float(step)})
+    assert log.read(5) == [(9, {"each": 7.5})]
+    for step in range(30):  # steps of the user's, of which none is to be lost
+        log.add(step, {"own": float(step)})
+    assert len(log.read(5)) == 30
+
+
+def test_a_thread_may_log_while_values_are_read():
+    log, seen = ValueLog(), []
+    writer = threading.Thread(target=lambda: [log.add(step, {"a": 1.0}) for step in range(20_000)])
+    writer.start()
+    while writer.is_alive() or log:
+        seen += [step for step, _ in log.read(0)]
+    assert sorted(seen) == list(range(20_000))
 
 
 def test_a_tensor_that_changes_later_keeps_its_value():
@@ -246,6 +291,13 @@ def test_without_a_place_nothing_is_recorded_and_one_line_says_so(tmp_path, monk
     f.close()
     assert capfd.readouterr().err.count("log: nothing is recorded.") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_after_close_one_line_says_that_nothing_is_recorded(tmp_path, capfd):
+    f = own_loop(tmp_path / "run")
+    f.close()
+    f.log({"late": 1})
+    assert capfd.readouterr().err.count("log: the Formation is closed") == 1
 
 
 def test_trials_take_logged_values_with_the_epoch_that_ends(tmp_path):
