@@ -143,6 +143,9 @@ class TrainLoop:
             while not self.is_finished():
                 yield from self._epoch()
             self._end()
+        except (Exception, KeyboardInterrupt):
+            self.report.report_last_logged(self.step)
+            raise
         finally:
             leave_loop(entered)
             if self.checks is not None:

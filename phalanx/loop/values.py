@@ -143,6 +143,11 @@ class ValueLog:
         self._entries.extend([_Entry(step, name, value) for name, value in values.items()])
         self.names.update(values)
 
+    def keep_complete(self, step: int) -> None:
+        """Forget what an error may have left undone: values on a device, and those of steps after this one."""
+        whole = [each for each in self._entries if each.step <= step and not _is_on_device(each.value)]
+        self._entries = deque(whole)
+
     def read(self, steps: int) -> list[tuple[int, dict[str, float]]]:
         """Return the values by step, and forget them; `steps`: how many were taken since the last reading.
 
@@ -163,6 +168,10 @@ class ValueLog:
             for step, mean in means.items():
                 found.setdefault(step, {})[name] = mean
         return sorted(found.items())
+
+
+def _is_on_device(value: Number) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _on_host(values: Sequence[Number]) -> list[float]:

@@ -185,6 +185,20 @@ def test_a_name_that_is_never_logged_is_reported_after_the_first_epoch(tmp_path)
     assert "nothing was logged" in never_logged("keep_best", "a", [])
 
 
+def test_an_error_keeps_what_was_logged_until_then(tmp_path):
+    class Fails(Callback):
+        def on_step_end(self, trainer, info):
+            trainer.log({"each": info.step})
+            trainer.log({"ahead": 1.0}, step=info.step + 1)  # of a step that is not taken
+            if info.step == 3:
+                raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fit(tmp_path / "run", [Fails()])
+    found = [e for e in events_of(tmp_path / "run") if isinstance(e, MetricsReported)]
+    assert [(e.step, e.epoch, e.values) for e in found] == [(3, 1, {"each": 2.0, "ahead": 1.0})]
+
+
 def step_with_two_numbers(step, batch):
     inputs, targets = batch
     loss = (step.model.net(inputs) - targets).square().mean()
