@@ -274,6 +274,11 @@ def test_a_loop_with_formation_is_recorded(tmp_path):
     assert history.throughput > 0
 
 
+def test_a_run_is_judged_by_what_is_logged_of_the_validation_data(tmp_path):
+    fit(tmp_path / "run", [Logs([3, 2, 1])])
+    assert StoredRun(tmp_path / "run").best == ("val/mine", 2.0), "not val/loss, which nothing has measured"
+
+
 def test_a_loop_that_is_not_closed_keeps_what_it_logged(tmp_path):
     script = (
         "from test_loop_values import own_loop\nfrom pathlib import Path\nimport sys\nf = own_loop(Path(sys.argv[1]))\n"
