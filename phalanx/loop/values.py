@@ -27,6 +27,7 @@ Number = float | torch.Tensor
 OWN_CURVES = frozenset({*StepDone.CURVES, "train/epoch_loss"})
 """The curves that a training loop of Phalanx draws by itself."""
 _EXAMPLE = 'log({"critic": critic_loss})'
+_LONGEST_NAME = 200
 VAL = "val/"
 """Begins the names of values that are measured on the validation data."""
 
@@ -51,11 +52,16 @@ def _check_name(name: Any, taken: Iterable[str]) -> None:
             f"'{name}' is a curve that Phalanx draws by itself",
             hint=f"Choose another name, such as 'my/{name.rpartition('/')[2]}'.",
         )
-    if not name.strip() or not name.isprintable() or not all(part.strip() for part in name.split("/")):
-        plain = "/".join(part.strip() for part in name.split("/") if part.strip()) or "critic"
+    if not name.isprintable() or not all(part.strip(" .") for part in name.split("/")):  # "..": trackers make paths
+        plain = "/".join(part.strip() for part in name.split("/") if part.strip(" .")) or "critic"
         raise UsageError(
             f"log got the name {name!r}: a slash stands between two words, as in 'gan/critic'",
             hint=f"Write: log({{'{plain}': ...}})",
+        )
+    if len(name) > _LONGEST_NAME:
+        raise UsageError(
+            f"log got a name of {len(name)} characters, '{name[:20]}...', and trackers take {_LONGEST_NAME}",
+            hint="Choose a shorter name.",
         )
 
 

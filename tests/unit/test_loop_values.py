@@ -41,6 +41,8 @@ def logged(folder) -> list[tuple[int, dict[str, float]]]:
         ({"a": np.zeros(3)}, ["'a' = a ndarray of shape [3]"]),
         ({"gan/": 1.0}, ["'gan/'", "log({'gan': ...})"]),
         ({"": 1.0}, ["''"]),
+        ({"a/../b": 1.0}, ["'a/../b'", "log({'a/b': ...})"]),
+        ({"x" * 300: 1.0}, ["a name of 300 characters"]),
         ({"a\n": 1.0}, ["'a\\n'"]),
         ({"phase": "warm-up"}, ["'phase' = 'warm-up', which is a text"]),
         ({"a": None}, ["'a' = a NoneType"]),
