@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from phalanx.errors import UsageError, nearest
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone
@@ -206,10 +207,13 @@ def as_events(
         yield MetricsReported(step, epoch, LOGGED, others)
 
 
-def never_logged(setting: str, name: str, names: Iterable[str]) -> str:
-    """Return a warning about a metric that a setting names, and that was not logged in the first epoch."""
+def never_logged(setting: str, name: str, names: Iterable[str], measured: Iterable[str] = ()) -> str:
+    """Return a warning about a metric that a setting names, and that was not logged in the first epoch.
+
+    `measured`: what evaluation measures instead, without `val/`.
+    """
     known = sorted(names)
-    close = nearest(name, known)
+    close = f"{VAL}{name}" if name in measured else nearest(name, known)
     logged = f"logged so far: {', '.join(known)}" if known else "nothing was logged"
     return f"{setting}: '{name}' was not logged in the first epoch; {logged}." + (
         f" Did you mean '{close}'?" if close else ""
@@ -246,6 +250,11 @@ def log(values: Values, value: Any = None, *, step: int | None = None, reduce: s
     `step`: the loop's own by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which then call
     this; by default the main rank's numbers count.
     """
+    if get_worker_info() is not None:
+        raise UsageError(
+            "log was called in a worker process of a DataLoader, from which no number reaches the run",
+            hint="Return the number with the sample and log it in the loop, or set num_workers=0.",
+        )
     for entered in reversed(_LOOPS):
         if (loop := entered()) is not None:
             loop.log(values, value, step=step, reduce=reduce)

@@ -15,7 +15,10 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import Callback, Formation, Trainer
+from phalanx.config import DistributedConfig
+from phalanx.config.settings import parse_metric
 from phalanx.errors import UsageError
+from phalanx.loop.best import check_metrics
 from phalanx.loop.script import ScriptRecord
 from phalanx.loop.values import OWN_CURVES, ValueLog, checked, never_logged
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone, from_json
@@ -177,6 +180,12 @@ def test_a_logged_value_chooses_the_best_checkpoint_and_stops(tmp_path):
     assert "fid" in stopped.reason
 
 
+def test_a_worker_of_a_loader_may_not_log(monkeypatch):
+    monkeypatch.setattr("phalanx.loop.values.get_worker_info", object)
+    with pytest.raises(UsageError, match="worker process of a DataLoader, from which no number reaches the run"):
+        phalanx.log("item", 1)
+
+
 def test_a_name_that_is_never_logged_is_reported_after_the_first_epoch(tmp_path):
     fit(tmp_path / "run", [Logs([3, 2, 1])], keep_best="max:fdi")
     texts = [e.text for e in events_of(tmp_path / "run") if e.kind == "message"]
@@ -185,6 +194,10 @@ def test_a_name_that_is_never_logged_is_reported_after_the_first_epoch(tmp_path)
         in texts
     )
     assert "nothing was logged" in never_logged("keep_best", "a", [])
+    assert "Did you mean 'val/accuracy'?" in never_logged("keep_best", "accuracy", ["fid"], ["accuracy", "loss"])
+    assert parse_metric("min: fid ") == ("fid", "min")
+    with pytest.raises(UsageError, match=r"log it as 'fid', and write keep_best='min:fid'"):
+        check_metrics(DistributedConfig(keep_best="min:val/fid"), has_val=True, known=["val/loss"])
 
 
 def test_an_error_keeps_what_was_logged_until_then(tmp_path):
