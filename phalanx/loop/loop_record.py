@@ -140,10 +140,13 @@ class LoopRecord:
         report.count(0 if gradients.micro is None else gradients.micro.global_samples)
         if report.is_due(step):
             report.report_logged(step, self._shown_epoch)
-            info = StepInfo(step, self._shown_epoch - 1, 0, self._rate, torch.zeros(()))
-            report.step_done(info, report.loss_log.read(), None, gradients.skipped_steps)
+            self._report_step(report, step)
         elif step % _UNREAD_STEPS == 0:
             report.losses(report.loss_log.read())
+
+    def _report_step(self, report: Reporter, step: int) -> None:
+        info = StepInfo(step, self._shown_epoch - 1, 0, self._rate, torch.zeros(()))
+        report.step_done(info, report.loss_log.read(), None, self._formation.gradients.skipped_steps)
 
     @property
     def _shown_epoch(self) -> int:
@@ -169,6 +172,7 @@ class LoopRecord:
         self._has_ended = True
         report, formation = self._report, self._formation
         if report is not None:
+            self._report_step(report, formation.step)  # which step is the last one is known only now
             if formation.loaders and formation.loaders[0].epoch != self._epoch:
                 self._end_epoch(report)
             report.losses(report.loss_log.read())

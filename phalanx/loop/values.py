@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from torch.utils.data import get_worker_info
 
 from phalanx.errors import UsageError, nearest
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone
-
-if TYPE_CHECKING:
-    from phalanx.loop.prepare import Prepared
 
 Values = Mapping[str, Any] | str
 Number = float | torch.Tensor
@@ -120,12 +117,21 @@ def reduce_op(op: Any) -> dist.ReduceOp.RedOpType:
     return _OPS[op]
 
 
-def reduced(values: Mapping[str, Number], op: str, prepared: Prepared) -> dict[str, Number]:
+class Ranks(Protocol):
+    """What reduces numbers: a `Formation`."""
+
+    device: torch.device
+
+    def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
+        """Reduce over the ranks, which all call this."""
+
+
+def reduced(values: Mapping[str, Number], op: str, ranks: Ranks) -> dict[str, Number]:
     """Return values over all ranks, which call this together: one all-reduce, which the host does not wait for."""
     if not values:
         return {}
-    numbers = [torch.as_tensor(value, dtype=torch.float64, device=prepared.device) for value in values.values()]
-    return dict(zip(values, prepared.reduce(torch.stack(numbers), op).unbind(), strict=True))
+    numbers = [torch.as_tensor(value, dtype=torch.float64, device=ranks.device) for value in values.values()]
+    return dict(zip(values, ranks.reduce(torch.stack(numbers), op).unbind(), strict=True))
 
 
 class _Entry(NamedTuple):

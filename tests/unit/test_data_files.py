@@ -70,6 +70,9 @@ def test_columns_that_do_not_exist_are_named(tmp_path):
     write_as(frame(), tmp_path / "rows.csv")
     with pytest.raises(UsageError, match=r"unknown column 'labell' of .* Did you mean 'label'"):
         load(str(tmp_path), target="labell")
+    with pytest.raises(UsageError, match="unknown column 'a,b'") as refused:
+        load(str(tmp_path), inputs="a,b")
+    assert """'["a", "b"]'""" in refused.value.hint
 
 
 def test_texts_become_windows_that_do_not_overlap_between_splits(tmp_path):

@@ -289,6 +289,18 @@ def test_a_loop_with_formation_is_recorded(tmp_path):
     assert history.throughput > 0
 
 
+def test_the_last_step_of_a_loop_is_reported(tmp_path):
+    own_loop(tmp_path / "run", epochs=1, seed=3).close()
+    with Formation(batch_size=4, device="cpu", run_dir=str(tmp_path / "short"), log_every_n_steps=100) as f:
+        model = nn.Linear(1, 1)
+        model, optimizer = f.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(5):
+            f.backward(model(torch.ones(4, 1)).mean())
+            optimizer.step()
+    steps = [[e.step for e in events_of(tmp_path / name) if isinstance(e, StepDone)] for name in ("run", "short")]
+    assert steps == [[1, 3, 6], [1, 5]]
+
+
 def test_a_run_is_judged_by_what_is_logged_of_the_validation_data(tmp_path):
     fit(tmp_path / "run", [Logs([3, 2, 1])])
     assert StoredRun(tmp_path / "run").best == ("val/mine", 2.0), "not val/loss, which nothing has measured"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,10 @@ def check_columns(table: Any, names: Sequence[str], shown: str) -> None:
     """Refuse names that no column has."""
     missing = [name for name in names if name not in table.column_names]
     if len(missing) == 1:
-        raise UsageError(unknown_name("column", missing[0], table.column_names, of=shown))
+        parts = [part.strip() for part in missing[0].split(",")]
+        several = len(parts) > 1 and not set(parts) - set(table.column_names)
+        hint = f"Several columns are a list: '{json.dumps(parts)}'" if several else ""
+        raise UsageError(unknown_name("column", missing[0], table.column_names, of=shown), hint=hint)
     if missing:
         raise UsageError(f"{shown} has no columns {', '.join(missing)}. It has: {', '.join(table.column_names)}")
 
