@@ -24,7 +24,7 @@ from phalanx.loop.host_state import HostUse, HostWatch
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
 from phalanx.loop.recording import Pulled, RecordedStep, StepCalls, StepParts, rates_of, takes_rate_on_device
-from phalanx.loop.step import StepOutcome
+from phalanx.loop.step import StepOutcome, Weighing
 from phalanx.observe.call_ring import GRADIENTS
 from phalanx.torch_compat import pytree
 
@@ -120,7 +120,7 @@ class CapturedStep:
         forward: Forward,
         batches: Iterator[Any],
         *,
-        by_tokens: bool = False,
+        weighing: Weighing,
         measure_norm: bool = False,
         reseed: Callable[[int, int], None] | None = None,
     ) -> StepOutcome | None:
@@ -143,12 +143,12 @@ class CapturedStep:
                 recording.put(pulled)
                 count_replayed(gradients, len(pulled.infos))
                 return self._replay(recording, graph, step, pulled, measure_norm)
-        calls = StepCalls(self._parts, forward, pulled, step, by_tokens=by_tokens, reseed=reseed)
+        calls = StepCalls(self._parts, forward, pulled, step, weighing, reseed=reseed)
         if not is_whole:
             calls.run_passes()
             clock.enter("other")
             return None
-        recording = self._to_record(pulled, by_tokens=by_tokens or (reseed is not None and len(pulled.infos) > 1))
+        recording = self._to_record(pulled, by_one=reseed is not None and len(pulled.infos) > 1)
         if recording is None:
             return self._take_eagerly(calls, measure_norm)
         if reseed is not None:
@@ -185,7 +185,7 @@ class CapturedStep:
                 return pulled, True
         return pulled, False
 
-    def _to_record(self, pulled: Pulled, *, by_tokens: bool) -> RecordedStep | None:
+    def _to_record(self, pulled: Pulled, *, by_one: bool) -> RecordedStep | None:
         """Return the recording that this step is to be a part of; None: it runs without."""
         recording = self._recording
         if recording is not None and recording.follow_rates():
@@ -201,8 +201,8 @@ class CapturedStep:
         self._equal = self._equal + 1 if form == self._form else 1
         self._form, self._rates = form, rates
         self._tried += 1
-        if by_tokens:
-            self._why = "batches are weighed, or seeded, one by one"
+        if by_one:
+            self._why = "batches are seeded one by one"
         waits = changed and not takes_rate_on_device(self._optimizer)
         may_record = self._equal > self._probed and not waits and not self._why
         if self._agreed(may_record):

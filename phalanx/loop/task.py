@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -169,6 +170,17 @@ def _check_called(name: str, function: Any) -> None:
 def _check_loss(loss_fn: Any) -> None:
     """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
     _check_called("loss_fn", loss_fn)
+    reduction = _reduction(loss_fn)
+    if reduction in ("sum", "none"):
+        problem = {
+            "sum": "a sum grows with the batch, so that its gradient would depend on the split over ranks and steps",
+            "none": "training needs one number per batch",
+        }[reduction]
+        raise UsageError(
+            f"loss_fn has reduction='{reduction}': {problem}",
+            hint="Leave it out, for the mean over the batch; for a factor, scale the mean: "
+            "loss_fn=lambda output, target: 64 * F.mse_loss(output, target).",
+        )
     trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
     if trained:
         name = type(loss_fn).__name__
@@ -177,6 +189,13 @@ def _check_loss(loss_fn: Any) -> None:
             hint=f"Make it a part of the model, self.loss = {name}(...), whose forward(inputs, targets) returns "
             "self.loss(output, targets), and leave loss_fn out; or freeze it: loss_fn.requires_grad_(False)",
         )
+
+
+def _reduction(loss_fn: Any) -> Any:
+    """Return the argument `reduction` of a loss of torch's, as a module or with its arguments given by partial."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.keywords.get("reduction")
+    return getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
 
 
 _TAKE_SPARSE = {"sgd", "adagrad"}

@@ -19,7 +19,7 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
-from phalanx.loop.step import StepOutcome, train_step
+from phalanx.loop.step import StepOutcome, Weighing, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
 from phalanx.loop.values import Values, enter_loop, leave_loop, never_logged
@@ -321,7 +321,7 @@ class ModelCall:
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
         self.forward: Forward | None = None
-        self.by_labels = False
+        self.weighing = Weighing()
         self._captured: CapturedStep | None = None
         self._begun = False
 
@@ -352,7 +352,7 @@ class ModelCall:
         assert forward is not None, "decided on the first batch"
         if captured is not None and not captured.is_off:
             return captured.take(
-                forward, batches, by_tokens=self.by_labels, measure_norm=measure_norm, reseed=loop.reseed
+                forward, batches, weighing=self.weighing, measure_norm=measure_norm, reseed=loop.reseed
             )
         return train_step(
             loop.formation,
@@ -361,7 +361,7 @@ class ModelCall:
             forward,
             batches,
             loop.report.loss_log,
-            by_tokens=self.by_labels,
+            weighing=self.weighing,
             clip=loop.config.gradient_clipping,
             measure_norm=measure_norm,
             reseed=loop.reseed,
@@ -374,7 +374,10 @@ class ModelCall:
         loop, task = self._loop, self._loop.task
         for first in batches:
             self.forward = decide_forward(task.model, task.loss_fn, first)
-            self.by_labels = loop.formation.weighs_labels(self.forward, loop.model, first, loop.train_loader)
+            by_labels = loop.formation.weighs_labels(self.forward, first)
+            # Without a wait for each other in every step, ranks cannot add up the labels of all.
+            has_shares = loop.train_loader.sharded.layout.blocks > 1 and loop.config.resolved_server_mode == "sync"
+            self.weighing = Weighing(by_labels, by_labels and has_shares)
             if not loop.continues and loop.own_step is None:
                 loop.report.say(self.forward.note)
             loop.report.first_batch(task.model, first)

@@ -67,6 +67,10 @@ class DPO(nn.Module):
         loss = -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
         return PreferenceOutput(loss.mean(), rewards)
 
+    def loss_weight(self, target: Tensor) -> float:
+        """Return the number of pairs: the loss is their mean, however many tokens their answers have."""
+        return float(len(target))
+
     @contextmanager
     def _as_reference(self) -> Iterator[nn.Module]:
         """Yield the model as it was before training, without gradients and without dropout."""
