@@ -39,7 +39,7 @@ def test_the_weights_of_several_calls_for_one_batch_do_not_add_up():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((4.0, 2.0), "the weights 4, 2 in all.*\n.*f.backward\\(first \\+ second, weight=n\\)"),
+        ((4.0, 2.0), "the weights 8, 4 in all.*\n.*f.backward\\(first \\+ second, weight=n\\)"),
         ((4.0, None), "some have none"),
         ((None, 4.0), "some have none"),
     ],
@@ -143,9 +143,17 @@ def fitted(tmp_path, labels, batch_size, accumulation, loss_fn=None, **settings)
     tokens = torch.randint(0, 20, labels.shape, generator=torch.Generator().manual_seed(5))
     loss_fn = loss_fn or (lambda output, target: nn.functional.cross_entropy(output.transpose(1, 2), target))
     trainer = PyTorchDDPTrainer(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), loss_fn=loss_fn, device="cpu", progress=False, epochs=1,
-        batch_size=batch_size, gradient_accumulation_steps=accumulation, run_dir=str(tmp_path / f"{batch_size}x{accumulation}"), **settings,
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        loss_fn=loss_fn,
+        device="cpu",
+        progress=False,
+        epochs=1,
+        batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        run_dir=str(tmp_path / f"{batch_size}x{accumulation}"),
+        **settings,
+    )
     history = trainer.fit(TensorDataset(tokens, labels))
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), history
 
