@@ -111,6 +111,7 @@ class CapturedStep:
         self._equal = self._tried = 0
         self._watch: HostWatch | None = None
         self._loss: torch.Tensor | None = None
+        self._loss_fn: Any = None
         self._why = ""
         self.is_off = False
         """Whether no step of this run is captured from here on."""
@@ -226,9 +227,12 @@ class CapturedStep:
         recording = self._recording = RecordedStep(pulled, self._loss, self._optimizer, self._log)
         if self._varies and takes_rate_on_device(self._optimizer):
             recording.read_rates_on_device()
-        self._watch = HostWatch(self._prepared.unwrap(self._model), self._optimizer)
+        self._watch = self._new_watch()
         self._leave_small(True)
         return recording
+
+    def _new_watch(self) -> HostWatch:
+        return HostWatch(self._prepared.unwrap(self._model), self._optimizer, self._loss_fn)
 
     def _leave_small(self, leave: bool) -> None:
         """Let loaders leave small batches on the host, or move them; and fetch ahead, unless a callback may notice."""
@@ -245,7 +249,10 @@ class CapturedStep:
         use = HostUse(self._prepared.unwrap(self._model), self._optimizer, calls.loss_fn)
         with use.watching():
             outcome = calls.run(measure_norm)
-        self._why = self._why or use.reason or self._too_large()
+        self._loss_fn = calls.loss_fn
+        unwatched = self._new_watch().unwatched
+        too_much = f"{unwatched}, too many to be watched for changes" if unwatched else ""
+        self._why = self._why or use.reason or too_much or self._too_large()
         self._loss = outcome.loss
         return outcome
 

@@ -53,6 +53,11 @@ class Forward:
         """
         return self.counting.applies_to(self.target(batch))
 
+    def units(self, batch: Any) -> torch.Tensor:
+        """Return how many units the loss of a batch is the mean of, if it is not one over samples."""
+        whole = self.counting.of_batch or (self.counting.own is not None and isinstance(batch, Mapping))
+        return self.counting.count(batch if whole else self.target(batch))
+
     def share(self, batch: Any, samples: int, *, by_labels: bool) -> float | torch.Tensor:
         """Return the weight of a batch's loss in a mean over batches; a tensor stays on the device.
 
@@ -60,12 +65,11 @@ class Forward:
         """
         if not samples:
             return 0.0
-        target = self.target(batch)
         if by_labels:
-            return self.counting.count(target)
-        if self.counting.own is not None or not self.counting.applies_to(target):
+            return self.units(batch)
+        if self.counting.own is not None or not self.is_mean_over_labels(batch):
             return float(samples)
-        return (self.counting.count(target) > 0).double() * samples
+        return (self.units(batch) > 0).double() * samples
 
     def call(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""

@@ -41,6 +41,8 @@ class LabelCount:
     """Whether the loss is a mean over samples, although these have labels."""
     own: Callable[[Any], float | torch.Tensor] | None = None
     """The method `loss_weight` of a loss or model that says its weight itself."""
+    of_batch: bool = False
+    """Whether `own` takes the whole batch: a model's; a loss's takes what the loss is called with."""
 
     def applies_to(self, target: Any) -> bool:
         """Whether the loss of a batch with this target is weighed by `count`, rather than by samples."""
@@ -76,7 +78,7 @@ def counted_by(model: nn.Module, loss_fn: LossFn | None) -> LabelCount:
     """Return how a loss, or else the loss that the model returns, counts labels."""
     speaker: Any = model if loss_fn is None else loss_fn
     if implements(speaker, WeighsLoss):
-        return LabelCount(own=speaker.loss_weight)
+        return LabelCount(own=speaker.loss_weight, of_batch=loss_fn is None)
     if loss_fn is None:
         return _counted_by_model(model)
     if isinstance(loss_fn, nn.CTCLoss):

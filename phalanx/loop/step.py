@@ -66,8 +66,8 @@ class BatchPasses:
 
     def weigh(self, batch: Any) -> float | torch.Tensor:
         """Return the weight of a part of the batch: its labels where there are any, else its samples."""
-        target, counting = self.target(batch), self._forward.counting
-        return counting.count(target) if counting.applies_to(target) else float(count_rows(target))
+        forward = self._forward
+        return forward.units(batch) if forward.is_mean_over_labels(batch) else float(count_rows(self.target(batch)))
 
 
 class StepOutcome(NamedTuple):
@@ -119,9 +119,8 @@ def add_micro_batch(
     """Run forward and backward of a micro-batch; return its mean loss, and its samples or labels."""
     gradients = formation.gradients
     share = forward.share(batch, gradients.current.samples, by_labels=weighing.by_labels)
-    passes = BatchPasses(
-        gradients, formation.precision, forward, formation.clock, share if weighing.gradients else None
-    )
+    weight = share if weighing.gradients else None
+    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, weight)
     return formation.strategy.train_batch(model, batch, passes), share
 
 

@@ -45,7 +45,10 @@ class WeighsLoss(Protocol):
     """A model that returns its loss, or a `loss_fn`, whose mean is one over something else than samples or labels."""
 
     def loss_weight(self, target: Any) -> float | torch.Tensor:
-        """Return how many units the loss of a batch with this target is the mean of; a tensor stays on its device."""
+        """Return how many units the loss of a batch is the mean of; a tensor stays on its device.
+
+        `target`: what the loss is called with after the output; for a model, the whole batch.
+        """
 
 
 class InitialisesWeights(Protocol):

@@ -203,7 +203,7 @@ def test_a_batch_without_labels_ends_no_run(tmp_path, weighting):
     ],
 )
 def test_a_loss_that_is_no_mean_is_refused_before_the_start(loss):
-    with pytest.raises(UsageError, match="loss_fn has reduction='(sum|none)'"):
+    with pytest.raises(UsageError, match=r"loss_fn has reduction='(sum|none)'"):
         PyTorchDDPTrainer(nn.Linear(2, 1), loss_fn=loss, device="cpu").fit((torch.zeros(4, 2), torch.zeros(4, 1)))
 
 
