@@ -49,6 +49,7 @@ from phalanx.loop.prepare import (
 from phalanx.loop.script import stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
+from phalanx.loop.trainer_settings import refuse_trainer_settings
 from phalanx.loop.values import Values, enter_loop, leave_loop
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
@@ -74,6 +75,7 @@ class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
+        refuse_trainer_settings(settings)
         if config is None:
             from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
 

@@ -89,8 +89,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         return given
     if callable(given):
         trained = [p for p in task.model.parameters() if p.requires_grad]
-        options = {"lr": config.learning_rate} if inspect.isclass(given) else {}
-        made: Any = given(trained, **options)
+        made: Any = given(trained, **_options_for(given, config))
         if isinstance(made, torch.optim.Optimizer):
             _refuse_closures(type(made))
             return made
@@ -99,6 +98,28 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         f"optimizer = {given!r}: expected a torch.optim.Optimizer, a factory, or a name",
         hint="Write optimizer=torch.optim.SGD(model.parameters(), lr=0.1), or lambda params: SGD(params, lr=0.1).",
     )
+
+
+_RATES = ("learning_rate", "weight_decay", "momentum")
+
+
+def _options_for(given: Any, config: DistributedConfig) -> dict[str, Any]:
+    """Return what an optimizer's class is called with: the rate, and the other settings that were given.
+
+    UsageError if the class does not take one of them. A function that makes an optimizer gets none.
+    """
+    if not inspect.isclass(given):
+        return {}
+    options = {"lr": config.learning_rate}
+    for name in (name for name in _RATES[1:] if name in config.given()):
+        if name not in inspect.signature(given).parameters:
+            raise UsageError(
+                f"{name} = {getattr(config, name)!r} is not an argument of {given.__name__}",
+                hint="Leave it out, or write a function: "
+                f"optimizer=lambda parameters: {given.__name__}(parameters, lr={config.learning_rate:g}, ...)",
+            )
+        options[name] = getattr(config, name)
+    return options
 
 
 def add_objects(task: TrainTask, config: DistributedConfig, device: torch.device) -> None:
@@ -198,6 +219,20 @@ def _reduction(loss_fn: Any) -> Any:
     return getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
 
 
+def _warn_unused(given: Any, config: DistributedConfig) -> None:
+    """Name the settings that an optimizer object, or a function that makes one, does not see."""
+    unused = [f"{name} = {getattr(config, name)!r}" for name in _RATES if name in config.given()]
+    if not unused:
+        return
+    verb = "has" if len(unused) == 1 else "have"
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
+        what = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
+    else:
+        what = "on the optimizer that the given function makes: set it there"
+    warnings.warn(f"{', '.join(unused)} {verb} no effect {what}", stacklevel=5)
+
+
 _TAKE_SPARSE = {"sgd", "adagrad"}
 
 
@@ -209,14 +244,10 @@ def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
             f"optimizer = a dict of {len(given)} optimizers, and no training_step(step, batch) that steps them",
             hint="Write training_step=..., or give one optimizer with several groups of parameters.",
         )
-    unused = [name for name in ("learning_rate", "weight_decay", "momentum") if name in config.given()]
-    if isinstance(given, torch.optim.Optimizer) and unused:
-        name = type(given).__name__
-        warnings.warn(
-            f"{unused[0]} = {getattr(config, unused[0])!r} has no effect on the {name} that was given: set it there, "
-            f"or name the optimizer: optimizer='{name.lower()}'",
-            stacklevel=4,
-        )
+    if inspect.isclass(given):
+        _options_for(given, config)
+    elif given is not None and not isinstance(given, Mapping):
+        _warn_unused(given, config)
     kind = given if inspect.isclass(given) else type(given)
     if hasattr(kind, "step"):
         _refuse_closures(kind)

@@ -174,6 +174,18 @@ class Experts(nn.Module):
         ]
         return torch.cat(outputs)
 
+    def dense(self, inputs: Tensor, routed: Routed) -> Tensor:
+        """Return the weighted outputs of [batch, time, hidden] from every expert for every token.
+
+        For export: a graph without Python cannot give each expert as many rows as the tokens ask for.
+        """
+        shares = inputs.new_zeros(*inputs.shape[:2], self.gate.shape[0])
+        shares = shares.scatter(-1, routed.experts, routed.weights.to(inputs.dtype))
+        gate = torch.einsum("bth,ehf->btef", inputs, self.gate)
+        up = torch.einsum("bth,ehf->btef", inputs, self.up)
+        outputs = torch.einsum("btef,efh->bteh", F.silu(gate) * up, self.down)
+        return (outputs * shares[..., None]).sum(dim=2)
+
 
 class MoEFeed(nn.Module):
     """Routes and dispatches tokens to the experts, and combines their outputs."""
@@ -187,6 +199,8 @@ class MoEFeed(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return [batch, time, hidden] refined, and the balance loss."""
         routed: Routed = self.router(inputs)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            return self.experts.dense(inputs, routed), routed.balance
         sent = dispatch(inputs.flatten(0, 1), routed.experts.flatten(0, 1), self.num_experts)
         rows = self.experts(sent.rows, sent.counts)
         return combine(rows, sent.order, routed.weights.flatten(0, 1)).view_as(inputs), routed.balance
