@@ -270,18 +270,27 @@ class Reporter:
             self.history.evaluations.append({"step": step, "epoch": epoch + 1, "val": values})
         self.events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
-    def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:
-        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones call this again."""
-        if [(last.epoch, last.step) for last in self.history.epochs[-1:]] == [(epoch + 1, step)]:
+    def epoch_done(
+        self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float], *, whole: bool = True
+    ) -> None:
+        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones call this again.
+
+        `whole`: False if the run ends within the epoch; one that is resumed replaces the record at its end.
+        """
+        last = self.history.epochs[-1] if self.history.epochs else None
+        if last is not None and (last.epoch, last.step) == (epoch + 1, step):
             return
+        if last is not None and last.epoch == epoch + 1:
+            self.history.epochs.pop()
         seconds = time.monotonic() - self._epoch_began
         loss = self.epoch_loss
         speed = self._epoch_samples / seconds if seconds else 0.0
         self.history.epochs.append(EpochRecord(epoch + 1, step, loss, metrics, learning_rate, seconds, speed))
         self.events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
         self.events.emit(EpochDone(step, epoch + 1, loss, metrics, seconds, speed))
-        self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
-        self._epoch_began = time.monotonic()
+        if whole:
+            self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
+            self._epoch_began = time.monotonic()
         self._update_totals()
 
     def checkpointed(self, saved: SavedCheckpoint, *, best: bool) -> None:

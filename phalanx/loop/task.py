@@ -48,6 +48,8 @@ class TrainTask:
     """The names of the labels, where the training data have some: checkpoints keep them."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The names of a table's inputs and target, where the training data are one: kept likewise."""
+    given: frozenset[str] = frozenset()
+    """The settings that the user gave, also to their defaults."""
 
     def __post_init__(self) -> None:
         self.classes = self.classes or class_names(self.train)
@@ -89,7 +91,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         return given
     if callable(given):
         trained = [p for p in task.model.parameters() if p.requires_grad]
-        made: Any = given(trained, **_options_for(given, config))
+        made: Any = given(trained, **_options_for(task, config))
         if isinstance(made, torch.optim.Optimizer):
             _refuse_closures(type(made))
             return made
@@ -103,15 +105,22 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
 _RATES = ("learning_rate", "weight_decay", "momentum")
 
 
-def _options_for(given: Any, config: DistributedConfig) -> dict[str, Any]:
+def _given_rates(task: TrainTask, config: DistributedConfig) -> list[str]:
+    return [name for name in _RATES if name in task.given or name in config.given()]
+
+
+def _options_for(task: TrainTask, config: DistributedConfig) -> dict[str, Any]:
     """Return what an optimizer's class is called with: the rate, and the other settings that were given.
 
     UsageError if the class does not take one of them. A function that makes an optimizer gets none.
     """
+    given = task.optimizer
     if not inspect.isclass(given):
         return {}
     options = {"lr": config.learning_rate}
-    for name in (name for name in _RATES[1:] if name in config.given()):
+    for name in _given_rates(task, config):
+        if name == "learning_rate":
+            continue
         if name not in inspect.signature(given).parameters:
             raise UsageError(
                 f"{name} = {getattr(config, name)!r} is not an argument of {given.__name__}",
@@ -219,9 +228,9 @@ def _reduction(loss_fn: Any) -> Any:
     return getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
 
 
-def _warn_unused(given: Any, config: DistributedConfig) -> None:
+def _warn_unused(task: TrainTask, config: DistributedConfig) -> None:
     """Name the settings that an optimizer object, or a function that makes one, does not see."""
-    unused = [f"{name} = {getattr(config, name)!r}" for name in _RATES if name in config.given()]
+    given, unused = task.optimizer, [f"{name} = {getattr(config, name)!r}" for name in _given_rates(task, config)]
     if not unused:
         return
     verb = "has" if len(unused) == 1 else "have"
@@ -245,9 +254,9 @@ def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
             hint="Write training_step=..., or give one optimizer with several groups of parameters.",
         )
     if inspect.isclass(given):
-        _options_for(given, config)
+        _options_for(task, config)
     elif given is not None and not isinstance(given, Mapping):
-        _warn_unused(given, config)
+        _warn_unused(task, config)
     kind = given if inspect.isclass(given) else type(given)
     if hasattr(kind, "step"):
         _refuse_closures(kind)

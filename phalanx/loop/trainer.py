@@ -178,9 +178,10 @@ class TrainLoop:
                 hooks.after_step(self, info)
             hooks.unreported = None
             if self.train_loader.is_consumed or self.is_finished(within_epoch=True):
+                whole = self.train_loader.is_consumed
                 batches.close()
                 self.train_loader.roll_over()
-                self._end_epoch(epoch)
+                self._end_epoch(epoch, whole=whole)
                 self._save_or_stop(step, epochs=epoch + 1)
                 yield info
                 return
@@ -189,7 +190,7 @@ class TrainLoop:
             self._save_or_stop(step)
             if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
-                self._end_epoch(epoch)
+                self._end_epoch(epoch, whole=False)
             yield info
             if checks is not None and checks.rebalance(self.train_loader.sharded, report.say):
                 batches.close()
@@ -228,13 +229,13 @@ class TrainLoop:
         self.schedule.end(self.step)
         raise preempted_error(reason, step, self.saving.last_path)
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Evaluate and report after a whole epoch, or after the last step."""
+    def _end_epoch(self, epoch: int, *, whole: bool = True) -> None:
+        """Evaluate and report after an epoch, or after the last step; `whole`: False if the run ends within it."""
         self.losses_checked()
         last = self.is_finished()
         metrics = self.evaluation.after_epoch(epoch, last=last)
         self.evaluation.judge({"train/loss": self.report.epoch_loss})
-        self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
+        self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics, whole=whole)
         self.report.say(self.train_loader.sharded.problems(), "warning")
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
         self._report_logged(epoch, ends_epoch=True)
