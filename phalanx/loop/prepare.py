@@ -69,6 +69,8 @@ class Prepared:
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
+        self.trained_anywhere: tuple[tuple[int, ...], list[list[bool]]] | None = None
+        """Which optimizers train which models on any stage of a pipeline, and what was prepared when it was asked."""
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
 
     def undo_later(self, undo: Callable[[], object]) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback
 from phalanx.config import DistributedConfig
+from phalanx.errors import PhalanxError
 from phalanx.loop.task import TrainTask
 from phalanx.trainers.job import Job, run_job
 
@@ -244,13 +245,21 @@ def drawn(count: int) -> list[Program]:
 
 
 def run_all(programs: list[Program], ranks: int, folder: str) -> list[Any]:
-    """Run programs on this rank."""
+    """Run programs on this rank; an error is returned, so that each program is judged by itself."""
     torch.set_num_threads(1)
-    return [by_phalanx(program, ranks, f"{folder}/{program.number}") for program in programs]
+    found: list[Any] = []
+    for program in programs:
+        try:
+            found.append(by_phalanx(program, ranks, f"{folder}/{program.number}"))
+        except PhalanxError as error:
+            found.append(f"{type(error).__name__}: {error.message}")
+    return found
 
 
-def judged(program: Program, ranks: int, found: tuple[dict[str, torch.Tensor], float]) -> str:
+def judged(program: Program, ranks: int, found: Any) -> str:
     """What differs from plain torch; empty: nothing."""
+    if isinstance(found, str):
+        return f"{ranks} ranks, {found}: {program}"
     expected, loss = by_torch(program, ranks)
     state, reported = found
     off = max(float((expected[name] - state[name]).abs().max()) for name in expected)
