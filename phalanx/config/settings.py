@@ -314,7 +314,7 @@ def settings_with(scope: str) -> list[str]:
 
 def parse_metric(text: str) -> Watched:
     """Read `val/loss`, `max:val/<name>`, or `min:<name>` of a logged value; ValueError says what to write."""
-    mode, colon, name = text.strip().rpartition(":")
+    mode, colon, name = (part.strip() for part in text.rpartition(":"))
     split, slash, metric = name.partition("/")
     if mode in ("min", "max") and name.strip("/") and split != "val" and name != "train/loss":
         return Watched(name, "min" if mode == "min" else "max")  # the user logs it

@@ -165,4 +165,8 @@ def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection
                 hint=f"Give fit(train, val), or write {metric}='train/loss'.",
             )
         if known is not None and watched.name not in known and given is not True and not watched.is_logged:
-            raise UsageError(f"{setting}: {unknown_name('metric', watched.name, known)}")
+            name = watched.name.removeprefix("val/")
+            raise UsageError(
+                f"{setting}: {unknown_name('metric', watched.name, known)}",
+                hint=f"For a value that you log: log it as '{name}', and write {setting}='{watched.mode}:{name}'.",
+            )

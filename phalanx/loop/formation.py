@@ -46,7 +46,7 @@ from phalanx.loop.prepare import (
     convert_layers,
     remember_process,
 )
-from phalanx.loop.script import stop_counting
+from phalanx.loop.script import continue_at, stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
 from phalanx.loop.trainer_settings import refuse_trainer_settings
@@ -109,7 +109,7 @@ class Formation(Prepared):
         self._reading = LastRead()
         self._record = LoopRecord(self)
         entered = enter_loop(self)
-        self._undo.append(lambda: leave_loop(entered))
+        self._undo += [lambda: leave_loop(entered), lambda: continue_at(self.step)]
 
     @property
     def at_boundary(self) -> bool:

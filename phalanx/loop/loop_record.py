@@ -22,7 +22,7 @@ from phalanx.loop.prepare import Prepared
 from phalanx.loop.recorders import open_sinks, own_run_dir
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.trainer_settings import unused_note
-from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, reduced
+from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.sinks import EventStream
@@ -32,6 +32,7 @@ NOT_RECORDED = (
     "log: nothing is recorded. Start the script with phalanx train --script, or give Formation(run_dir=...) or "
     "tensorboard=True, mlflow=True, wandb=True."
 )
+CLOSED = "log: the Formation is closed, and its record with it. Log before f.close()."
 _UNREAD_STEPS = 50
 """At least every so many steps losses are read, however seldom they are reported."""
 
@@ -44,7 +45,7 @@ class LoopRecord:
         self._is_recorded = _has_place(formation.config)
         self._report: Reporter | None = None
         self._early: list[tuple[int, Values, Any]] = []
-        self._has_begun = self._has_warned = False
+        self._has_begun = self._has_warned = self._has_ended = False
         self._pass: tuple[int, int] = (-1, -1)
         self._loss: torch.Tensor | None = None
         self._share: float | torch.Tensor = 0.0
@@ -54,18 +55,18 @@ class LoopRecord:
     def log(self, values: Values, value: Any, step: int | None, reduce: str | None) -> None:
         """Keep values until the next report; see `Formation.log`."""
         formation = self._formation
-        at = formation.step if step is None else step
+        at = formation.step if step is None else checked_step(step)
         if self._report is not None:
             self._report.log(at, values, value, reduce)
             return
         found = checked(values, value, taken=OWN_CURVES)
         if reduce is not None:
             found = reduced(found, reduce, formation)
-        if self._is_recorded:  # before the first pass
+        if self._is_recorded and not self._has_ended:  # before the first pass
             self._early.append((at, found, None))
         elif formation.is_main and not self._has_warned:
             self._has_warned = True
-            say_to_user(NOT_RECORDED)
+            say_to_user(CLOSED if self._is_recorded else NOT_RECORDED)
 
     def begin(self) -> None:
         """Begin with the first pass: what was prepared is known. All ranks call this."""
@@ -170,6 +171,7 @@ class LoopRecord:
 
     def end(self) -> None:
         """Report the end of the loop; all ranks call this."""
+        self._has_ended = True
         report, formation = self._report, self._formation
         if report is not None:
             if formation.loaders and formation.loaders[0].epoch != self._epoch:

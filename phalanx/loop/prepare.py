@@ -21,6 +21,7 @@ from phalanx.data.order import MicroInfo, SampleKey
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
+from phalanx.loop.values import reduce_op
 from phalanx.models.contract import Adapter, WrapsModel, implements
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.step_clock import StepClock
@@ -118,15 +119,12 @@ class Prepared:
 
     def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
-        reduce_op = dist.ReduceOp
-        operations = {"mean": reduce_op.SUM, "sum": reduce_op.SUM, "min": reduce_op.MIN, "max": reduce_op.MAX}
-        if op not in operations:
-            raise UsageError(f"reduce: unknown op {op!r}. Allowed: {', '.join(operations)}.")
+        operation = reduce_op(op)
         tensor = torch.as_tensor(value, device=self.device).detach().clone()
         if op == "mean" and not tensor.is_floating_point():
             tensor = tensor.double()
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=operations[op])
+            dist.all_reduce(tensor, op=operation)
         return tensor / self.world_size if op == "mean" else tensor
 
     def weights_are_finite(self) -> bool:

@@ -230,6 +230,16 @@ class Reporter:
                     self.history.evaluations.append({"step": point, "epoch": epoch, "val": event.values})
         return found
 
+    def report_last_logged(self, step: int) -> None:
+        """Report what was logged up to this step before an error ends the loop; does not wait for a device."""
+        self._values.keep_complete(step)
+        self.report_logged(step, self._epoch)
+
+    @property
+    def _epoch(self) -> int:
+        """The epoch in progress, from 1; between two, the last one."""
+        return len(self.history.epochs) + (self._epoch_samples > 0)
+
     @property
     def logged_names(self) -> set[str]:
         """The names of all values that were logged so far; on the main rank."""
@@ -315,7 +325,7 @@ class Reporter:
 
     def ended(self, status: str, reason: str, step: int, checkpoint: str | None) -> None:
         """Close the run's record and show what can be done next."""
-        self.report_logged(step, len(self.history.epochs))
+        self.report_logged(step, self._epoch)
         self.history.status, self.history.reason = status, reason
         self._update_totals()
         self._gauges.end()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from phalanx.loop.values import Number, ValueLog, Values, as_events, checked
+from phalanx.loop.values import OWN_CURVES, Number, ValueLog, Values, as_events, checked, checked_step, reduce_op
 from phalanx.observe.events import Event, StepDone
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
@@ -59,6 +59,10 @@ class ScriptRecord:
             self._hook.remove()
             self._hook = None
 
+    def continue_at(self, step: int) -> None:
+        """Let values that follow be those of this step: where a loop of Phalanx has ended, which counted them."""
+        self.steps, self._reported = step, (step, time.perf_counter())
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)
         if id(optimizer) != self._optimizer:
@@ -71,8 +75,9 @@ class ScriptRecord:
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Keep values until the next report; without an optimizer's steps, each call is one."""
-        found = checked(values, value)
-        if reduce is not None and dist.is_initialized():
+        found = checked(values, value, taken=OWN_CURVES.difference(_LOSSES))
+        at = None if step is None else checked_step(step)
+        if reduce is not None:
             found = _over_ranks(found, reduce)
         if not self._is_main:
             return
@@ -82,7 +87,7 @@ class ScriptRecord:
                 say_to_user("log: nothing is recorded. Start the script with: phalanx train --script")
             return
         self._calls += 1
-        self._values.add(step if step is not None else self.steps or self._calls, found)
+        self._values.add(self.steps or self._calls if at is None else at, found)
         if not self.steps and self._calls % _EVERY_STEPS == 0:
             self._report()
 
@@ -115,11 +120,13 @@ class ScriptRecord:
 
 
 def _over_ranks(values: Mapping[str, Number], op: str) -> dict[str, Number]:
-    """Return values over all ranks of the script's own process group."""
+    """Return values over all ranks of the script's own process group, if it has one."""
+    operation = reduce_op(op)
+    if not values or not dist.is_initialized():
+        return dict(values)
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
-    ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-    dist.all_reduce(numbers, op=ops[op])
+    dist.all_reduce(numbers, op=operation)
     return dict(zip(values, (numbers / dist.get_world_size() if op == "mean" else numbers).unbind(), strict=True))
 
 
@@ -134,6 +141,12 @@ def count_steps() -> None:
     """Count the steps of the script that this rank is about to run."""
     if "PHALANX_RUN_DIR" in os.environ:
         script_record().count_steps()
+
+
+def continue_at(step: int) -> None:
+    """Let values that the script logs from now on be those of the last step of a loop of Phalanx, if it took any."""
+    if step:
+        script_record().continue_at(step)
 
 
 def stop_counting() -> None:

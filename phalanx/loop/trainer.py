@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from phalanx.loop.saving import Saves
 from phalanx.loop.step import StepOutcome, Weighing, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
-from phalanx.loop.values import Values, enter_loop, leave_loop, never_logged
+from phalanx.loop.values import Values, checked_step, enter_loop, leave_loop, never_logged
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
@@ -143,6 +143,9 @@ class TrainLoop:
             while not self.is_finished():
                 yield from self._epoch()
             self._end()
+        except (Exception, KeyboardInterrupt):
+            self.report.report_last_logged(self.step)
+            raise
         finally:
             leave_loop(entered)
             if self.checks is not None:
@@ -238,7 +241,7 @@ class TrainLoop:
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics, whole=whole)
         self.report.say(self.train_loader.sharded.problems(), "warning")
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
-        self._report_logged(epoch, ends_epoch=True)
+        self._report_logged(epoch, measured=metrics)
         if not last:
             self.control.after_epoch(epoch + 1)
 
@@ -248,10 +251,13 @@ class TrainLoop:
         if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
             self._call.runs_on_host("the step logs values")
             current = self.step + 1 if self.own_step is None else self.own_step.number
-        self.report.log(current if step is None else step, values, value, reduce)
+        self.report.log(current if step is None else checked_step(step), values, value, reduce)
 
-    def _report_logged(self, epoch: int, *, ends_epoch: bool = False) -> None:
-        """Report what the user logged, and judge it if it decides on checkpoints or the end; all ranks call this."""
+    def _report_logged(self, epoch: int, *, measured: Mapping[str, float] | None = None) -> None:
+        """Report what the user logged, and judge it if it decides on checkpoints or the end; all ranks call this.
+
+        `measured`: at the end of an epoch, the metrics of the evaluation.
+        """
         values = self.report.report_logged(self.step, epoch + 1)
         settings = {"keep_best": self.config.best_metric, "early_stopping": self.config.stopping_metric}
         logged = {setting: watched.name for setting, watched in settings.items() if watched and watched.is_logged}
@@ -260,9 +266,9 @@ class TrainLoop:
         values = group.from_rank_zero(lambda: {name: values[name] for name in logged.values() if name in values})
         if values:
             self.evaluation.judge(values)
-        for setting, name in logged.items() if ends_epoch and epoch == 0 and self.formation.is_main else ():
+        for setting, name in logged.items() if measured is not None and epoch == 0 and self.formation.is_main else ():
             if name not in self.report.logged_names:
-                self.report.say(never_logged(setting, name, self.report.logged_names), "warning")
+                self.report.say(never_logged(setting, name, self.report.logged_names, measured or ()), "warning")
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""

@@ -6,11 +6,15 @@ records; a value that is `reduce`d over the ranks is a collective, as any other.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from phalanx.errors import UsageError, nearest
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone
@@ -24,6 +28,7 @@ Number = float | torch.Tensor
 OWN_CURVES = frozenset({*StepDone.CURVES, "train/epoch_loss"})
 """The curves that a training loop of Phalanx draws by itself."""
 _EXAMPLE = 'log({"critic": critic_loss})'
+_LONGEST_NAME = 200
 VAL = "val/"
 """Begins the names of values that are measured on the validation data."""
 
@@ -48,33 +53,71 @@ def _check_name(name: Any, taken: Iterable[str]) -> None:
             f"'{name}' is a curve that Phalanx draws by itself",
             hint=f"Choose another name, such as 'my/{name.rpartition('/')[2]}'.",
         )
-    if not name.strip() or not name.isprintable() or not all(part.strip() for part in name.split("/")):
-        plain = "/".join(part.strip() for part in name.split("/") if part.strip()) or "critic"
+    if not name.isprintable() or not all(part.strip(" .") for part in name.split("/")):  # "..": trackers make paths
+        plain = "/".join(part.strip() for part in name.split("/") if part.strip(" .")) or "critic"
         raise UsageError(
             f"log got the name {name!r}: a slash stands between two words, as in 'gan/critic'",
             hint=f"Write: log({{'{plain}': ...}})",
+        )
+    if len(name) > _LONGEST_NAME:
+        raise UsageError(
+            f"log got a name of {len(name)} characters, '{name[:20]}...', and trackers take {_LONGEST_NAME}",
+            hint="Choose a shorter name.",
         )
 
 
 def _number(name: str, value: Any) -> Number:
     """Return a value as a float, or as a tensor on its device that later changes in place do not reach."""
     if isinstance(value, (bool, int, float)):
-        return float(value)
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.detach().reshape(())
+        return _as_float(name, value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta:
+        value = value.detach().to_dense().reshape(())
         return float(value) if value.device.type == "cpu" else value.clone()
-    if isinstance(value, str):
+    if isinstance(value, (str, bytes)):
         raise UsageError(f"log got '{name}' = {value!r}, which is a text", hint="log takes numbers; print texts.")
-    if isinstance(value, torch.Tensor) or getattr(value, "ndim", None):
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.is_complex()):
+        kind = "a tensor on the device meta, which has no value" if value.is_meta else f"a tensor of {value.dtype}"
+        raise UsageError(f"log got '{name}' = {kind}, and takes a real number", hint=f"Write: {_EXAMPLE}")
+    if isinstance(value, torch.Tensor) or (getattr(value, "ndim", None) and value.size != 1):
         raise UsageError(
             f"log got '{name}' = a {type(value).__name__} of shape {list(value.shape)}, and takes one number",
             hint=f"Log its mean, for example: log({{'{name}': value.mean()}})",
         )
+    return _as_float(name, value.item() if getattr(value, "ndim", None) else value)  # NumPy's
+
+
+def _as_float(name: str, value: Any) -> float:
     try:
-        return float(value)  # NumPy's numbers
+        return float(value)
+    except OverflowError:
+        raise UsageError(f"log got '{name}' = a number too large for a float", hint=f"Write: {_EXAMPLE}") from None
     except (TypeError, ValueError):
         kind = type(value).__name__
         raise UsageError(f"log got '{name}' = a {kind}, which is not a number", hint=f"Write: {_EXAMPLE}") from None
+
+
+def checked_step(step: Any) -> int:
+    """Return the step that was given to `log`."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(
+            f"log got step = {step!r}, which does not number a step",
+            hint="Give a whole number of at least 0, or leave step out: it is the loop's then.",
+        )
+    return number
+
+
+_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def reduce_op(op: Any) -> dist.ReduceOp.RedOpType:
+    """Return the operation of an all-reduce by its name; a mean is a sum that the caller divides."""
+    if not isinstance(op, str) or op not in _OPS:
+        raise UsageError(f"reduce: unknown op {op!r}. Allowed: {', '.join(_OPS)}.")
+    return _OPS[op]
 
 
 def reduced(values: Mapping[str, Number], op: str, prepared: Prepared) -> dict[str, Number]:
@@ -95,7 +138,7 @@ class ValueLog:
     """The values that were logged since they were reported last, on the main rank."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: deque[_Entry] = deque()  # a thread of the user's may add to it while it is read
         self.names: set[str] = set()
         """All names that were logged so far."""
 
@@ -104,8 +147,13 @@ class ValueLog:
 
     def add(self, step: int, values: Mapping[str, Number]) -> None:
         """Keep the values of a step."""
-        self._entries += [_Entry(step, name, value) for name, value in values.items()]
+        self._entries.extend([_Entry(step, name, value) for name, value in values.items()])
         self.names.update(values)
+
+    def keep_complete(self, step: int) -> None:
+        """Forget what an error may have left undone: values on a device, and those of steps after this one."""
+        whole = [each for each in self._entries if each.step <= step and not _is_on_device(each.value)]
+        self._entries = deque(whole)
 
     def read(self, steps: int) -> list[tuple[int, dict[str, float]]]:
         """Return the values by step, and forget them; `steps`: how many were taken since the last reading.
@@ -113,18 +161,24 @@ class ValueLog:
         Values of one step are averaged: those of its micro-batches. A name that was logged in every step is reported
         as the loss is: once, as the mean over these steps. One that was logged less often keeps its steps.
         """
-        entries, self._entries = self._entries, []
+        entries = [self._entries.popleft() for _ in range(len(self._entries))]
         points: dict[str, dict[int, list[float]]] = {}
         for entry, value in zip(entries, _on_host([entry.value for entry in entries]), strict=True):
             points.setdefault(entry.name, {}).setdefault(entry.step, []).append(value)
         found: dict[int, dict[str, float]] = {}
         for name, by_step in points.items():
             means = {step: sum(values) / len(values) for step, values in by_step.items()}
-            if steps > 1 and len(means) >= steps:
-                means = {max(means): sum(means.values()) / len(means)}
+            first, last = min(means), max(means)
+            # One less or more: those of the last step may come after the report, behind `optimizer.step()`.
+            if steps > 1 and last - first < len(means) and abs(len(means) - steps) <= 1:
+                means = {last: sum(means.values()) / len(means)}
             for step, mean in means.items():
                 found.setdefault(step, {})[name] = mean
         return sorted(found.items())
+
+
+def _is_on_device(value: Number) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _on_host(values: Sequence[Number]) -> list[float]:
@@ -153,10 +207,13 @@ def as_events(
         yield MetricsReported(step, epoch, LOGGED, others)
 
 
-def never_logged(setting: str, name: str, names: Iterable[str]) -> str:
-    """Return a warning about a metric that a setting names, and that was not logged in the first epoch."""
+def never_logged(setting: str, name: str, names: Iterable[str], measured: Iterable[str] = ()) -> str:
+    """Return a warning about a metric that a setting names, and that was not logged in the first epoch.
+
+    `measured`: what evaluation measures instead, without `val/`.
+    """
     known = sorted(names)
-    close = nearest(name, known)
+    close = f"{VAL}{name}" if name in measured else nearest(name, known)
     logged = f"logged so far: {', '.join(known)}" if known else "nothing was logged"
     return f"{setting}: '{name}' was not logged in the first epoch; {logged}." + (
         f" Did you mean '{close}'?" if close else ""
@@ -193,6 +250,11 @@ def log(values: Values, value: Any = None, *, step: int | None = None, reduce: s
     `step`: the loop's own by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which then call
     this; by default the main rank's numbers count.
     """
+    if get_worker_info() is not None:
+        raise UsageError(
+            "log was called in a worker process of a DataLoader, from which no number reaches the run",
+            hint="Return the number with the sample and log it in the loop, or set num_workers=0.",
+        )
     for entered in reversed(_LOOPS):
         if (loop := entered()) is not None:
             loop.log(values, value, step=step, reduce=reduce)

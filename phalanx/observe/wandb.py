@@ -59,7 +59,7 @@ class WandbSink:
             facts = {name: getattr(event, name) for name in _FACTS}
             self._run.config.update({**facts, "run_dir": event.run_dir}, allow_val_change=True)
         elif isinstance(event, (StepDone, MetricsReported, RanksReported)):
-            self._run.log({"step": event.step, **event.scalars()})
+            self._run.log({**event.scalars(), "step": event.step})  # the axis, although a user may log a "step"
         elif isinstance(event, RunEnded):
             self._status = event.status
             self._run.summary.update({f"best/{name}": value for name, value in event.best.items()})

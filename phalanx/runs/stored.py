@@ -208,6 +208,8 @@ class StoredRun:
         if marked is not None:
             return marked.metric, marked.value
         for name, value in ended.get("best", {}).items():
+            if measured and not any(name in event.get("values", {}) for event in measured):
+                continue  # the best training loss of a run whose validation measures something else
             return f"{'val' if measured else 'train'}/{name}", float(value)
         last: dict[str, Any] = measured[-1] if measured else {}
         loss = self.last_step.get("loss")

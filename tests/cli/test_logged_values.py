@@ -39,6 +39,8 @@ LOOP = """
 import os
 
 import torch
+
+import phalanx
 from phalanx import Formation
 from phalanx.data import load
 
@@ -53,6 +55,8 @@ with Formation(batch_size=64, log_every_n_steps=2) as f:
             optimizer.step()
             optimizer.zero_grad()
         f.log({"val/accuracy": 0.5 + epoch / 10, "speed": 3.0})
+    last = f.step
+phalanx.log({"after": last})
 """
 
 
@@ -106,6 +110,8 @@ def test_a_loop_with_formation_is_shown_and_recorded(run):
     listed = phalanx("runs").out
     assert "val/accuracy 0.6" in listed
     assert f" {found.steps[0]} " in listed
+    after = next(event for event in found.events() if "after" in event.get("values", {}))
+    assert after["step"] == after["values"]["after"] == found.steps[0], "logged behind the loop: at its last step"
 
 
 def test_a_search_compares_loops_by_what_they_log(tmp_path, monkeypatch):

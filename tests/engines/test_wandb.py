@@ -99,12 +99,14 @@ def test_a_run_of_the_calling_process_is_joined_and_left_open(tmp_path):
     with wandb.init(project="theirs", dir=tmp_path) as theirs:
         sink = WandbSink(tmp_path, "mine")
         sink.handle(events.StepDone(1, 1, 0.5, 0.1))
+        sink.handle(events.MetricsReported(2, 1, events.LOGGED, {"step": 7.0, "fid": 3.0}))
         sink.close()
         assert wandb.run is theirs
         assert sink.next_commands == []
         folder = Path(theirs.settings.sync_dir)
     wandb.teardown()
     assert curve(records(folder), "train/loss") == [(1, 0.5)]
+    assert curve(records(folder), "fid") == [(2, 3.0)], "a value that is called step does not move the others"
 
 
 def test_without_wandb_the_extra_is_named_before_training(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,11 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import Callback, Formation, Trainer
+from phalanx.config import DistributedConfig
+from phalanx.config.settings import parse_metric
 from phalanx.errors import UsageError
+from phalanx.loop.best import check_metrics
+from phalanx.loop.script import ScriptRecord
 from phalanx.loop.values import OWN_CURVES, ValueLog, checked, never_logged
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone, from_json
 from phalanx.observe.history import History
@@ -39,6 +44,8 @@ def logged(folder) -> list[tuple[int, dict[str, float]]]:
         ({"a": np.zeros(3)}, ["'a' = a ndarray of shape [3]"]),
         ({"gan/": 1.0}, ["'gan/'", "log({'gan': ...})"]),
         ({"": 1.0}, ["''"]),
+        ({"a/../b": 1.0}, ["'a/../b'", "log({'a/b': ...})"]),
+        ({"x" * 300: 1.0}, ["a name of 300 characters"]),
         ({"a\n": 1.0}, ["'a\\n'"]),
         ({"phase": "warm-up"}, ["'phase' = 'warm-up', which is a text"]),
         ({"a": None}, ["'a' = a NoneType"]),
@@ -46,6 +53,10 @@ def logged(folder) -> list[tuple[int, dict[str, float]]]:
         ([1.0], ["list [1.0]", 'log({"critic": critic_loss})']),
         ({"train/loss": 1.0}, ["'train/loss' is a curve that Phalanx draws by itself", "'my/loss'"]),
         ({"perf/mfu": 1.0}, ["'perf/mfu' is a curve"]),
+        ({"a": 10**400}, ["'a' = a number too large"]),
+        ({"a": b"1"}, ["'a' = b'1', which is a text"]),
+        ({"a": torch.zeros((), device="meta")}, ["'a' = a tensor on the device meta, which has no value"]),
+        ({"a": torch.tensor(1j)}, ["'a' = a tensor of torch.complex64"]),
     ],
 )
 def test_what_log_refuses(values, words):
@@ -60,6 +71,45 @@ def test_what_log_takes():
     given = {"int": 1, "bool": True, "tensor": torch.tensor([2.0]), "numpy": np.float32(0.5), "gan/critic": 0.25}
     assert checked(given) == {"int": 1.0, "bool": 1.0, "tensor": 2.0, "numpy": 0.5, "gan/critic": 0.25}
     assert checked("critic", 3) == {"critic": 3.0}
+    assert checked({"array": np.ones((1, 1)), "sparse": torch.ones(1).to_sparse()}) == {"array": 1.0, "sparse": 1.0}
+
+
+@pytest.mark.parametrize("step", ["x", 1.5, -1])
+def test_a_step_that_is_none_is_refused(tmp_path, step):
+    f = Formation(batch_size=4, device="cpu", run_dir=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=r"log got step = .*, which does not number a step"):
+        f.log({"a": 1}, step=step)
+    with pytest.raises(UsageError, match="log got step"):
+        ScriptRecord(tmp_path).log({"a": 1}, step=step)
+    f.close()
+
+
+def test_what_a_script_may_not_log(tmp_path):
+    record = ScriptRecord(tmp_path)
+    with pytest.raises(UsageError, match="unknown op 'avg'"):
+        record.log({"a": 1}, reduce="avg")
+    with pytest.raises(UsageError, match="'perf/step_seconds' is a curve"):
+        record.log({"perf/step_seconds": 1})
+    record.log({}, reduce="mean")
+
+
+def test_values_logged_behind_the_report_are_averaged_too():
+    log = ValueLog()
+    for step in range(6, 10):  # the report of step 10 comes before its value
+        log.add(step, {"each": float(step)})
+    assert log.read(5) == [(9, {"each": 7.5})]
+    for step in range(30):  # steps of the user's, of which none is to be lost
+        log.add(step, {"own": float(step)})
+    assert len(log.read(5)) == 30
+
+
+def test_a_thread_may_log_while_values_are_read():
+    log, seen = ValueLog(), []
+    writer = threading.Thread(target=lambda: [log.add(step, {"a": 1.0}) for step in range(20_000)])
+    writer.start()
+    while writer.is_alive() or log:
+        seen += [step for step, _ in log.read(0)]
+    assert sorted(seen) == list(range(20_000))
 
 
 def test_a_tensor_that_changes_later_keeps_its_value():
@@ -130,6 +180,12 @@ def test_a_logged_value_chooses_the_best_checkpoint_and_stops(tmp_path):
     assert "fid" in stopped.reason
 
 
+def test_a_worker_of_a_loader_may_not_log(monkeypatch):
+    monkeypatch.setattr("phalanx.loop.values.get_worker_info", object)
+    with pytest.raises(UsageError, match="worker process of a DataLoader, from which no number reaches the run"):
+        phalanx.log("item", 1)
+
+
 def test_a_name_that_is_never_logged_is_reported_after_the_first_epoch(tmp_path):
     fit(tmp_path / "run", [Logs([3, 2, 1])], keep_best="max:fdi")
     texts = [e.text for e in events_of(tmp_path / "run") if e.kind == "message"]
@@ -138,6 +194,24 @@ def test_a_name_that_is_never_logged_is_reported_after_the_first_epoch(tmp_path)
         in texts
     )
     assert "nothing was logged" in never_logged("keep_best", "a", [])
+    assert "Did you mean 'val/accuracy'?" in never_logged("keep_best", "accuracy", ["fid"], ["accuracy", "loss"])
+    assert parse_metric("min: fid ") == ("fid", "min")
+    with pytest.raises(UsageError, match=r"log it as 'fid', and write keep_best='min:fid'"):
+        check_metrics(DistributedConfig(keep_best="min:val/fid"), has_val=True, known=["val/loss"])
+
+
+def test_an_error_keeps_what_was_logged_until_then(tmp_path):
+    class Fails(Callback):
+        def on_step_end(self, trainer, info):
+            trainer.log({"each": info.step})
+            trainer.log({"ahead": 1.0}, step=info.step + 1)  # of a step that is not taken
+            if info.step == 3:
+                raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fit(tmp_path / "run", [Fails()])
+    found = [e for e in events_of(tmp_path / "run") if isinstance(e, MetricsReported)]
+    assert [(e.step, e.epoch, e.values) for e in found] == [(3, 1, {"each": 2.0, "ahead": 1.0})]
 
 
 def step_with_two_numbers(step, batch):
@@ -215,6 +289,11 @@ def test_a_loop_with_formation_is_recorded(tmp_path):
     assert history.throughput > 0
 
 
+def test_a_run_is_judged_by_what_is_logged_of_the_validation_data(tmp_path):
+    fit(tmp_path / "run", [Logs([3, 2, 1])])
+    assert StoredRun(tmp_path / "run").best == ("val/mine", 2.0), "not val/loss, which nothing has measured"
+
+
 def test_a_loop_that_is_not_closed_keeps_what_it_logged(tmp_path):
     script = (
         "from test_loop_values import own_loop\nfrom pathlib import Path\nimport sys\nf = own_loop(Path(sys.argv[1]))\n"
@@ -246,6 +325,13 @@ def test_without_a_place_nothing_is_recorded_and_one_line_says_so(tmp_path, monk
     f.close()
     assert capfd.readouterr().err.count("log: nothing is recorded.") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_after_close_one_line_says_that_nothing_is_recorded(tmp_path, capfd):
+    f = own_loop(tmp_path / "run")
+    f.close()
+    f.log({"late": 1})
+    assert capfd.readouterr().err.count("log: the Formation is closed") == 1
 
 
 def test_trials_take_logged_values_with_the_epoch_that_ends(tmp_path):
