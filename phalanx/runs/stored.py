@@ -253,8 +253,15 @@ class StoredRun:
             return []  # runs can be listed without access to where their checkpoints are
         if self.owns_checkpoint_dir:
             return found
-        own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}
-        return [path for path in found if path.name in own]
+        names, runs = set[str](), set[str]()
+        for event in self.events():
+            if event["event"] == "checkpoint":
+                names.add(Path(event["path"]).name)
+            elif event["event"] == "run_started" and event.get("run_id"):
+                runs.add(event["run_id"])
+        own = [path for path in found if path.name in names]
+        # A name in a folder that was free again may be that of another run by now; at a URL each save has its own.
+        return own if isinstance(directory, RemotePath) or not runs else [p for p in own if _run_of(p) in runs]
 
     @property
     def owns_checkpoint_dir(self) -> bool:
@@ -322,6 +329,15 @@ class StoredRun:
         for folder in (*fits, *(self.path / name for name in ("checkpoints", "logs", "profile", "wandb"))):
             with suppress(OSError):  # it is not there, or holds other files
                 folder.rmdir()
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    """Return the run that saved a checkpoint; None if its manifest cannot be read."""
+    try:
+        document = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document.get("run_id") if isinstance(document, dict) else None
 
 
 def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:

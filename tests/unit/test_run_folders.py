@@ -279,6 +279,18 @@ def test_checkpoints_of_other_runs_in_a_shared_folder_are_not_this_run_s():
     assert "that of step 10." in how_to_resume(run)
 
 
+def test_a_name_in_a_shared_folder_that_another_run_has_taken_since_is_not_this_run_s():
+    kept = Path("kept").absolute()
+    for step, run_id in ((10, "two"), (20, "one")):
+        (kept / f"step-000000{step}").mkdir(parents=True)
+        (kept / f"step-000000{step}" / "manifest.json").write_text(json.dumps({"run_id": run_id}))
+    saved = [{"event": "checkpoint", "time": 1.0, "path": str(kept / f"step-000000{step}")} for step in (10, 20)]
+    run = make_run(Path("runs/one"), {**started(), "run_id": "one"}, *saved, ended())
+    record = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps({**record, "settings": {"checkpoint_dir": str(kept)}}))
+    assert [path.name for path in StoredRun(run.path).checkpoints] == ["step-00000020"]
+
+
 def test_the_best_checkpoint_of_a_killed_run_is_found_by_its_mark():
     run = make_run(Path("runs/killed"), started(), pid=1)
     assert run.best_checkpoint is None
