@@ -51,8 +51,11 @@ class Prepared:
         self.world = world
         self.device = world.device
         self.run_id = run_id
+        """The name of the run in its checkpoints and locks, equal on all ranks."""
         self.clock = StepClock()
         self._undo: list[Callable[[], object]] = []
+        self.state_of = ""
+        """The run that has saved or kept the state which was restored last; empty: none was."""
         self.lineage: list[dict[str, Any]] = []
         """The runs that this one continues, as a checkpoint's manifest holds them."""
         self.precision = Precision(self.config, self.device, by_engine=strategy.owns_precision)

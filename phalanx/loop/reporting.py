@@ -78,9 +78,11 @@ class Reporter:
         """What the summary of the run proposes to run next."""
         self._gauges = RankGauges(self._world, self.clock, events.emit if self._world.is_main else None)
         self._resumed_from: str | None = None
+        self._announced = False
 
-    def resumed(self, state: dict[str, Any]) -> None:
-        """Continue the history of the resumed run."""
+    def resumed(self, state: dict[str, Any], *, same_run: bool) -> None:
+        """Continue the history of the resumed run; `same_run`: with other ranks, so that its start may be reported."""
+        self._announced = same_run and state["announced"]
         self.history = History.from_dict(state.get("history", {}))
         self.history.status, self.history.reason = "running", ""
         self._time_before = self.history.total_time
@@ -89,13 +91,10 @@ class Reporter:
         self._loss_sum, self._loss_count = so_far.get("loss_sum", 0.0), so_far.get("loss_count", 0.0)
         self._resumed_from = state["path"]
 
-    def started(
-        self, step: int, total_steps: int | None, model: nn.Module, *, epochs: int | None = None, announce: bool = True
-    ) -> None:
-        """Report the run's start: what runs where, and how large a step is.
+    def started(self, step: int, total_steps: int | None, model: nn.Module, *, epochs: int | None = None) -> None:
+        """Report the run's start, unless ranks that were lost since have done so: what runs where, how large a step is.
 
-        `step`: steps taken before. `epochs`: of the whole run, if that is known. `announce`: False where the group of
-        ranks has changed in a run that was reported already.
+        `step`: steps taken before. `epochs`: of the whole run, if that is known.
         """
         self._first_step = self._read_at = step
         self._total_steps = total_steps
@@ -103,7 +102,7 @@ class Reporter:
         parameters = count(model), count(model, trained=True)
         self._speed.begin(step, self.samples)
         self._began = self._epoch_began = time.monotonic()
-        if not announce:
+        if self._announced:
             return
         self.events.emit(self._run_started(model, epochs, *parameters))
         self._speed.report(self.samples)
@@ -140,6 +139,7 @@ class Reporter:
             layout=layout_words(strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
             ranks_per_gpu=world.ranks_per_gpu,
             job=_job(model, config, world),
+            run_id=self._formation.run_id,
         )
 
     def recovered(self, event: Recovered) -> None:
@@ -163,7 +163,9 @@ class Reporter:
         latest = dataclasses.replace(self.history, steps=steps, logged=logged)
         history = latest.to_dict()  # not of all steps: sharded runs keep their state every few of them
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
-        return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
+        # After a step all ranks know that the main one has reported the start.
+        announced = self._announced or self._formation.step > self._first_step
+        return {"history": history, "samples": self.samples, "epoch_so_far": so_far, "announced": announced}
 
     def say(self, text: str, level: str = "info") -> None:
         """Show a message to the user, once."""

@@ -112,6 +112,7 @@ def restore_snapshot(
     if choice.checkpoint is None or loaded is None:
         return None
     saved_by = choice.checkpoint.manifest
+    prepared.state_of = saved_by.run_id
     prepared.lineage = list(saved_by.lineage)
     if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
         prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})

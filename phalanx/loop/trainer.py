@@ -65,8 +65,10 @@ class TrainLoop:
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.reseed = formation.reseed if self.config.fixed_order else None
         """Makes dropout a function of the step and the samples, so that it is equal on any rank and when done again."""
+        self.regrouped = False
+        """Whether the group of ranks has changed, so that other ranks may have begun this run."""
         self.continues = False
-        """Whether other ranks of this run have reported its start: the group of ranks changed."""
+        """Whether the state is one of this run, from before the group of ranks changed."""
         self._call = ModelCall(self)
         self.yields_steps = True
         """Whether the caller gets every step, and may change anything after it."""
@@ -130,7 +132,7 @@ class TrainLoop:
             return
         self.evaluation.try_out()
         epochs = self.config.epochs or (1 if self.config.max_steps is None else None)
-        self.report.started(self.step, self.total_steps, self.model, epochs=epochs, announce=not self.continues)
+        self.report.started(self.step, self.total_steps, self.model, epochs=epochs)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)

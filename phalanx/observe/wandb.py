@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.sinks import read_tracking, write_tracking
+from phalanx.observe.written import note_written
 
 _EXIT_CODES = {"failed": 1, "preempted": 1, "interrupted": 1}
 _FACTS = ("world_size", "device", "strategy", "precision", "global_batch", "parameters")
@@ -42,6 +43,7 @@ class WandbSink:
         if self._is_ours:
             self._run = self._start(run_dir, project, name, before or secrets.token_hex(4))
             write_tracking(run_dir, "wandb", self._run.id)
+            note_written(run_dir, self._run.settings.sync_dir)
         else:
             self._run = self._wandb.run
         self._run.config.update(settings, allow_val_change=True)

@@ -23,6 +23,7 @@ from phalanx.observe.events import MetricsReported, StepDone, from_dict
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+from phalanx.observe.written import WRITTEN, read_written
 from phalanx.recipes import Recipe, of_earlier_run
 from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, is_own_file, read_record
 
@@ -32,13 +33,15 @@ STUDY_FILE = "study.db"
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
-    *(FILE, EVENTS, CHANGES, PACKAGES, "config.toml", "tracking.json", "tensorboard", "wandb"),
-    *("events.out.tfevents.*", "fit-[0-9]*"),
+    *(FILE, EVENTS, CHANGES, PACKAGES, WRITTEN, "config.toml", "tracking.json"),
     *("checkpoints/step-*", "checkpoints/.chunks-*", "checkpoints/.writing-*", "checkpoints/.removing-*"),
     *("checkpoints/.copying-*", "checkpoints/.run-*.lock"),
     *("logs/rank-*", "logs/heartbeats*", "profile/rank-*", "profile/trace.json.gz"),
 )
 """The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
+_FITS = "fit-[0-9]*"
+_NOTED_PATTERNS = ("wandb/*", "events.out.tfevents.*", MODEL_FILES, _FITS)
+"""Files of a run if the run has noted that it wrote them: other programs and runs use these names, too."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,12 @@ class StoredRun:
 
     @property
     def _is_locked(self) -> bool:
-        """Whether a rank on any host holds the lock of a run in the folder's own checkpoints."""
-        for path in (self.path / "checkpoints").glob(".run-*.lock"):
+        """Whether a rank on any host holds the run's lock, where its checkpoints are; those at a URL have none."""
+        directory, run_id = self.checkpoint_dir, self.begun.get("run_id")
+        if isinstance(directory, RemotePath):
+            return False
+        name = "*" if self.owns_checkpoint_dir else run_id  # a folder elsewhere may be that of many runs
+        for path in directory.glob(f".run-{name}.lock") if name else ():
             with suppress(FileNotFoundError), path.open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -176,7 +183,7 @@ class StoredRun:
         status = self.status
         if status == "running":
             return "is running"
-        if status not in ("unknown", "damaged"):
+        if status not in ("unknown", "damaged") or (self.record is not None and self.record.was_requeued):
             return ""
         files = (self.path / EVENTS, self.path / "logs" / "heartbeats")
         ages = [time.time() - file.stat().st_mtime for file in files if file.is_file()]
@@ -184,6 +191,17 @@ class StoredRun:
             return ""
         host = f" on {self.record.host}" if self.record is not None else ""
         return f"may be running{host}: it has not reported its end, and its files changed {duration(min(ages))} ago"
+
+    @property
+    def how_to_free(self) -> str:
+        """What to do about a run that is `in_use`."""
+        end = "Stop it first, with Ctrl-C or SIGTERM"
+        if self.status == "running":
+            return f"{end}."
+        if self.record is None:
+            return f"{end}, on its host; or wait until its files have not changed for {duration(_FRESH_SECONDS)}."
+        command = f"phalanx runs stop {shlex.quote(self.name)} --ended"
+        return f"{end}, on its host. If it has ended there without a report, say so: {command}"
 
     @property
     def started(self) -> float:
@@ -237,8 +255,15 @@ class StoredRun:
             return []  # runs can be listed without access to where their checkpoints are
         if self.owns_checkpoint_dir:
             return found
-        own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}
-        return [path for path in found if path.name in own]
+        names, runs = set[str](), set[str]()
+        for event in self.events():
+            if event["event"] == "checkpoint":
+                names.add(Path(event["path"]).name)
+            elif event["event"] == "run_started" and event.get("run_id"):
+                runs.add(event["run_id"])
+        own = [path for path in found if path.name in names]
+        # A name in a folder that was free again may be that of another run by now; at a URL each save has its own.
+        return own if isinstance(directory, RemotePath) or not runs else [p for p in own if _run_of(p) in runs]
 
     @property
     def owns_checkpoint_dir(self) -> bool:
@@ -286,15 +311,35 @@ class StoredRun:
         return []
 
     def clear(self) -> None:
-        """Remove the run's own files; other files in its folder stay."""
-        for path in [path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern)]:
+        """Remove the files that the run has written; other files in its folder stay."""
+        noted = read_written(self.path)
+        found = [path for pattern in _NOTED_PATTERNS for path in self.path.glob(pattern)]
+        written = [path for path in found if str(path.relative_to(self.path)) in noted]
+        fits = [path for path in written if path.match(_FITS)]
+        for fit in fits:
+            StoredRun(fit).clear()
+        for path in [*written, *(path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern))]:
+            if path in fits:
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        for name in ("checkpoints", "logs", "profile"):
+        for link in self.path.glob("wandb/*"):
+            if link.is_symlink() and not link.exists():  # W&B's links to its latest run, which was this one
+                link.unlink()
+        for folder in (*fits, *(self.path / name for name in ("checkpoints", "logs", "profile", "wandb"))):
             with suppress(OSError):  # it is not there, or holds other files
-                (self.path / name).rmdir()
+                folder.rmdir()
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    """Return the run that saved a checkpoint; None if its manifest cannot be read."""
+    try:
+        document = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document.get("run_id") if isinstance(document, dict) else None
 
 
 def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:

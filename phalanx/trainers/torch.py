@@ -252,6 +252,10 @@ class TorchTrainer:
             return run_job(Job(action, task, config), in_place=True)
         if action != "fit":
             config = config.with_trusted(**_REPORTS_OFF)
+        else:
+            from phalanx.runs.resume import check_not_in_use  # the parent's side: a rank does not load it
+
+            check_not_in_use(config, again=True)
         layout, note = plan_layout(config, count_gpus()), ""
         if action == "fit":
             ranks = layout.world_size, layout.ranks_per_node
