@@ -95,6 +95,27 @@ def is_trusted(path: Path) -> bool:
         return False
 
 
+def open_below(folder: Path, name: str) -> BinaryIO:
+    """Open a file below a folder by a relative name without `..`, to read; OSError for a link on the way to it.
+
+    What checks a path and opens it afterwards can be led elsewhere in between.
+    """
+    *parts, last = Path(name).parts
+    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=where)
+            os.close(where)
+            where = inner
+        descriptor = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=where)
+    finally:
+        os.close(where)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe would block
+        os.close(descriptor)
+        raise OSError(f"{folder / name} is not a file")
+    return os.fdopen(descriptor, "rb")
+
+
 def _is_writable_for_others(status: os.stat_result) -> bool:
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:  # as /tmp: others cannot replace a file there
         return False

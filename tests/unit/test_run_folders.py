@@ -268,6 +268,7 @@ def test_a_recipe_of_another_user_is_not_imported(monkeypatch):
     with pytest.raises(UsageError, match="belongs to another user"):
         _ = StoredRun(run.path).recipe
 
+
 def strangers(run, uid=12345):
     """Give a run's folder to another user."""
     if os.geteuid() != 0:
