@@ -78,7 +78,9 @@ class StoredRun:
         if self.is_trusted:
             return
         path, copy = shlex.quote(str(self.path)), shlex.quote(f"{self.path.name}-copy")
-        owners = {each.stat().st_uid for each in (self.path, self.path / FILE) if each.exists()}
+        owners = {self.path.stat().st_uid}
+        with suppress(OSError):  # there is none, or the folder is closed
+            owners.add((self.path / FILE).stat().st_uid)
         if owners <= {os.geteuid(), 0}:
             whose, how = "can be written by other users", f"chmod go-w {path} {shlex.quote(str(self.path / FILE))}"
         else:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterable
 from contextlib import closing, suppress
@@ -226,8 +227,12 @@ _TRIALS = "SELECT number, value FROM trials LEFT JOIN trial_values USING (trial_
 
 def _is_linked(path: Path) -> bool:
     """Whether another user has put a link here: it may lead to what is closed to those who see the page."""
-    links = [each for each in (path, *(path / name for name in _READ)) if each.is_symlink()]
-    return any(each.lstat().st_uid not in (os.geteuid(), 0) for each in links)
+    for each in (path, *(path / name for name in _READ)):
+        with suppress(FileNotFoundError, PermissionError):  # in a closed folder nothing is read
+            status = each.lstat()
+            if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+                return True
+    return False
 
 
 def _version(path: Path) -> str:
