@@ -77,7 +77,7 @@ def writer_of(path: Path) -> int | None:
     found = [status] if stat.S_ISDIR(status.st_mode) else [place.parent.stat(), status]
     users = {each.st_uid for each in found} - {0}
     is_closed = not found[0].st_mode & 0o077  # others cannot even open what is inside
-    if len(users) > 1 or (not is_closed and any(_is_writable_for_others(each) for each in found)):
+    if len(users) > 1 or (not is_closed and any(is_writable_for_others(each) for each in found)):
         return None
     return users.pop() if users else 0
 
@@ -116,7 +116,8 @@ def open_below(folder: Path, name: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def _is_writable_for_others(status: os.stat_result) -> bool:
+def is_writable_for_others(status: os.stat_result) -> bool:
+    """Whether users besides its owner and root may write a file, or replace what others have put into a folder."""
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:  # as /tmp: others cannot replace a file there
         return False
     if status.st_mode & stat.S_IWOTH:
