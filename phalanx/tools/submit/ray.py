@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.config.option import option
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, error_line
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ClusterJob, JobRecord
 from phalanx.tools.submit.job_files import follow_files, own_limit, program_of, rank_log
@@ -108,7 +108,7 @@ class RayJobs(Target[RayOptions]):
             return self._kuberay.status(record)
         found = self._call(lambda client: client.get_job_info(record.id))
         state = str(getattr(found.status, "value", found.status))
-        return Status(_STATES.get(state, "running"), f"{state}: {found.message or ''}".rstrip(": ").splitlines()[0])
+        return Status(_STATES.get(state, "running"), error_line(state, str(found.message or "")))
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Return the output of the command, or the log of one rank."""
