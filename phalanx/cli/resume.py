@@ -84,6 +84,7 @@ def resume_run(name: str, namespace: argparse.Namespace) -> int:
     from phalanx.cli.train import start_run
 
     stored = StoredRun(find_run(name).path.resolve())
+    stored.require_trust("names the program that would run")
     recipe, target = _started(stored)
     assert stored.record is not None, "checked with the target"
     if Path(stored.record.directory).is_dir():

@@ -347,6 +347,7 @@ def _stop(namespace: argparse.Namespace) -> None:
     if run.record is None or not run.record.is_alive:
         place = f" on {run.record.host}" if run.record is not None else ""
         raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
+    run.require_trust("names the process that would get a signal")
     os.kill(run.record.pid, signal.SIGTERM)
     print(f"{run.name} stops after its current step", flush=True)
     while (ended := StoredRun(run.path)).status == "running":
@@ -360,6 +361,7 @@ def _scale(namespace: argparse.Namespace) -> None:
     stored = find_run(namespace.run, Path(namespace.runs_dir))
     if stored.status != "running":
         raise UsageError(f"{stored.path} is not in progress: its status is {stored.status}.")
+    stored.require_trust("its launcher takes requests of its user alone")
     request_ranks(stored.path / "logs", namespace.ranks)
     print(f"{stored.name} goes on with {namespace.ranks} ranks at the next step")
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from phalanx import torch_compat
+from phalanx.errors import first_line
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
 from phalanx.loop.host_state import HostUse, HostWatch
@@ -355,4 +356,4 @@ def _cause(error: BaseException) -> str:
     """Return the first line of what went wrong in a capture: the first error, not those that follow from it."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
-    return str(error).strip().splitlines()[0]
+    return first_line(error)

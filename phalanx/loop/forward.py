@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.errors import ModelError, PhalanxError
+from phalanx.errors import ModelError, PhalanxError, first_line
 from phalanx.loop.label_count import LabelCount, counted_by
 from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
 from phalanx.models.contract import LossFromOutput, implements
@@ -276,7 +276,7 @@ def raise_explained(error: RuntimeError | ValueError | IndexError, model: nn.Mod
     if not _ABOUT_SHAPES.search(str(error)) or isinstance(error, PhalanxError):
         raise error
     place = _place(error.__traceback__, model)
-    first = str(error).splitlines()[0]
+    first = first_line(error)
     known = (hint for pattern, hint in _WHAT_TO_DO.items() if re.search(pattern, first))
     hint = next(known, "Change the data or the layer so that they agree.")
     raise ModelError(

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from phalanx.observe.events import (
     StepDone,
 )
 from phalanx.observe.format import speed_note
+from phalanx.observe.heartbeat import current as current_heartbeat
+from phalanx.observe.heartbeat import within
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.world.mesh import layout_words
@@ -321,7 +323,7 @@ class Reporter:
         began = time.monotonic()
         self.events.emit(Phase(name, "begin", total=total))
         self._update_totals()
-        with self.clock.paused(name):
+        with self.clock.paused(name), within("a save", current_heartbeat()) if name == "checkpoint" else nullcontext():
             yield
         self.events.emit(Phase(name, "end", time.monotonic() - began))
 

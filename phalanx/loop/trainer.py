@@ -217,7 +217,10 @@ class TrainLoop:
             epoch = self.epoch
             self.train_loader.roll_over()
             self._end_epoch(epoch)
-        elif self.step and self.saving.due_after_step(self.step):
+            return
+        if not self.is_finished():
+            self.control.after_epoch(self.epoch)  # the tuner had not answered yet
+        if self.step and self.saving.due_after_step(self.step):
             self.saving.save()
 
     def _save_or_stop(self, step: int, epochs: int | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, first_line
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.sinks import read_tracking, write_tracking
 from phalanx.observe.written import note_written
@@ -90,7 +90,7 @@ class WandbSink:
             )
         except wandb.errors.Error as error:
             raise UsageError(
-                f"Weights & Biases took no run: {str(error).splitlines()[0][:300]}",
+                f"Weights & Biases took no run: {first_line(error)[:300]}",
                 hint="Log in with: wandb login. Without a network set WANDB_MODE=offline and upload later.",
             ) from error
 

@@ -190,14 +190,6 @@ def end_record(run_dir: Path, outcome: str) -> None:
         dataclasses.replace(record, outcome=outcome).write(run_dir)
 
 
-def is_own_file(run_dir: Path) -> bool:
-    """Whether run.json was written by this user or root: others must not name modules that this user imports."""
-    try:
-        return (run_dir / FILE).stat().st_uid in (os.geteuid(), 0)
-    except FileNotFoundError:
-        return True
-
-
 def _git(*words: str) -> str | None:
     """Return what git prints; None without git or a repository, and where the file system does not answer soon."""
     try:

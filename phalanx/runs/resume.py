@@ -19,7 +19,8 @@ from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
 def last_run_of(name: str) -> StoredRun:
     """Return the newest run in ./runs that was started under a name."""
     runs = list_runs()
-    found = next((run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)), None)
+    named = [run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
+    found = next((run for run in named if run.is_trusted), None)
     if found is None:
         others = f"; the latest: {', '.join(run.name for run in runs[:3])}" if runs else ""
         hint = f"Write: {resume_command(runs[0])}. Or leave --resume out." if runs else "Leave --resume out."
@@ -29,6 +30,7 @@ def last_run_of(name: str) -> StoredRun:
 
 def resume_settings(run: StoredRun) -> dict[str, Any]:
     """Return the settings with which a run continues from its last checkpoint."""
+    run.require_trust("names what a resumed run does")
     if why := run.in_use:
         raise UsageError(f"{run.name} {why}", hint=run.how_to_free)
     if not run.checkpoints:
@@ -176,6 +178,7 @@ def note_run(run: StoredRun, note: str) -> None:
 def _rewrite(run: StoredRun, **changes: Any) -> None:
     if run.record is None:
         raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have a name, tags and notes")
+    run.require_trust("would be yours once it is changed")
     dataclasses.replace(run.record, **changes).write(run.path)
 
 

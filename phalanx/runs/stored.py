@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.errors import UsageError, nearest
+from phalanx.host.files import is_trusted
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.events import MetricsReported, StepDone, from_dict
@@ -25,7 +26,7 @@ from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.written import WRITTEN, read_written
 from phalanx.recipes import Recipe, of_earlier_run
-from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, is_own_file, read_record
+from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, read_record
 
 RUNS = Path("runs")
 STUDY_FILE = "study.db"
@@ -70,6 +71,27 @@ class StoredRun:
         """Why run.json cannot be used; empty where it can, or where there is none."""
         return self._read if isinstance(self._read, str) else ""
 
+    @cached_property
+    def is_trusted(self) -> bool:
+        """Whether this user or root alone can have written run.json; else it is shown, and nothing is done by it."""
+        return is_trusted(self.path) and is_trusted(self.path / FILE)
+
+    def require_trust(self, what: str, hint: str = "") -> None:
+        """Refuse a run that another user may have written; `what`: the end of the sentence that its run.json begins."""
+        if self.is_trusted:
+            return
+        path, copy = shlex.quote(str(self.path)), shlex.quote(f"{self.path.name}-copy")
+        owners = {self.path.stat().st_uid}
+        with suppress(OSError):  # there is none, or the folder is closed
+            owners.add((self.path / FILE).stat().st_uid)
+        if owners <= {os.geteuid(), 0}:
+            whose, how = "can be written by other users", f"chmod go-w {path} {shlex.quote(str(self.path / FILE))}"
+        else:
+            whose, how = "belongs to another user", f"cp -r {path} {copy}"
+        raise UsageError(
+            f"{self.path / FILE} {whose}, and {what}", hint=f"If you have read it and trust it: {how}. {hint}".strip()
+        )
+
     @property
     def command(self) -> str:
         """The command that started it, as it can be pasted."""
@@ -80,11 +102,7 @@ class StoredRun:
         """The recipe that it trained, with all changes; None for a script or a trainer in Python."""
         if self.record is None or self.record.recipe is None:
             return None
-        if not is_own_file(self.path):
-            raise UsageError(
-                f"{self.path / FILE} belongs to another user, and names modules that would be imported",
-                hint="Copy the run's folder, or give --model and --data yourself.",
-            )
+        self.require_trust("names modules that would be imported", "Or give --model and --data yourself.")
         document = dict(self.record.recipe)
         for name in ("presets", "callbacks", "paths"):
             document[name] = tuple(document.get(name, ()))
@@ -236,8 +254,8 @@ class StoredRun:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where its checkpoints are."""
-        record = self.record
+        """Where its checkpoints are; of a run that is not trusted, those in its own folder alone."""
+        record = self.record if self.is_trusted else None
         if record is None or (given := record.settings.get("checkpoint_dir")) is None:
             return self.path / "checkpoints"
         path = as_path(str(given))
@@ -302,7 +320,7 @@ class StoredRun:
 
     def last_beat(self) -> list[dict[str, Any]]:
         """Return the main rank's last heartbeat as an event, for a run that goes on or was killed; else nothing."""
-        if self.ended:
+        if self.ended or not self.is_trusted:  # a map of a file that its owner cuts ends this process
             return []
         with suppress(OSError, IndexError, ValueError):  # no launcher has made the file, or another user's
             with closing(HeartbeatBoard(board_path(self.path / "logs"))) as board:
@@ -312,6 +330,7 @@ class StoredRun:
 
     def clear(self) -> None:
         """Remove the files that the run has written; other files in its folder stay."""
+        self.require_trust("its links may lead to other files, so nothing was removed")
         noted = read_written(self.path)
         found = [path for pattern in _NOTED_PATTERNS for path in self.path.glob(pattern)]
         written = [path for path in found if str(path.relative_to(self.path)) in noted]
@@ -394,8 +413,8 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
         if candidate.is_dir() and is_run(candidate):
             return StoredRun(candidate)
     runs = list_runs(folder)
-    if str(name) == "last" and runs:
-        return runs[0]
+    if str(name) == "last" and runs:  # in a folder that users share, this user's
+        return next((run for run in runs if run.is_trusted), runs[0])
     word = str(name)
     meanings: list[tuple[str, str, Callable[[StoredRun], bool]]] = [
         ("the name", "Write its folder.", lambda run: run.alias == word),

@@ -7,6 +7,8 @@ import fcntl
 import itertools
 import json
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -361,3 +363,80 @@ def test_a_recipe_of_another_user_is_not_imported(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="belongs to another user"):
         _ = StoredRun(run.path).recipe
+
+
+def strangers(run, uid=12345):
+    """Give a run's folder to another user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    for path in (run.path, *run.path.rglob("*")):
+        os.lchown(path, uid, -1)
+    return StoredRun(run.path)
+
+
+def test_a_run_of_another_user_is_shown_and_nothing_is_done_by_it(tmp_path):
+    proof = tmp_path / "proof"
+    script = tmp_path / "evil.py"
+    script.write_text(f"open({str(proof)!r}, 'w')")
+    run = make_run(Path("runs/evil"), started(), pid=1)
+    dataclasses.replace(run.record, script=str(script), settings={"num_workers": 1}, started=9e9).write(run.path)
+    assert StoredRun(run.path).is_trusted
+    strangers(run)
+    assert "evil" in phalanx("runs").out
+    words = (["resume", "evil"], ["resume", "last"], ["runs", "tag", "evil", "mine"], ["runs", "note", "evil", "mine"])
+    for command in words:
+        answer = phalanx(*command)
+        assert (answer.code, "belongs to another user" in answer.err) == (2, True), (command, answer.text)
+    assert not proof.exists()
+    own = make_run(Path("runs/own"), started(), pid=1)
+    assert find_run("last").path == own.path, "the last run of this user"
+
+
+def test_the_process_that_a_stranger_names_gets_no_signal():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        run = make_run(Path("runs/evil"), started(), pid=process.pid)
+        dataclasses.replace(run.record, pid_started=began_at(process.pid)).write(run.path)
+        assert strangers(run).status == "running"
+        answer = phalanx("runs", "stop", "evil")
+        assert (answer.code, "names the process" in answer.err) == (2, True), answer.text
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_run_that_others_can_write_to_is_not_trusted():
+    run = make_run(Path("runs/open"), started())
+    for mode, path in ((0o777, run.path), (0o666, run.path / "run.json")):
+        before = path.stat().st_mode
+        run.path.chmod(0o755)
+        path.chmod(mode)
+        with pytest.raises(UsageError, match="can be written by other users") as refused:
+            StoredRun(run.path).require_trust("names code")
+        assert "chmod go-w runs/open" in refused.value.hint
+        path.chmod(before)
+    assert StoredRun(run.path).is_trusted
+    run.path.chmod(0o700)
+    (run.path / "run.json").chmod(0o666)
+    assert StoredRun(run.path).is_trusted, "others cannot open the folder"
+
+
+def test_links_of_another_user_lead_to_no_checkpoints_and_no_files(tmp_path):
+    mine = make_run(Path("runs/mine"), started())
+    run = make_run(Path("elsewhere"), started(), pid=1)
+    shutil.rmtree(run.path / "checkpoints")
+    (run.path / "checkpoints").symlink_to((mine.path / "checkpoints").resolve())
+    dataclasses.replace(run.record, settings={"checkpoint_dir": str(tmp_path / "other")}).write(run.path)
+    found = strangers(run)
+    assert found.checkpoint_dir == run.path / "checkpoints"
+    for command in (["ckpt", "prune", "elsewhere", "--keep-last", "1"], ["runs", "rm", "elsewhere", "--yes"]):
+        answer = phalanx(*command)
+        assert (answer.code, "belongs to another user" in answer.err) == (2, True), (command, answer.text)
+    assert mine.checkpoints
+
+
+def test_the_settings_of_another_user_are_not_used_with_a_model_of_this_user():
+    run = make_run(Path("runs/other"), started())
+    (run.path / "config.toml").write_text('batch_size = 7\nsinks = "spy"\n')
+    strangers(run)
+    config = px.load_run("other", model=torch.nn.Linear(1, 1)).config
+    assert (config.batch_size, config.sinks) == (7, None)
