@@ -225,23 +225,21 @@ def by_phalanx(program: Program, ranks: int, folder: str) -> tuple[dict[str, tor
 
 def drawn(count: int) -> list[Program]:
     draw = random.Random(SEED)
-    programs = []
-    for number in range(count):
-        programs.append(
-            Program(
-                number=SEED * 10_000 + number,
-                loss=draw.choice(list(LOSSES)),
-                optimizer=draw.choice(["sgd", "adamw"]),
-                kind=draw.choice(["instance", "class", "factory", "name"]),
-                schedule=draw.choice(["none", "linear", "cosine", "warm-up, linear", "own, per step"]),
-                batch_size=draw.choice([1, 2, 3, 4]),
-                accumulation=draw.choice([1, 2]),
-                samples=draw.choice([12, 13, 17]),
-                clips=draw.random() < 0.3,
-                stops_at=draw.choice([None, None, 2, 3]),
-            )
+    return [
+        Program(
+            number=SEED * 10_000 + number,
+            loss=draw.choice(list(LOSSES)),
+            optimizer=draw.choice(["sgd", "adamw"]),
+            kind=draw.choice(["instance", "class", "factory", "name"]),
+            schedule=draw.choice(["none", "linear", "cosine", "warm-up, linear", "own, per step"]),
+            batch_size=draw.choice([1, 2, 3, 4]),
+            accumulation=draw.choice([1, 2]),
+            samples=draw.choice([12, 13, 17]),
+            clips=draw.random() < 0.3,
+            stops_at=draw.choice([None, None, 2, 3]),
         )
-    return programs
+        for number in range(count)
+    ]
 
 
 def run_all(programs: list[Program], ranks: int, folder: str) -> list[Any]:
