@@ -155,6 +155,17 @@ def frozen_later(strategy: str, names: Sequence[str]) -> UsageError:
     )
 
 
+def first_line(error: BaseException | str) -> str:
+    """Return the first line of an error's text, or of a text; of an error without one (`assert x`), its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__ if isinstance(error, BaseException) else ""
+
+
+def error_line(kind: str, text: str) -> str:
+    """Return the type of an error and the first line of its text, if it has one, as a traceback ends."""
+    return ": ".join(filter(None, (kind, first_line(text))))
+
+
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the allowed name closest to `name`, or None when nothing is close."""
     import difflib  # most commands never need it

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
+from phalanx.errors import first_line
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -60,7 +62,7 @@ def recompile_reason(since: float) -> str:
     for each in reversed(import_module("torch._dynamo.utils").get_compilation_metrics()):
         reason = getattr(each, "recompile_reason", None)
         if reason and (each.end_time_us or 0) >= since * 1e6:
-            return str(reason).strip().splitlines()[0]
+            return first_line(str(reason))
     return ""
 
 

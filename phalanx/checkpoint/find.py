@@ -260,12 +260,25 @@ class Stamp(NamedTuple):
     step: int
     published_at: float
     kind: str
+    file: tuple[int, int]
+    """Inode and time of the manifest: a name that is free again may be taken by another run."""
 
 
 def stamp_of(checkpoint: Checkpoint) -> Stamp:
     """Return the stamp of a checkpoint."""
-    manifest = checkpoint.manifest
-    return Stamp(checkpoint.path, manifest.run_id, manifest.step, manifest.published_at, manifest.kind)
+    path, manifest = checkpoint.path, checkpoint.manifest
+    return Stamp(path, manifest.run_id, manifest.step, manifest.published_at, manifest.kind, _manifest_file(path))
+
+
+def _manifest_file(path: Path) -> tuple[int, int]:
+    """Return what tells the manifest in a folder from a later one; zeros without one, and at a URL."""
+    if isinstance(path, RemotePath):  # a save takes a name there that no other save has
+        return 0, 0
+    try:
+        found = (path / MANIFEST).stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
 
 
 def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
@@ -275,8 +288,9 @@ def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
     also in a directory that keeps all of them.
     """
     present = {path for path in directory.iterdir() if is_published(path.name)} if directory.is_dir() else set()
-    for path in known.keys() - present:
-        del known[path]
+    for path, stamp in list(known.items()):
+        if path not in present or stamp.file != _manifest_file(path):
+            del known[path]
     found, _ = survey(directory, present - known.keys())
     known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in found}
     return sorted(known.values(), key=lambda stamp: (stamp.published_at, stamp.step), reverse=True)

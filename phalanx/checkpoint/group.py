@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,25 @@ from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.world.abort import raise_if_aborted
 
 T = TypeVar("T")
+
+
+_used: dist.ProcessGroup | None = None
+"""The group of all ranks that the calls here go over; None: the default one."""
+
+
+@contextmanager
+def over(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let the calls in the block go over this group of all ranks.
+
+    Numbers and objects are needed on the host: over gloo they do not wait for the device, and an abort wakes a rank
+    that waits for a lost one at once.
+    """
+    global _used
+    before, _used = _used, group
+    try:
+        yield
+    finally:
+        _used = before
 
 
 def has_peers() -> bool:
@@ -35,7 +55,7 @@ def gather_to_zero(item: T) -> list[T]:
     if world_size() == 1:
         return [item]
     gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(item, gathered, dst=0)
+    dist.gather_object(item, gathered, dst=0, group=_used)
     return gathered or []
 
 
@@ -44,7 +64,7 @@ def gather_to_all(item: T) -> list[T]:
     if world_size() == 1:
         return [item]
     gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, item)
+    dist.all_gather_object(gathered, item, group=_used)
     raise_if_aborted()
     return gathered
 
@@ -53,9 +73,9 @@ def largest(number: int) -> int:
     """Return the largest number of all ranks, by one all-reduce."""
     if world_size() == 1:
         return number
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(_used) == "nccl" else "cpu"
     found = torch.tensor([number], dtype=torch.int64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=_used)
     number = int(found)
     raise_if_aborted()
     return number
@@ -68,7 +88,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
     outcome: list[Any] = [None]
     if rank() == 0:
         outcome = [tried(action)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=_used)
     raise_if_aborted()
     return unwrapped(outcome[0])  # type: ignore[no-any-return]
 
@@ -113,7 +133,7 @@ def scatter_from_zero(action: Callable[[], list[T]]) -> T:
         made = tried(action)
         outcome = [made] * world_size() if isinstance(made, Failed) else made
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, outcome, src=0)
+    dist.scatter_object_list(mine, outcome, src=0, group=_used)
     return unwrapped(mine[0])  # type: ignore[no-any-return]
 
 

@@ -16,6 +16,7 @@ from phalanx.host.remote import RemotePath
 
 _PREFIX, _SUFFIX = ".run-", ".lock"
 _SILENT_SECONDS = 24 * 3600.0
+_RENEW_SECONDS = 3600.0
 _TRIES, _PAUSE_SECONDS = 5, 0.02
 
 
@@ -58,19 +59,26 @@ def _is_alive(pid: int) -> bool:
 class RunLock:
     """Marks a run as in progress until `release` or the end of the process.
 
-    On a file system without locks the file alone marks the run.
+    On a file system without locks the file alone marks the run; at a URL it has to be renewed.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self._path = _path(directory, run_id)
         self._file: int | None = None
+        self._written = 0.0
         if isinstance(self._path, RemotePath):
-            self._path.write_bytes(f"{this_machine()} {os.getpid()}".encode())
+            self.renew()
             return
         for _ in range(_TRIES):  # a save of another run may be testing this file, or removing it
             if self._acquire():
                 return
             time.sleep(_PAUSE_SECONDS)
+
+    def renew(self) -> None:
+        """Write the file at a URL again, at most once per hour: on other machines its age is all that tells."""
+        if isinstance(self._path, RemotePath) and time.time() - self._written > _RENEW_SECONDS:
+            self._path.write_bytes(f"{this_machine()} {os.getpid()}".encode())
+            self._written = time.time()
 
     def _acquire(self) -> bool:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -129,7 +137,7 @@ def _is_held(path: Path, *, remove: bool = False) -> bool:
 
 
 def _is_held_remotely(path: RemotePath, *, remove: bool) -> bool:
-    """Whether the process that wrote the file runs; on another machine: whether it began less than a day ago."""
+    """Whether the process that wrote the file runs; on another machine: whether it wrote less than a day ago."""
     try:
         machine, pid = path.read_text().split()
         age = time.time() - path.stat().st_mtime

@@ -79,7 +79,8 @@ class NeighbourMemory:
     def keep(self, snapshot: Snapshot, *, wait: bool = True) -> None:
         """Keep a step; collective. Without `wait` shards travel in the background, until `finish`."""
         self.finish()
-        token = self._plan.update(snapshot.tensors)
+        with group.over(self._group):
+            token = self._plan.update(snapshot.tensors)
         while len(self._held) > 1:
             self._drop(next(iter(self._held)))
         staging = next(one for one in self._stagings if one not in self._used.values())

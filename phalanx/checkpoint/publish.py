@@ -76,11 +76,17 @@ def publish(written: Path, *, step: int, run_id: str) -> Path:
     A checkpoint of the same run and step is replaced; where anything else has the name, this one gets a longer name.
     """
     sync_directory(written)
-    target = _free_name(written.parent, step, run_id)
-    if target.exists():
-        _replace(written, target)
-    else:
-        written.rename(target)
+    while True:
+        target, is_own = _free_name(written.parent, step, run_id)
+        if is_own:
+            _replace(written, target)
+            break
+        try:
+            written.rename(target)
+            break
+        except OSError as error:  # another run has taken the name since
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
     sync_directory(target.parent)
     return target
 
@@ -95,15 +101,17 @@ def remove(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _free_name(directory: Path, step: int, run_id: str) -> Path:
-    """Return the first name that is free or has this run's checkpoint of the step."""
+def _free_name(directory: Path, step: int, run_id: str) -> tuple[Path, bool]:
+    """Return the first name that is free or has this run's checkpoint of the step, and whether it has that."""
     plain = directory / step_name(step)
     longer = directory / f"{plain.name}-{(safe_name(run_id) or 'run')[:6]}"
     for path in (plain, longer):
-        present = manifest_at(path) if path.exists() else None  # damaged, or of another library: not replaced
-        if not path.exists() or (present is not None and present.run_id == run_id):
-            return path
-    return directory / f"{longer.name}-{time.time_ns():x}"
+        if not os.path.lexists(path):
+            return path, False
+        present = manifest_at(path)  # damaged, or of another library: not replaced
+        if present is not None and present.run_id == run_id:
+            return path, True
+    return directory / f"{longer.name}-{time.time_ns():x}", False
 
 
 def _replace(written: Path, target: Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints at a URL: files are streamed in parts under their final name, and the manifest, the last one, publishes.
 
-A store has no atomic rename, so a checkpoint without a manifest does not count. While one is written, an object
-`.writing-...` names it and its writer, so that a later save can remove what a failed one left.
+A store has no atomic rename, so a checkpoint without a manifest does not count, and every save has a name that no other
+save has, as in `step-00000100-5f0c1e`: few stores refuse a name that another run takes at the same time. While one is
+written, an object `.writing-...` names it and its writer, so that a later save can remove what a failed one left.
 """
 
 from __future__ import annotations
@@ -112,15 +113,11 @@ class RemotePlace(Place):
     directory: RemotePath
 
     def begin(self, step: int) -> RemoteWriting:
-        """Choose a free name and announce it, after removing what failed saves left."""
-        names = self.names()
-        for token in names:
+        """Announce the name of a new checkpoint, after removing what failed saves left."""
+        for token in self.names():
             if token.startswith(".writing-") and _is_abandoned(self.directory / token):
                 _sweep(self.directory / token)
-                names = self.names()
-        name, token = step_name(step), writing_name(step)
-        if name in names:
-            name += f"-{secrets.token_hex(3)}"
+        name, token = f"{step_name(step)}-{secrets.token_hex(3)}", writing_name(step)
         (self.directory / token).write_bytes(json.dumps({"name": name}).encode())
         return RemoteWriting(self.directory / name, token)
 

@@ -85,15 +85,23 @@ def _located(given: str) -> Path:
             raise UsageError(f"there is nothing at {path}")
         return path
     if path.is_dir():
-        return StoredRun(path).checkpoint_dir if is_run(path) and not _is_checkpoint(path) else path
+        return _checkpoints_of(StoredRun(path)) if is_run(path) and not _is_checkpoint(path) else path
     if path.exists():
         raise _refused(foreign(path, looks_like(path) or "a file"))
     if "/" not in given:
-        return find_run(given).checkpoint_dir
+        return _checkpoints_of(find_run(given))
     siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     guess = f" Did you mean {path.parent / close}?" if close else ""
     raise UsageError(f"{path} does not exist.{guess}", hint=f"A checkpoint is named like {step_name(100)}.")
+
+
+def _checkpoints_of(run: StoredRun) -> Path:
+    """Return where a run's checkpoints are; refuse a link of another user, by which others would be removed."""
+    directory = run.checkpoint_dir
+    if not isinstance(directory, RemotePath) and directory.is_symlink():
+        run.require_trust("its checkpoints are a link to another folder")
+    return directory
 
 
 def _refused(error: CheckpointError) -> CheckpointError:

@@ -16,7 +16,7 @@ from phalanx.config.renamed import of_earlier_run
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe
-from phalanx.runs.resume import resume_settings
+from phalanx.runs.resume import note_end, resume_settings
 from phalanx.runs.stored import StoredRun, find_run
 from phalanx.tools.submit.job import JobRecord, find_record, records
 
@@ -59,6 +59,9 @@ def resume_job(record: JobRecord, words: Sequence[str]) -> int:
     if not Path(record.directory).is_dir():
         raise UsageError(f"the folder {record.directory}, where {record.name} was submitted, is missing")
     os.chdir(record.directory)
+    stored = StoredRun(Path(record.run_dir))
+    if status.state != "lost" and stored.record is not None:
+        note_end(stored)  # as its scheduler knows, also if its machine was lost and it has not reported its end
     describe = describe_search if record.verb == "tune" else describe_job
     job, _, _ = describe(record.arguments, _next_name(record.name))
     target = target_of(record)
@@ -81,6 +84,7 @@ def resume_run(name: str, namespace: argparse.Namespace) -> int:
     from phalanx.cli.train import start_run
 
     stored = StoredRun(find_run(name).path.resolve())
+    stored.require_trust("names the program that would run")
     recipe, target = _started(stored)
     assert stored.record is not None, "checked with the target"
     if Path(stored.record.directory).is_dir():

@@ -23,7 +23,7 @@ from phalanx.observe.format import duration, of_total, rate, size, summary_rows,
 from phalanx.observe.guard import say_to_user
 from phalanx.runs.facts import differences, facts, surroundings
 from phalanx.runs.record import CHANGES, PACKAGES
-from phalanx.runs.resume import name_run, note_run, refuse_running, remove_run, tag_run
+from phalanx.runs.resume import name_run, note_end, note_run, refuse_running, remove_run, tag_run
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
@@ -57,7 +57,8 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
         raise UsageError(unknown_name("action", action, ACTIONS, of="phalanx runs"), hint=hint)
     namespace = parser(action).parse_all(words)
-    if action in OF_JOBS and (job := _job_of(namespace.run, Path(namespace.runs_dir), action)):
+    ended = action == "stop" and namespace.ended
+    if action in OF_JOBS and not ended and (job := _job_of(namespace.run, Path(namespace.runs_dir), action)):
         from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
 
         return run_jobs([OF_JOBS[action], *(job if word == namespace.run else word for word in words)])
@@ -111,6 +112,9 @@ def parser(action: str) -> FlagParser:
     if action == "logs":
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
         parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
+    if action == "stop":
+        help = "note that a run on another host has ended without a report: its machine was lost"
+        parser.add_argument("--ended", action="store_true", help=help)
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
     if action == "name":
@@ -334,11 +338,16 @@ def _logs(namespace: argparse.Namespace) -> None:
 
 def _stop(namespace: argparse.Namespace) -> None:
     run = find_run(namespace.run, Path(namespace.runs_dir))
+    if namespace.ended:
+        note_end(run)
+        print(f"{run.name} has ended: {StoredRun(run.path).status}")
+        return
     if run.status != "running":
         raise UsageError(f"{run.path} is not in progress: its status is {run.status}.")
     if run.record is None or not run.record.is_alive:
         place = f" on {run.record.host}" if run.record is not None else ""
         raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
+    run.require_trust("names the process that would get a signal")
     os.kill(run.record.pid, signal.SIGTERM)
     print(f"{run.name} stops after its current step", flush=True)
     while (ended := StoredRun(run.path)).status == "running":
@@ -352,6 +361,7 @@ def _scale(namespace: argparse.Namespace) -> None:
     stored = find_run(namespace.run, Path(namespace.runs_dir))
     if stored.status != "running":
         raise UsageError(f"{stored.path} is not in progress: its status is {stored.status}.")
+    stored.require_trust("its launcher takes requests of its user alone")
     request_ranks(stored.path / "logs", namespace.ranks)
     print(f"{stored.name} goes on with {namespace.ranks} ranks at the next step")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
-from phalanx.host.processes import holders, is_stopped
+from phalanx.host.processes import is_stopped
 from phalanx.launch.blame import ranks_text
-from phalanx.launch.collectives import ASK, read_calls
+from phalanx.launch.collectives import ASK, process_of, read_calls
 from phalanx.launch.stacks import latest_dump
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
@@ -47,8 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     logs = stored.path / "logs"
     named = [(path, match) for path in logs.glob("rank-*.stack") if (match := _STACK.fullmatch(path.name))]
     found = {int(match[1]): path for path, match in named}
-    held = holders(found.values())
-    pids = {rank: held[path] for rank, path in sorted(found.items()) if path in held}
+    pids = {rank: pid for rank in sorted(found) if (pid := process_of(stored.path, rank)) is not None}
     if not pids:
         return _show_ended(stored, found, namespace.threads)
     if namespace.native:

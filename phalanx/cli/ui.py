@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import os
 import secrets
 import socket
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_output_flag
 from phalanx.errors import UsageError
-from phalanx.host.files import replace_file
+from phalanx.host.files import replace_file, scratch_folder
 from phalanx.runs.stored import RUNS, find_run
 
 _HELP = """Show all runs of a folder as a web page: a table, each run with its logs, runs compared, and searches.
@@ -72,13 +74,25 @@ def run(arguments: Sequence[str]) -> int:
     app = make_app(Catalog(folder), token=token, port=port, names=names | {namespace.host.lower()})
     address = address_of(listener, namespace.host) + (f"?token={token}" if token else "")
     print(f"runs of {folder.resolve()}: {address}\nCtrl-C ends it.", flush=True)
-    if not namespace.no_browser and sys.stdout.isatty() and (os.environ.get("DISPLAY") or sys.platform == "darwin"):
-        webbrowser.open(address)
-    try:
-        serve(app, listener)
-    except KeyboardInterrupt:
-        print()
+    has_screen = bool(os.environ.get("DISPLAY")) or sys.platform == "darwin"
+    opens = not namespace.no_browser and sys.stdout.isatty() and has_screen
+    with _opening(address) if opens and token else nullcontext(address) as opened:
+        if opens:
+            webbrowser.open(opened)
+        try:
+            serve(app, listener)
+        except KeyboardInterrupt:
+            print()
     return 0
+
+
+@contextmanager
+def _opening(address: str) -> Iterator[str]:
+    """Yield what a browser opens to be led to an address: all users can read its command line, and not this file."""
+    with scratch_folder("ui") as folder:  # open to this user alone
+        page = folder / "open.html"
+        page.write_text(f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n', encoding="utf-8")
+        yield page.as_uri()
 
 
 def _save(names: Sequence[str], folder: Path, given: str | None) -> int:

@@ -65,7 +65,7 @@ class CommonSettings(TypedDict, total=False):
     activation_offload: bool
     ema_decay: float | None
     on_nonfinite: Literal["stop", "skip"]
-    loss_weighting: Literal["samples", "tokens"]
+    loss_weighting: Literal["auto", "samples", "tokens"]
     lora_rank: int | None
     lora_alpha: float | None
     lora_targets: str | None

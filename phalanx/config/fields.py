@@ -310,9 +310,9 @@ class Optimization:
         "stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"), keras="ignored"
     )
     loss_weighting: str = option(
-        "samples",
-        "how micro-batches of unequal size are weighed: by samples, or by label tokens",
-        choices=("samples", "tokens"),
+        "auto",
+        "weigh unequal micro-batches by samples or by labels (tokens); auto: as the loss averages",
+        choices=("auto", "samples", "tokens"),
         keras="ignored",
     )
 

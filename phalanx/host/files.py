@@ -1,4 +1,4 @@
-"""Small files written as a whole, folders that only their owner can open, and temporary folders.
+"""Small files written as a whole, folders that only their owner can open, temporary folders, and what may be trusted.
 
 A temporary folder whose owner was killed is removed by a later run of the same user.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import grp
 import os
+import pwd
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -60,6 +63,78 @@ def make_private(path: Path, *, exist_ok: bool = True) -> None:
     """Make a folder, with its parents, that only its owner can open; one that exists keeps its permissions."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=exist_ok)
+
+
+def writer_of(path: Path) -> int | None:
+    """Return the user who, apart from root, alone can write a file or put files into a folder; None: several can.
+
+    Links are followed. A file also depends on its folder, in which others could put another file in its place. What
+    is above a folder does not count: others can move the folder there, but what they put in its place is theirs.
+    Raises OSError if there is no such file.
+    """
+    place = path.resolve(strict=True)
+    status = place.stat()
+    found = [status] if stat.S_ISDIR(status.st_mode) else [place.parent.stat(), status]
+    users = {each.st_uid for each in found} - {0}
+    is_closed = not found[0].st_mode & 0o077  # others cannot even open what is inside
+    if len(users) > 1 or (not is_closed and any(is_writable_for_others(each) for each in found)):
+        return None
+    return users.pop() if users else 0
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether this user or root alone can have written a file, or put files into a folder; also if it is missing.
+
+    Every command that acts by a file (runs code, sends a signal, follows a path, removes) asks this first.
+    """
+    try:
+        return writer_of(path) in (os.geteuid(), 0)
+    except FileNotFoundError:
+        return True
+    except OSError:  # a folder that is closed to this user, a loop of links
+        return False
+
+
+def open_below(folder: Path, name: str) -> BinaryIO:
+    """Open a file below a folder by a relative name without `..`, to read; OSError for a link on the way to it.
+
+    What checks a path and opens it afterwards can be led elsewhere in between.
+    """
+    *parts, last = Path(name).parts
+    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=where)
+            os.close(where)
+            where = inner
+        descriptor = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=where)
+    finally:
+        os.close(where)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe would block
+        os.close(descriptor)
+        raise OSError(f"{folder / name} is not a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def is_writable_for_others(status: os.stat_result) -> bool:
+    """Whether users besides its owner and root may write a file, or replace what others have put into a folder."""
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:  # as /tmp: others cannot replace a file there
+        return False
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid, status.st_uid)
+
+
+def _is_own_group(group: int, user: int) -> bool:
+    """Whether a group is that of one user alone, as most systems make one per user, with the umask 002; or root's."""
+    if group == 0:
+        return True
+    try:
+        found = grp.getgrgid(group)
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        return False
+    return found.gr_name == name and not set(found.gr_mem) - {name}
 
 
 _PREFIX = "phalanx-"

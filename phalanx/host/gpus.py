@@ -33,9 +33,12 @@ def count_gpus() -> int:
 
 
 def gpu_memory() -> int:
-    """Return the bytes of the smallest GPU of this machine; 0 without a driver."""
+    """Return the bytes of the smallest GPU that a rank would see; 0 without one, or without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with _nvml() as nvml:
-        return min((_memory_of(nvml, index) for index in range(_count(nvml))), default=0)
+        count = _count(nvml)
+        named = [str(index) for index in range(count)] if visible is None else visible_gpus(visible, count)
+        return min((_memory_of(nvml, entry) for entry in named), default=0)
 
 
 def gpu_names() -> list[str]:
@@ -97,10 +100,19 @@ def _nvml() -> Iterator[ctypes.CDLL | None]:
             nvml.nvmlShutdown()
 
 
-def _memory_of(nvml: ctypes.CDLL | None, index: int) -> int:
-    assert nvml is not None, "it has counted this GPU"
+def _memory_of(nvml: ctypes.CDLL | None, entry: str) -> int:
+    """Return the bytes of the GPU, or of the slice of one, that an entry of CUDA_VISIBLE_DEVICES names.
+
+    NVML numbers GPUs by their place on the bus, as nvidia-smi does, and CUDA with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    if nvml is None:
+        return 0
     handle, memory = ctypes.c_void_p(), _Memory()
-    nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    if entry.isdecimal():
+        nvml.nvmlDeviceGetHandleByIndex_v2(int(entry), ctypes.byref(handle))
+    elif nvml.nvmlDeviceGetHandleByUUID(entry.encode(), ctypes.byref(handle)) != _SUCCESS:
+        # The beginning of a UUID, which CUDA takes: it may be that of any.
+        return min((_memory_of(nvml, str(index)) for index in range(_count(nvml))), default=0)
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     return int(memory.total)
 
@@ -112,18 +124,23 @@ def _count(nvml: ctypes.CDLL | None) -> int:
 
 
 def count_visible(visible: str, installed: int) -> int:
-    """Count the entries of CUDA_VISIBLE_DEVICES as the CUDA runtime does.
+    """Count the entries of CUDA_VISIBLE_DEVICES as the CUDA runtime does."""
+    return len(visible_gpus(visible, installed))
+
+
+def visible_gpus(visible: str, installed: int) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES that the CUDA runtime takes.
 
     It stops at the first one that names no device, and at a repeated one.
     """
-    seen: set[str] = set()
+    seen: dict[str, None] = {}
     for entry in (part.strip() for part in visible.split(",")):
         is_index = entry.isdecimal() and int(entry) < installed
         is_uuid = entry.startswith(("GPU-", "MIG-"))
         if not (is_index or is_uuid) or entry in seen:
             break
-        seen.add(entry)
-    return len(seen)
+        seen[entry] = None
+    return list(seen)
 
 
 class _Rates(ctypes.Structure):

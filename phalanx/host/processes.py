@@ -13,8 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -102,19 +101,6 @@ def is_same_user(connection: socket.socket) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process does not run because of SIGSTOP, a terminal or a debugger."""
     return stat_fields(pid)[:1] in (["T"], ["t"])
-
-
-def holders(paths: Iterable[Path]) -> dict[Path, int]:
-    """Return which process of this user has each of these files open; of a process and its forks, the first."""
-    wanted = {os.path.realpath(path): path for path in paths}
-    found: dict[Path, set[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):  # it has ended, or belongs to another user
-            for entry in os.scandir(folder):
-                if (path := wanted.get(os.readlink(entry.path))) is not None:
-                    found.setdefault(path, set()).add(int(folder.parent.name))
-    parents = {pid: int((stat_fields(pid) or ["", "0"])[1]) for pids in found.values() for pid in pids}
-    return {path: next((pid for pid in pids if parents[pid] not in pids), min(pids)) for path, pids in found.items()}
 
 
 def cpu_seconds() -> float:

@@ -11,16 +11,19 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.host.files import replace_file
+from phalanx.host.files import is_writable_for_others, open_below, replace_file
+from phalanx.host.processes import began_at, stat_fields
 from phalanx.launch.records import WATCH_SECONDS, OverdueWatch, read_calls_here
 from phalanx.launch.stacks import write_stacks
 
@@ -100,6 +103,27 @@ def read_calls(log_dir: Path, slot: int, since: float = 0.0) -> RankCalls | None
     return RankCalls.from_message(message) if message.pop("time") >= since else None
 
 
+def process_path(log_dir: Path, slot: int) -> Path:
+    """Return where a rank writes which process it is."""
+    return log_dir / f"rank-{slot}.process.json"
+
+
+def process_of(run_dir: Path, slot: int) -> int | None:
+    """Return the process of a rank of this machine that runs, for a signal; None if it is not certain which that is.
+
+    The record in the run's log folder must be that of the user whose process it is: others could name any process.
+    """
+    try:
+        with open_below(run_dir, f"logs/{process_path(run_dir, slot).name}") as file:
+            status, record = os.fstat(file.fileno()), json.load(file)
+        pid, began, host = int(record["pid"]), int(record["began"]), record["host"]
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except (OSError, ValueError, KeyError, TypeError):  # none, being written, of another user, or it has ended
+        return None
+    runs = began_at(pid) == began and stat_fields(pid)[:1] != ["Z"] and host == socket.gethostname()
+    return pid if runs and owner == status.st_uid and not is_writable_for_others(status) else None
+
+
 _WRITING = threading.Lock()
 
 
@@ -112,10 +136,19 @@ def answer_launcher(log_dir: Path, slot: int, stack: int) -> None:
     SIGQUIT is for a rank that does not answer because it holds the interpreter lock: only the main thread writes its
     stack, from a handler in C, which can read its own frames at any time, but not those of other threads.
     """
+    _write_process(process_path(log_dir, slot))
     faulthandler.register(signal.SIGQUIT, stack, all_threads=False)
     signal.signal(ASK, signal.SIG_IGN)  # a thread that does not block it must not end the rank
     signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
     threading.Thread(target=_answer, args=(log_dir, slot, stack), name="phalanx-records", daemon=True).start()
+
+
+def _write_process(path: Path) -> None:
+    record = {"pid": os.getpid(), "began": began_at(os.getpid()), "host": socket.gethostname()}
+    with suppress(OSError):  # a full disk: the run goes on, and `phalanx stacks` does not find this rank
+        path.unlink(missing_ok=True)  # it may be that of an earlier rank, or a link
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            json.dump(record, file)
 
 
 def _answer(log_dir: Path, slot: int, stack: int) -> None:

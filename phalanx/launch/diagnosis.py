@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.errors import EXIT_PREEMPTED
+from phalanx.errors import EXIT_PREEMPTED, error_line, first_line
 from phalanx.host.lost_peers import reports_lost_peer
 from phalanx.host.processes import how_it_ended, is_stopped, oom_kills
 from phalanx.launch.blame import Blame
@@ -76,7 +77,7 @@ class Evidence:
         """Return how a rank ended, as the end of a sentence that begins with its name."""
         found = self.of(state)
         if found.record:
-            return f"raised {found.record['type']}: {found.record['message'].splitlines()[0][:200]}"
+            return f"raised {error_line(found.record['type'], found.record['message'])[:250]}"
         return found.killed_for or how_it_ended(found.code)
 
     def find_failure(self, states: Sequence[RankState]) -> FailureReport:
@@ -151,7 +152,7 @@ class Evidence:
         found = self.find_failure(states)
         guilty = next((state for state in states if state.rank == blame.rank), None)
         verb = "gave up waiting" if reports_lost_peer(found.cause) else "reported"
-        raised = f"rank {found.rank} {verb}: {_first_line(found.cause)}"
+        raised = f"rank {found.rank} {verb}: {_raised(found.cause)}"
         hint = "The records of all ranks are in the .collectives.json files next to their logs."
         facts = {"rank": blame.rank, "label": self._spec.label(blame.rank), "exit_code": found.exit_code}
         return self._report(states, guilty, blame.cause, (*blame.details, raised), hint, **facts)
@@ -187,7 +188,7 @@ class Evidence:
             return dataclasses.replace(found, details=(*found.details, *waits))
         first = min(guilty, key=lambda state: (self._step(state.slot) or 0, state.rank))
         others = [rank for rank in positions if rank != first.rank]
-        lines = [f"rank {found.rank} gave up waiting: {_first_line(found.cause)}"]
+        lines = [f"rank {found.rank} gave up waiting: {_raised(found.cause)}"]
         lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
         return self._report(states, first, f"has not answered: it is {positions[first.rank]}", lines, _SEE_STACK)
 
@@ -197,9 +198,20 @@ class Evidence:
         return max(beats, default=None)
 
     def is_stuck(self, state: RankState, seconds: float) -> bool:
-        """Whether a rank has shown no progress for this many seconds, nor for the time of some of its steps."""
+        """Whether a rank has shown no progress for this many seconds, nor for the time of some of its steps.
+
+        In code of the user's or a save it may take as long as others may wait for it without a loss.
+        """
         limit = max(seconds, _USUAL_STEPS * self.usual_step([state]))
+        if self.place(state):
+            elastic = self._spec.elastic
+            longest = elastic.stall_seconds if elastic is not None else None
+            limit = max(limit, longest or self._spec.join_timeout or math.inf)
         return time.time() - self._board.last_progress(state.slot) > limit
+
+    def place(self, state: RankState) -> str:
+        """Return which callback of the user's a rank is in, or that it saves; empty if it is in a step."""
+        return self._board.place(state.slot)
 
     def usual_step(self, states: Sequence[RankState]) -> float:
         """Return the seconds of a step, as the slowest of these ranks has measured; 0 where none has."""
@@ -217,7 +229,7 @@ class Evidence:
     ) -> FailureReport:
         """Name the nodes without a heartbeat; where there are none, say that the cause is on another node."""
         found = self.find_failure(states)
-        lines = [f"rank {found.rank} here gave up waiting: {_first_line(found.cause)}"]
+        lines = [f"rank {found.rank} here gave up waiting: {_raised(found.cause)}"]
         lines += [str(blame)] if blame is not None else []
         if nodes:
             lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
@@ -275,5 +287,5 @@ class Evidence:
         self._board.close()
 
 
-def _first_line(cause: str) -> str:
-    return cause.removeprefix("raised ").removeprefix("stopped: ").splitlines()[0]
+def _raised(cause: str) -> str:
+    return first_line(cause.removeprefix("raised ").removeprefix("stopped: "))

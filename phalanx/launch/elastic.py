@@ -24,6 +24,8 @@ from phalanx.launch.roles import LauncherContext, MemberRole
 _REQUEST, _ANSWER = "ranks.request", "ranks.answer"
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 20.0
+_PASS_SECONDS = 2.0
+"""After this time the launcher that decides has not taken a request, so it does not see this log folder."""
 
 Role = LeaderRole | MemberRole
 
@@ -40,6 +42,8 @@ class ElasticControl:
         )
         self._stall = StallWatch(context, diagnosis)
         self._requests = ScaleRequests(context.spec.log_dir, context.console.notice)
+        self._passed: list[tuple[str, int]] = []
+        """Machines that have passed on a request, and the numbers of ranks."""
         self._all_ended = False
         self._takeover: TakingOver | None = None
         self._address = ("", 0)
@@ -58,11 +62,32 @@ class ElasticControl:
     def check(self, now: float) -> None:
         """Kill ranks that are stopped or stuck, answer requests, and take over when all machines have reported."""
         self._stall.end(self.role.find_silent)
-        if isinstance(self.role, LeaderRole) and self.role.members.group.is_settled:
-            self._requests.answer(self.role.members.resize)
+        if isinstance(self.role, MemberRole):
+            self._requests.attempt(self._pass_request)
+        elif self.role.members.group.is_settled:
+            self._requests.attempt(self._answer_requests)
         if self._takeover is not None and self._takeover.is_complete:
             self._lead(self._takeover)
         self._stall.check(self.role)
+
+    def _answer_requests(self) -> None:
+        """Carry out requests for another number of ranks, also those that other machines have passed on."""
+        assert isinstance(self.role, LeaderRole), "it decides"
+        if (wanted := self._requests.take()) is not None:
+            self._requests.answer(self._resize(wanted))
+        while self._passed:
+            node, wanted = self._passed.pop(0)
+            self._context.rendezvous.post(node, {"resized": self._resize(wanted)})
+
+    def _resize(self, wanted: int) -> str | None:
+        assert isinstance(self.role, LeaderRole), "it decides"
+        return self.role.members.resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
+
+    def _pass_request(self) -> None:
+        """Pass a request on to the launcher that decides, if that one does not see the same log folder."""
+        if (wanted := self._requests.take(after=_PASS_SECONDS)) is not None:
+            assert isinstance(self.role, MemberRole), "another launcher decides"
+            self._context.rendezvous.post(self.role.leader, {"resize": wanted})
 
     def end_late(self) -> None:
         """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
@@ -77,7 +102,11 @@ class ElasticControl:
 
     def take_mail(self, mail: dict[str, Any]) -> None:
         """Take a message of another launcher."""
-        if self._takeover is not None and "hello" in mail:
+        if "resize" in mail:
+            self._passed.append((mail["sender"], mail["resize"]))
+        elif "resized" in mail:
+            self._requests.attempt(lambda: self._requests.answer(mail["resized"]))
+        elif self._takeover is not None and "hello" in mail:
             self._takeover.take_hello(mail)
         elif self._takeover is not None or ("hello" in mail and not isinstance(self.role, LeaderRole)):
             self._waiting_mail.append(mail)  # before this launcher knows that it takes over
@@ -209,32 +238,46 @@ def request_ranks(log_dir: Path, ranks: int) -> None:
 
 
 class ScaleRequests:
-    """The requests in a log folder, for the launcher; what goes wrong with one is reported and ends nothing."""
+    """The requests in a log folder, for its launcher."""
 
     def __init__(self, log_dir: Path, notice: Callable[[str], None]) -> None:
         self._log_dir, self._notice = log_dir, notice
         self._problem = ""
+        self._seen: float | None = None
 
-    def answer(self, resize: Callable[[int, str], str | None]) -> None:
-        """Carry out a request, if there is one."""
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do something about a request; what goes wrong with the files is reported and ends nothing."""
         try:
-            self._answer(resize)
+            work()
         except OSError as error:  # a full disk, no permission: the run goes on
             problem = f"a request for another number of ranks cannot be read or answered: {error}"
             if problem != self._problem:
                 self._notice(problem)
             self._problem = problem
 
-    def _answer(self, resize: Callable[[int, str], str | None]) -> None:
+    def take(self, after: float = 0.0) -> int | None:
+        """Return the number of ranks that is asked for, and remove the request; None without one.
+
+        `after`: only if it has been there for so many seconds.
+        """
         request = self._log_dir / _REQUEST
         try:
-            wanted = json.loads(request.read_text())["ranks"]
+            text = request.read_text()
         except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError):  # not written by `request_ranks`
-            wanted = 0
+            self._seen = None
+            return None
+        self._seen = self._seen or time.monotonic()
+        if time.monotonic() - self._seen < after:
+            return None
         request.unlink(missing_ok=True)
-        refused = resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
+        self._seen = None
+        try:
+            return int(json.loads(text)["ranks"])
+        except (ValueError, KeyError, TypeError):  # not written by `request_ranks`
+            return 0
+
+    def answer(self, refused: str | None) -> None:
+        """Write why a request is not carried out; None: it is."""
         replace_file(self._log_dir / _ANSWER, json.dumps({"refused": refused}))
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import error_line
 from phalanx.host.lost_peers import reports_lost_peer, reports_mismatch
 from phalanx.host.versions import installed_packages, untested_torch
 from phalanx.launch.stacks import main_stack
@@ -184,9 +185,8 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     if not lines:
         # A PhalanxError: its message is complete without a traceback.
         return f"stopped: {record['message']}", (), record["hint"]
-    message = record["message"].splitlines()
-    text = f": {message[0]}" if message else ""
-    return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
+    text = error_line(record["type"], record["message"])
+    return f"raised {text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
 def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | None) -> tuple[str, tuple[str, ...], str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import JOINS_LATE, kill_group
-from phalanx.launch.collectives import calls_path
+from phalanx.launch.collectives import calls_path, process_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
@@ -45,6 +45,7 @@ def open_stack(log_dir: Path, rank: int) -> int:
 def remove_empty(log_dir: Path, ranks: Iterable[int], *, logs: bool) -> None:
     """Remove the empty stack files of ranks that have ended; with `logs` empty logs too, and what they answered."""
     for rank in ranks:
+        process_path(log_dir, rank).unlink(missing_ok=True)
         if logs:
             calls_path(log_dir, rank).unlink(missing_ok=True)
             stack_path(log_dir, rank).unlink(missing_ok=True)

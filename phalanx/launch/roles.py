@@ -51,6 +51,7 @@ class LocalRanks:
     def __init__(self, context: LauncherContext) -> None:
         assert context.spec.elastic is not None, "only then there is a role"
         self._context, self._elastic = context, context.spec.elastic
+        self._waits_for = ("", "")
 
     def listen(self) -> None:
         """Take messages of the ranks of this machine, which have been started."""
@@ -98,7 +99,14 @@ class LocalRanks:
 
     def _is_stuck(self, state: RankState) -> bool:
         """Whether a rank of this machine, which does not leave or join, makes no progress either."""
-        return self._context.evidence.is_stuck(state, patience(self._elastic.silence_seconds))
+        evidence = self._context.evidence
+        if evidence.is_stuck(state, patience(self._elastic.silence_seconds)):
+            return True
+        place = evidence.place(state)
+        if place and (state.key, place) != self._waits_for:
+            self._waits_for = (state.key, place)
+            self._context.console.notice(f"rank {state.rank} is in {place}: the others wait for it")
+        return False
 
     @property
     def next_deadline(self) -> float:

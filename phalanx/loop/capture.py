@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from phalanx import torch_compat
+from phalanx.errors import first_line
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
 from phalanx.loop.host_state import HostUse, HostWatch
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
 from phalanx.loop.recording import Pulled, RecordedStep, StepCalls, StepParts, rates_of, takes_rate_on_device
-from phalanx.loop.step import StepOutcome
+from phalanx.loop.step import StepOutcome, Weighing
 from phalanx.observe.call_ring import GRADIENTS
 from phalanx.torch_compat import pytree
 
@@ -111,6 +112,7 @@ class CapturedStep:
         self._equal = self._tried = 0
         self._watch: HostWatch | None = None
         self._loss: torch.Tensor | None = None
+        self._loss_fn: Any = None
         self._why = ""
         self.is_off = False
         """Whether no step of this run is captured from here on."""
@@ -120,7 +122,7 @@ class CapturedStep:
         forward: Forward,
         batches: Iterator[Any],
         *,
-        by_tokens: bool = False,
+        weighing: Weighing,
         measure_norm: bool = False,
         reseed: Callable[[int, int], None] | None = None,
     ) -> StepOutcome | None:
@@ -143,12 +145,12 @@ class CapturedStep:
                 recording.put(pulled)
                 count_replayed(gradients, len(pulled.infos))
                 return self._replay(recording, graph, step, pulled, measure_norm)
-        calls = StepCalls(self._parts, forward, pulled, step, by_tokens=by_tokens, reseed=reseed)
+        calls = StepCalls(self._parts, forward, pulled, step, weighing, reseed=reseed)
         if not is_whole:
             calls.run_passes()
             clock.enter("other")
             return None
-        recording = self._to_record(pulled, by_tokens=by_tokens or (reseed is not None and len(pulled.infos) > 1))
+        recording = self._to_record(pulled, by_one=reseed is not None and len(pulled.infos) > 1)
         if recording is None:
             return self._take_eagerly(calls, measure_norm)
         if reseed is not None:
@@ -185,7 +187,7 @@ class CapturedStep:
                 return pulled, True
         return pulled, False
 
-    def _to_record(self, pulled: Pulled, *, by_tokens: bool) -> RecordedStep | None:
+    def _to_record(self, pulled: Pulled, *, by_one: bool) -> RecordedStep | None:
         """Return the recording that this step is to be a part of; None: it runs without."""
         recording = self._recording
         if recording is not None and recording.follow_rates():
@@ -201,8 +203,8 @@ class CapturedStep:
         self._equal = self._equal + 1 if form == self._form else 1
         self._form, self._rates = form, rates
         self._tried += 1
-        if by_tokens:
-            self._why = "batches are weighed, or seeded, one by one"
+        if by_one:
+            self._why = "batches are seeded one by one"
         waits = changed and not takes_rate_on_device(self._optimizer)
         may_record = self._equal > self._probed and not waits and not self._why
         if self._agreed(may_record):
@@ -226,9 +228,12 @@ class CapturedStep:
         recording = self._recording = RecordedStep(pulled, self._loss, self._optimizer, self._log)
         if self._varies and takes_rate_on_device(self._optimizer):
             recording.read_rates_on_device()
-        self._watch = HostWatch(self._prepared.unwrap(self._model), self._optimizer)
+        self._watch = self._new_watch()
         self._leave_small(True)
         return recording
+
+    def _new_watch(self) -> HostWatch:
+        return HostWatch(self._prepared.unwrap(self._model), self._optimizer, self._loss_fn)
 
     def _leave_small(self, leave: bool) -> None:
         """Let loaders leave small batches on the host, or move them; and fetch ahead, unless a callback may notice."""
@@ -245,7 +250,10 @@ class CapturedStep:
         use = HostUse(self._prepared.unwrap(self._model), self._optimizer, calls.loss_fn)
         with use.watching():
             outcome = calls.run(measure_norm)
-        self._why = self._why or use.reason or self._too_large()
+        self._loss_fn = calls.loss_fn
+        unwatched = self._new_watch().unwatched
+        too_much = f"{unwatched}, too many to be watched for changes" if unwatched else ""
+        self._why = self._why or use.reason or too_much or self._too_large()
         self._loss = outcome.loss
         return outcome
 
@@ -348,4 +356,4 @@ def _cause(error: BaseException) -> str:
     """Return the first line of what went wrong in a capture: the first error, not those that follow from it."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
-    return str(error).strip().splitlines()[0]
+    return first_line(error)

@@ -79,9 +79,10 @@ def evaluate(
             with formation.autocast():
                 loss, output = forward.call(bare, batch)
             target = forward.target(batch)
-            by_labels = loss is not None and formation.weighs_labels(forward, model, batch, loader)
-            weight = forward.count_labels(batch) if by_labels else None
             current, shifts = loader.current, forward.may_shift
+            weight: float | torch.Tensor = 0.0
+            if loss is not None:
+                weight = forward.share(batch, current.samples, by_labels=formation.weighs_labels(forward, batch))
             sums.add(loss, output, target, current.samples, weight, may_shift=shifts, offset=current.offset)
     return sums.result(unclear)
 
@@ -125,7 +126,6 @@ class Evaluation:
         unclear: list[str] = []
         with _as_before(own if task.metrics is None else task.metrics):
             found = self._measured(batches, unclear)
-        loop.formation.by_labels = None  # training decides on its own batches
         names = None if unclear else ["train/loss", *(f"val/{name}" for name in found)]
         check_metrics(loop.config, has_val=True, known=names)
 

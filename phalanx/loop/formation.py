@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
+from phalanx.checkpoint.group import from_rank_zero
 from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
 from phalanx.data.loader import shard_loader
@@ -49,6 +50,7 @@ from phalanx.loop.prepare import (
 from phalanx.loop.script import continue_at, stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
+from phalanx.loop.trainer_settings import refuse_trainer_settings
 from phalanx.loop.values import Values, enter_loop, leave_loop
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
@@ -64,7 +66,15 @@ _FORMATIONS = itertools.count(1)
 
 
 def _run_id(launch_id: str) -> str:
-    """Return a new name for a run; after a restart by the launcher the names are the same, in the same order."""
+    """Return a new name for a run; after a restart by the launcher the names are the same, in the same order.
+
+    All ranks call this and have that of rank 0: without our launcher each would have one of its own.
+    """
+    own = _own_run_id(launch_id)
+    return from_rank_zero(lambda: own)
+
+
+def _own_run_id(launch_id: str) -> str:
     if not launch_id:
         return uuid.uuid4().hex
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{launch_id}/{next(_FORMATIONS)}").hex
@@ -74,6 +84,7 @@ class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
+        refuse_trainer_settings(settings)
         if config is None:
             from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
 
@@ -307,6 +318,8 @@ class Formation(Prepared):
         if self.is_main and directory not in self._locks:
             self._locks[directory] = lock = RunLock(directory, self.run_id)
             self._undo.append(lock.release)
+        elif self.is_main:
+            self._locks[directory].renew()
 
     def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint of a directory (or the one given).

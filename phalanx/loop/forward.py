@@ -11,7 +11,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from types import TracebackType
@@ -23,12 +23,11 @@ from torch.nn import functional as F
 
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.errors import ModelError, PhalanxError
+from phalanx.errors import ModelError, PhalanxError, first_line
+from phalanx.loop.label_count import LabelCount, counted_by
 from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
 from phalanx.models.contract import LossFromOutput, implements
 
-_CAUSAL = re.compile("CausalLM|LMHead")
-"""In the names of transformers' classes that compare each output with the next label."""
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
 
 
@@ -44,25 +43,33 @@ class Forward:
     may_shift: bool = False
     """Whether only the model knows which output belongs to which target: a causal language model may shift them."""
 
-    unlabelled: int = 0
-    """How many labels at the beginning of each sequence have no part in the loss."""
+    counting: LabelCount = field(default_factory=lambda: LabelCount())
+    """How many units the loss of a batch is the mean of."""
 
-    def averages_labels(self, model: nn.Module, batch: Any) -> bool:
-        """Whether the loss of a batch is a mean over labels of which some count less, or not at all."""
-        labels = self.target(batch)
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            return False
-        if isinstance(self.loss_fn, _MEANS_OF_LABELS):
-            given = self.loss_fn.weight is not None or self.loss_fn.ignore_index != IGNORED_LABEL
-            return self.loss_fn.reduction == "mean" and (given or _ignores_some(labels))
-        if self.loss_fn is None and isinstance(batch, Mapping) and labels.ndim > 1:  # Hugging Face's models
-            return not any("CTC" in type(module).__name__ for module in model.modules())  # a mean over sequences
-        return _ignores_some(labels)
+    def is_mean_over_labels(self, batch: Any) -> bool:
+        """Whether the loss of a batch is the mean over the labels that count, rather than over samples.
 
-    def count_labels(self, batch: Any) -> torch.Tensor:
-        """Return how many labels of a batch count, by the loss's weights of classes; still on the device."""
-        labels = self.target(batch)
-        return count_labels(labels[:, self.unlabelled :] if self.unlabelled else labels, self.loss_fn)
+        The types of loss and target tell, not values, so that the answer is that of every batch on every rank.
+        """
+        return self.counting.applies_to(self.target(batch))
+
+    def units(self, batch: Any) -> torch.Tensor:
+        """Return how many units the loss of a batch is the mean of, if it is not one over samples."""
+        whole = self.counting.of_batch or (self.counting.own is not None and isinstance(batch, Mapping))
+        return self.counting.count(batch if whole else self.target(batch))
+
+    def share(self, batch: Any, samples: int, *, by_labels: bool) -> float | torch.Tensor:
+        """Return the weight of a batch's loss in a mean over batches; a tensor stays on the device.
+
+        The labels that count, or its samples. A batch in which no label counts has no loss: its weight is 0.
+        """
+        if not samples:
+            return 0.0
+        if by_labels:
+            return self.units(batch)
+        if self.counting.own is not None or not self.is_mean_over_labels(batch):
+            return float(samples)
+        return (self.units(batch) > 0).double() * samples
 
     def call(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""
@@ -91,46 +98,20 @@ class Forward:
 
 def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:
     """Look at the model, the loss function and one batch, and return how to get from batch to loss."""
+    counting = counted_by(model, loss_fn)
     loss_fn = refuse_broadcast(loss_fn)
     if isinstance(batch, Mapping):
-        shifts = loss_fn is None and hasattr(model, "loss_type") and _CAUSAL.search(type(model).__name__) is not None
         run = partial(_from_mapping, loss_fn=loss_fn)
-        return Forward(run, _labels, may_shift=loss_fn is None, unlabelled=int(shifts))
+        return Forward(run, _labels, may_shift=loss_fn is None, counting=counting)
     if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) < 2:
-        return Forward(partial(_self_target, loss_fn=loss_fn), _whole)
+        return Forward(partial(_self_target, loss_fn=loss_fn), _whole, counting=counting)
     if loss_fn is not None:
-        return Forward(partial(_with_loss, loss_fn=loss_fn), itemgetter(-1), loss_fn=loss_fn)
+        return Forward(partial(_with_loss, loss_fn=loss_fn), itemgetter(-1), loss_fn=loss_fn, counting=counting)
     if _takes_targets(model, len(batch)):
         own_loss = model.loss_from_output if implements(model, LossFromOutput) else None
-        return Forward(_with_targets, itemgetter(-1), loss_fn=own_loss, may_shift=own_loss is None)
+        return Forward(_with_targets, itemgetter(-1), loss_fn=own_loss, may_shift=own_loss is None, counting=counting)
     note = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
-    return Forward(_with_implied_loss, itemgetter(-1), note, loss_fn=implied_loss)
-
-
-_MEANS_OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss)
-
-
-def _ignores_some(labels: torch.Tensor) -> bool:
-    return bool((labels == IGNORED_LABEL).any())
-
-
-def count_labels(target: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
-    """Return how many labels of a target count (all but the ignored ones), by the weights of their classes.
-
-    What is ignored, and the weights, are those of a loss of torch's; the result is still on the device.
-    """
-    labels = target.get("labels") if isinstance(target, Mapping) else target
-    if not isinstance(labels, torch.Tensor):
-        raise ModelError(
-            "loss_weighting = 'tokens' needs a tensor of labels in the batch",
-            hint="Give batches as (inputs, labels) or as a dict with 'labels'.",
-        )
-    if not isinstance(loss_fn, _MEANS_OF_LABELS):
-        return (labels != IGNORED_LABEL).sum()
-    counts = labels != loss_fn.ignore_index
-    if loss_fn.weight is None:
-        return counts.sum()
-    return (loss_fn.weight.to(labels.device).double()[labels.where(counts, 0)] * counts).sum()
+    return Forward(_with_implied_loss, itemgetter(-1), note, loss_fn=implied_loss, counting=counting)
 
 
 def _from_mapping(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor | None, Any]:
@@ -295,7 +276,7 @@ def raise_explained(error: RuntimeError | ValueError | IndexError, model: nn.Mod
     if not _ABOUT_SHAPES.search(str(error)) or isinstance(error, PhalanxError):
         raise error
     place = _place(error.__traceback__, model)
-    first = str(error).splitlines()[0]
+    first = first_line(error)
     known = (hint for pattern, hint in _WHAT_TO_DO.items() if re.search(pattern, first))
     hint = next(known, "Change the data or the layer so that they agree.")
     raise ModelError(

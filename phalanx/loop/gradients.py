@@ -156,7 +156,9 @@ class Gradients:
         factor: float | torch.Tensor
         if weight is not None:
             empty = self.micro is not None and self.micro.samples == 0
-            factor = self._weight.add(0.0 if empty else weight, self._calls)
+            # The only micro-batch of a step is divided before its backward pass: that spares a pass over all gradients.
+            weigh = self._weight.whole if self.boundary and self._weight.is_empty else self._weight.add
+            factor = weigh(0.0 if empty else weight, self._calls)
         else:
             self._weight.none()
             factor = 1.0 / self._accumulation if self.micro is None else self.micro.scale

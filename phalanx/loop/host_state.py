@@ -7,11 +7,11 @@ import linecache
 import random
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ _WAITS = "called a synchronizing CUDA operation"
 _ABOUT_WAITS = "Synchronization debug mode"
 """How its warning about these warnings begins: they do not tell of all waits. A capture does."""
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_ITEMS = 100
 """Of a list or a dict that are compared."""
 
@@ -62,6 +63,8 @@ def _inside(value: Any) -> dict[str, Any]:
     held = dict(getattr(value, "__dict__", {}))
     cells = getattr(value, "__closure__", None) or ()
     names = value.__code__.co_freevars if cells else ()
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
     for name, cell in zip(names, cells, strict=True):
         with suppress(ValueError):  # an empty cell
             held[name] = cell.cell_contents
@@ -72,12 +75,18 @@ def _inside(value: Any) -> dict[str, Any]:
     return held
 
 
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
 def model_state(model: nn.Module, loss_fn: Any = None) -> State:
     """Return what a model's modules and a loss hold on the host, and where their tensors lie."""
     found: State = {}
     if loss_fn is not None and not isinstance(loss_fn, nn.Module):
         found |= {f"loss_fn.{name}": seen(value) for name, value in _inside(loss_fn).items()}
-    losses = [("loss_fn", each) for each in loss_fn.modules()] if isinstance(loss_fn, nn.Module) else []
+    losses = [("loss_fn", each) for each in _modules_in(loss_fn)]
     for path, module in [*model.named_modules(), *losses]:
         prefix = f"{path or type(module).__name__}."
         for name, value in vars(module).items():
@@ -88,6 +97,17 @@ def model_state(model: nn.Module, loss_fn: Any = None) -> State:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found[name] = (tensor.data_ptr(), tensor.requires_grad)
     return found
+
+
+def _modules_in(loss_fn: Any) -> list[nn.Module]:
+    """Return the modules of a loss, also if it is wrapped in partials."""
+    if isinstance(loss_fn, nn.Module):
+        return list(loss_fn.modules())
+    if isinstance(loss_fn, partial):
+        return [
+            each for part in (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()) for each in _modules_in(part)
+        ]
+    return []
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
@@ -123,7 +143,6 @@ def change(before: State, after: State) -> str:
     return next((name for name in names if name not in before or after.get(name) != before[name]), "")
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -145,16 +164,25 @@ def _users(hooks: Mapping[Any, Any]) -> bool:
 
 
 class HostWatch:
-    """Tells whether what a recorded step depends on has changed since: cheap enough to be asked after every step."""
+    """Tells whether what a recorded step depends on has changed since: cheap enough to be asked after every step.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        modules = list(model.modules())
-        tables: list[dict[str, Any]] = [vars(module) for module in modules]
+    Watched are the attributes of the model's and the loss's modules, what lists, dicts and objects in them hold, the
+    variables of closures, and plain values of a class or a module that the user's functions name.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = None) -> None:
+        found = _Found()
+        for path, module in model.named_modules():
+            found.add_module(path or type(module).__name__, module)
+        found.add("loss_fn", loss_fn, _DEPTH)
         self._groups = optimizer.param_groups
-        self._tables = [_Table(table) for table in [*tables, *self._groups]]
+        self._tables = [*found.tables, *(_Table(group, apart=("params", "lr", "initial_lr")) for group in self._groups)]
+        self._tables.append(_Copied(lambda: [id(each) for group in optimizer.param_groups for each in group["params"]]))
+        self.unwatched = found.unwatched
+        """What holds too much to be watched; empty: nothing does."""
         self._tensors = [
             (held, name, tensor, tensor.data_ptr(), tensor.requires_grad)
-            for module in modules
+            for module in model.modules()
             for held in (torch_compat.own_parameters(module), torch_compat.own_buffers(module))
             for name, tensor in held.items()
             if tensor is not None
@@ -178,25 +206,138 @@ class HostWatch:
         return False
 
 
-class _Table:
-    """The plain values of a dict, and how long its containers are; not learning rates, which a recording follows."""
+_DEPTH = 4
+"""So deep the objects within a module's attributes are watched."""
+_MOST_WATCHED = 4096
+"""Items of one container; a step that depends on a larger one is not recorded."""
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self._held, self._size = held, len(held)
-        names = [name for name in held if name not in ("lr", "initial_lr")]
-        self._plain = [(name, held[name]) for name in names if _is_plain(held[name])]
-        own = [held[name] for name in names if name not in _OF_TORCH and isinstance(held[name], (list, dict, set))]
-        self._sizes = [(value, len(value)) for value in own]
+
+class _Table:
+    """The items of a dict: the same objects under the same names, or equal plain values."""
+
+    def __init__(self, held: Mapping[str, Any], *, apart: Collection[str] = (), names: Collection[str] = ()) -> None:
+        """`apart`: left out, such as learning rates, which a recording follows; `names`: only these."""
+        self._held, self._size = held, None if names else len(held)
+        self._items = [(name, held[name]) for name in (names or held) if name not in apart]
 
     def has_changed(self) -> bool:
         held = self._held
-        if len(held) != self._size:
+        if self._size is not None and len(held) != self._size:
             return True
-        for name, value in self._plain:
-            now = held.get(name)
-            if now is not value and now != value:
+        for name, value in self._items:
+            now = held.get(name, _NOTHING)
+            if now is not value and not (type(now) is type(value) and _is_plain(value) and now == value):
                 return True
-        return any(len(value) != size for value, size in self._sizes)
+        return False
+
+
+_NOTHING = object()
+
+
+class _Copied:
+    """What has no dict to look into: it is read again and compared."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read, self._before = read, read()
+
+    def has_changed(self) -> bool:
+        return bool(self._read() != self._before)
+
+
+class _Found:
+    """Collects what is to be watched."""
+
+    def __init__(self) -> None:
+        self.tables: list[_Table | _Copied] = []
+        self.unwatched = ""
+        self._known: set[int] = set()
+        self._kept: list[Any] = []
+
+    def add_module(self, path: str, module: nn.Module) -> None:
+        """Watch a module's own attributes and hooks, not its children."""
+        if self._is_known(module):
+            return
+        held = vars(module)
+        of_torch = [name for name in held if name in _OF_TORCH and name not in _HOOKS and not _is_plain(held[name])]
+        self.tables.append(_Table(held, apart=of_torch))
+        self.tables += [_Table(held[name]) for name in _HOOKS if name in held]
+        for name, value in held.items():
+            if name not in _OF_TORCH:
+                self.add(f"{path}.{name}", value, _DEPTH)
+        self._add_class(type(module))
+
+    def add(self, path: str, value: Any, depth: int) -> None:
+        """Watch what a value holds, however it is named."""
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, (torch.Tensor, type, ModuleType)) or self._is_known(value):
+            return
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                self._known.discard(id(value) if module is value else 0)
+                self.add_module(f"{path}.{name}" if name else path, module)
+        elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
+            self.tables.append(_Copied(partial(seen, value)))
+        elif depth:
+            self._add_inside(path, value, depth - 1)
+
+    def _add_inside(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, (dict, list, tuple, set, frozenset, deque)) and len(value) > _MOST_WATCHED:
+            self.unwatched = self.unwatched or f"{path} holds {len(value):,} items"
+            return
+        if isinstance(value, dict):
+            self.tables.append(_Table(value))
+            held = {str(key): item for key, item in value.items()}
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            if not isinstance(value, (tuple, frozenset)):
+                self.tables.append(_Copied(lambda: [seen(item, 0) for item in value]))
+            held = {str(place): item for place, item in enumerate(value)}
+        else:
+            held = self._of_object(value)
+        for name, item in held.items():
+            self.add(f"{path}.{name}", item, depth)
+
+    def _of_object(self, value: Any) -> dict[str, Any]:
+        """Watch the attributes of an object or a function; return what is inside of it."""
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self.tables.append(_Table(own))
+        held = _inside(value)
+        if own is None or held.keys() != own.keys():  # slots, a closure, a partial
+            self.tables.append(_Copied(lambda: {name: seen(item, 0) for name, item in _inside(value).items()}))
+        if isinstance(value, FunctionType):
+            self._add_globals(value)
+        elif not isinstance(value, (partial, MethodType, BuiltinFunctionType)):
+            self._add_class(type(value))
+        return held
+
+    def _add_class(self, kind: type) -> None:
+        """Watch the plain values of the user's class, and those that its functions name."""
+        for each in kind.__mro__:
+            if each.__module__.partition(".")[0] in _NOT_USERS or self._is_known(each):
+                continue
+            own = vars(each)
+            if names := [name for name, value in own.items() if _is_plain(value) and not name.startswith("__")]:
+                self.tables.append(_Table(own, names=names))
+            for value in own.values():
+                if isinstance(value, FunctionType):
+                    self._add_globals(value)
+
+    def _add_globals(self, function: FunctionType) -> None:
+        space = function.__globals__
+        names = [name for name in function.__code__.co_names if name in space and _is_plain(space[name])]
+        if names and str(space.get("__name__", "")).partition(".")[0] not in _NOT_USERS:
+            self.tables.append(_Table(space, names=names))
+
+    def _is_known(self, value: Any) -> bool:
+        """Whether a value was found before; keeps it, so that its id stays its own."""
+        if id(value) in self._known:
+            return True
+        self._known.add(id(value))
+        self._kept.append(value)
+        return False
+
+
+_NOT_USERS = ("builtins", "torch", "phalanx", "transformers", "collections", "typing")
 
 
 class HostUse:

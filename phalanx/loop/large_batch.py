@@ -56,7 +56,8 @@ def _norms(parameters: list[Tensor], parts: list[Tensor]) -> Tensor:
     layouts: dict[Any, list[int]] = {}
     for number, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
-            axes = tuple(axis for axis, place in enumerate(parameter.placements) if place.is_shard())
+            # Not is_shard: torch does not count the strided shards of two axes as such.
+            axes = tuple(axis for axis, place in enumerate(parameter.placements) if not place.is_replicate())
             layouts.setdefault((parameter.device_mesh, axes), []).append(number)
     for (mesh, axes), numbers in layouts.items():
         squares = torch.stack([found[number] for number in numbers]).square()

@@ -50,6 +50,7 @@ class LossLog:
         """Copy the losses that were not read yet: their memory is about to be written again."""
         if self._losses:
             self._losses = list(torch.stack(self._losses).unbind())
+            self._shares = [share.clone() if isinstance(share, torch.Tensor) else share for share in self._shares]
 
     def read(self) -> Losses:
         """Return step -> loss of its global batch, and clear the log; all ranks must call this together."""
@@ -110,8 +111,11 @@ def _side_by_side(losses: list[torch.Tensor]) -> torch.Tensor:
 
 def _stack(shares: list[float | torch.Tensor], device: torch.device | None) -> torch.Tensor:
     """Return the shares as one tensor; numbers alone move to the device in one transfer."""
-    if not any(isinstance(share, torch.Tensor) for share in shares):
+    tensors = [share for share in shares if isinstance(share, torch.Tensor)]
+    if not tensors:
         return torch.tensor(shares, dtype=torch.float64, device=device)
+    if len(tensors) == len(shares):
+        return _side_by_side(tensors).to(device=device, dtype=torch.float64)
     return torch.stack([torch.as_tensor(share, device=device).double() for share in shares])
 
 
@@ -127,13 +131,34 @@ class LossWeights:
         self._ranks = ranks
         self._sums: list[torch.Tensor] = []
         self._mean: torch.Tensor | None = None
-        self._without = False
+        self._without = self._divided = False
 
     def none(self) -> None:
         """Note a backward call without a weight."""
         self._without = True
-        if self._sums:
+        if self._sums or self._divided:
             raise _mixed_weights()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no micro-batch of this step was counted yet."""
+        return not self._sums
+
+    def whole(self, weight: float | torch.Tensor, _: int) -> torch.Tensor:
+        """Return the factor on the loss of a step's only micro-batch, after which its gradient needs no divisor.
+
+        All ranks call this; one all-reduce for each backward call.
+        """
+        if self._without:
+            raise _mixed_weights()
+        self._divided = True
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
+        if self._ranks == 1:
+            return (weight > 0).double()
+        total = weight.clone()
+        dist.all_reduce(total)
+        # Without any weight there is no gradient either: zero, where a division would give NaN.
+        return torch.where(total == 0, 0.0, weight * self._ranks / total)
 
     def add(self, weight: float | torch.Tensor, call: int) -> torch.Tensor:
         """Count a micro-batch's backward call; return its weight as a tensor, the factor on its loss."""
@@ -175,7 +200,8 @@ class LossWeights:
 
     def clear(self) -> None:
         """Begin the next step."""
-        self._sums, self._mean, self._without = [], None, False
+        self._sums, self._mean = [], None
+        self._without = self._divided = False
 
 
 def _mixed_weights() -> UsageError:

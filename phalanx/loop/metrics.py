@@ -63,19 +63,18 @@ class MetricSums:
         output: Any,
         target: Any,
         samples: int,
-        weight: torch.Tensor | None = None,
+        weight: float | torch.Tensor | None = None,
         *,
         may_shift: bool = False,
         offset: int = 0,
     ) -> None:
-        """Count one batch of which `samples` are real; `weight` is what the loss is a mean of, if not samples.
+        """Count one batch of which `samples` are real; `weight` is that of its loss, if not its samples.
 
         `may_shift`: the loss is the model's own, and may compare outputs with later labels. `offset`: the place of the
         first sample in the data set.
         """
         if loss is not None:
-            units = torch.tensor(float(samples)) if weight is None else weight * float(samples > 0)
-            units = units.to(loss.device)
+            units = torch.as_tensor(float(samples) if weight is None else weight, dtype=torch.float64).to(loss.device)
             # The mean over no label at all is NaN, and counts for nothing.
             self._accumulate("loss", torch.where(units > 0, loss.detach().double() * units, 0.0), units)
         if self._metrics is None:

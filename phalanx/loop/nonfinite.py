@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.errors import NonFiniteLossError
+from phalanx.errors import NonFiniteLossError, error_line
 
 if TYPE_CHECKING:
     from phalanx.loop.trainer import TrainLoop
@@ -51,7 +51,7 @@ def _look_at_data(loop: TrainLoop, step: int) -> tuple[str, str]:
     try:
         found = _kinds_in(loop, step)
     except Exception as error:  # noqa: BLE001 - of the user's data set, which must not hide that the loss is nan
-        found, problem = torch.full((5,), 2), f"{type(error).__name__}: {error}".splitlines()[0]
+        found, problem = torch.full((5,), 2), error_line(type(error).__name__, str(error))
     else:
         problem = ""
     found = loop.formation.reduce(found, "max")

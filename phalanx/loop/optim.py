@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,14 @@ class LRSchedule:
     def end(self, step: int) -> None:
         """Give the groups their own rates where the run ends; a rate that a callback has set stays."""
         self.put_back(only_scheduled=True)
+
+    @contextmanager
+    def keeps_rates(self) -> Iterator[None]:
+        """Give the groups their rates back after a state was loaded that has those of an earlier step."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        yield
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            _set_rate(group, rate)
 
     def put_back(self, *, only_scheduled: bool = False) -> None:
         """Give the groups their own rates; `only_scheduled`: a rate that a callback has set stays."""

@@ -6,6 +6,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,10 @@ class OwnSchedule:
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Do nothing: the user's scheduler does not depend on the length of the run."""
+
+    def keeps_rates(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing: the scheduler's own state says which rates follow."""
+        return nullcontext()
 
     def put_back(self) -> None:
         """Do nothing: the user's scheduler has set the rates, and continues from them."""

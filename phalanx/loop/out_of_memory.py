@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.errors import OutOfMemoryError
+from phalanx.errors import OutOfMemoryError, first_line
 from phalanx.host.processes import host_memory
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.observe.format import size
@@ -106,7 +106,7 @@ class MemoryWatch(Callback):
         if asked:
             what += f": {size(asked)} more were asked for"
         kind = _DeviceOutOfMemory if is_cuda else OutOfMemoryError
-        return kind("\n".join([what, *self.breakdown().lines(asked)]), hint=str(error).splitlines()[0])
+        return kind("\n".join([what, *self.breakdown().lines(asked)]), hint=first_line(error))
 
     def _where(self, frames: TracebackType | None) -> str:
         """Return the innermost module that was running, and the line that it was at."""

@@ -51,8 +51,11 @@ class Prepared:
         self.world = world
         self.device = world.device
         self.run_id = run_id
+        """The name of the run in its checkpoints and locks, equal on all ranks."""
         self.clock = StepClock()
         self._undo: list[Callable[[], object]] = []
+        self.state_of = ""
+        """The run that has saved or kept the state which was restored last; empty: none was."""
         self.lineage: list[dict[str, Any]] = []
         """The runs that this one continues, as a checkpoint's manifest holds them."""
         self.precision = Precision(self.config, self.device, by_engine=strategy.owns_precision)
@@ -70,7 +73,8 @@ class Prepared:
         self.loaders: list[PreparedLoader] = []
         self.average: WeightAverage | None = None
         self.best_path: Path | None = None
-        self.by_labels: bool | None = None
+        self.trained_anywhere: tuple[tuple[int, ...], list[list[bool]]] | None = None
+        """Which optimizers train which models on any stage of a pipeline, and what was prepared when it was asked."""
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
 
     def undo_later(self, undo: Callable[[], object]) -> None:
@@ -135,18 +139,10 @@ class Prepared:
             finite = torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all()
         return bool(self.reduce(finite.int(), "min") if self.strategy.shards else finite)
 
-    def weighs_labels(self, forward: Forward, model: nn.Module, batch: Any, loader: PreparedLoader) -> bool:
-        """Whether batches count by their labels, not by their samples: as the config says, or as the loss averages.
-
-        Decided on the first batch, by all ranks together. A step of one micro-batch has no shares to weigh.
-        """
-        if self.config.loss_weighting == "tokens":
-            return True
-        if self.by_labels is None:
-            # Without a wait for each other in every step, ranks cannot add up the labels of all.
-            found = self.config.resolved_server_mode == "sync" and forward.averages_labels(self.unwrap(model), batch)
-            self.by_labels = bool(self.reduce(float(found), "max") > 0)
-        return self.by_labels and (loader not in self.loaders or loader.sharded.layout.blocks > 1)
+    def weighs_labels(self, forward: Forward, batch: Any) -> bool:
+        """Whether batches count by their labels, not by their samples: as the config says, or as the loss averages."""
+        weighting = self.config.loss_weighting
+        return weighting == "tokens" or (weighting == "auto" and forward.is_mean_over_labels(batch))
 
 
 _END = object()

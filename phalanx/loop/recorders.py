@@ -13,6 +13,7 @@ from phalanx.config import FIELDS, DistributedConfig, write_toml
 from phalanx.config.distributed import RECORD_HEADER
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
+from phalanx.observe.written import note_written
 from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 
@@ -35,8 +36,10 @@ def own_run_dir(make: Callable[[], Path], *, resumes: bool = False) -> Path:
     """
     number, run_dir = 1 if resumes else next(_NUMBERS), make()
     if number > 1 and str(run_dir) == os.environ.get("PHALANX_RUN_DIR"):
-        run_dir = run_dir / f"fit-{number}"
-        run_dir.mkdir(exist_ok=True)
+        own = run_dir / f"fit-{number}"
+        own.mkdir(exist_ok=True)
+        note_written(run_dir, own)
+        return own
     return run_dir
 
 
@@ -76,7 +79,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
         from phalanx.observe.tensorboard import TensorBoardSink
 
         settings = [line for line in write_toml(config).splitlines() if not line.startswith("#")]
-        sinks.append(TensorBoardSink(folder, hyperparameters(config), "\n".join(settings)))
+        sinks.append(TensorBoardSink(folder, hyperparameters(config), "\n".join(settings), run_dir))
     if config.mlflow:
         from phalanx.observe.mlflow import MlflowSink
 

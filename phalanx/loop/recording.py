@@ -15,7 +15,7 @@ from phalanx.data.order import MicroInfo
 from phalanx.loop.forward import Forward
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
-from phalanx.loop.step import StepOutcome, add_micro_batch, finish_step
+from phalanx.loop.step import StepOutcome, Weighing, add_micro_batch, finish_step
 from phalanx.torch_compat import pytree
 
 _LOSSES = 4096
@@ -110,6 +110,9 @@ class RecordedStep:
         self._ring = torch.zeros(_LOSSES, dtype=loss.dtype, device=loss.device)
         self._next = torch.zeros(1, dtype=torch.int64, device=loss.device)
         self._losses = list(self._ring.unbind())
+        self._share_ring = torch.zeros(_LOSSES, dtype=torch.float64, device=loss.device)
+        self._shares = list(self._share_ring.unbind())
+        self._counts_labels = False
         self._count = 0
         self._log, self._optimizer = log, optimizer
         self._rates = rates_of(optimizer)
@@ -141,16 +144,22 @@ class RecordedStep:
         for batch, static in zip(pulled.batches, self._static, strict=True):
             static.put(batch if type(batch) in (list, tuple) else pytree.tree_leaves(batch))
 
-    def write_loss(self, loss: torch.Tensor) -> None:
-        """Write a micro-batch's loss at the next place; recorded, so that the place is counted on the device."""
+    def write_loss(self, loss: torch.Tensor, share: float | torch.Tensor) -> None:
+        """Write a micro-batch's loss and share at the next place; recorded, so that the device counts the places.
+
+        A share that is a number is that of every replay: all have the same samples.
+        """
         self._ring.index_copy_(0, self._next, loss.detach().reshape(1))
+        self._counts_labels = isinstance(share, torch.Tensor)
+        if isinstance(share, torch.Tensor):
+            self._share_ring.index_copy_(0, self._next, share.double().reshape(1))
         self._next.add_(1)
 
     def log_losses(self, step: int, infos: list[MicroInfo]) -> torch.Tensor:
         """Give the losses of a replayed step to the log; return the last one."""
         for info in infos:
             loss = self._losses[self._count]
-            self._log.add(step, loss, float(info.samples))
+            self._log.add(step, loss, self._shares[self._count] if self._counts_labels else float(info.samples))
             self._count += 1
         return loss
 
@@ -208,12 +217,12 @@ class StepCalls:
         forward: Forward,
         pulled: Pulled,
         step: int,
+        weighing: Weighing,
         *,
-        by_tokens: bool,
         reseed: Callable[[int, int], None] | None,
     ) -> None:
         self._prepared, self._model, self._optimizer, self._log = parts
-        self._forward, self._step, self._by_tokens, self._reseed = forward, step, by_tokens, reseed
+        self._forward, self._step, self._weighing, self._reseed = forward, step, weighing, reseed
         self.pulled = pulled
         self.loss_fn = forward.run if forward.loss_fn is None else forward.loss_fn
 
@@ -229,7 +238,7 @@ class StepCalls:
         return loss
 
     def _add(self, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-        return add_micro_batch(self._prepared, self._model, self._forward, batch, by_tokens=self._by_tokens)
+        return add_micro_batch(self._prepared, self._model, self._forward, batch, self._weighing)
 
     def _finish(self, measure_norm: bool) -> torch.Tensor | None:
         return finish_step(
@@ -246,8 +255,7 @@ class StepCalls:
         """Do on the recording's memory what the step does on its batches."""
         for info, batch in zip(self.pulled.infos, recording.batches, strict=True):
             self._prepared.gradients.begin(info)
-            loss, _ = self._add(batch)
-            recording.write_loss(loss)
+            recording.write_loss(*self._add(batch))
         norm = self._finish(measure_norm)
         if norm is not None:
             recording.norm.copy_(norm)

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint.group import gather_to_all
@@ -35,6 +34,7 @@ from phalanx.world.gate import StepGate
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
     from phalanx.loop.neighbours import Neighbours
 
 _SAVE_SECONDS = 0.1
@@ -81,8 +81,9 @@ class Survivor:
             raise
 
     @contextmanager
-    def returning(self) -> Iterator[None]:
+    def returning(self, formation: Formation) -> Iterator[None]:
         """Capture the final state, too: ranks may be lost after the loop, while its result is gathered."""
+        self._run_id = self._run_id or formation.run_id  # another group of this rank is not another run
         try:
             yield
         except BaseException as error:
@@ -95,7 +96,6 @@ class Survivor:
 
     def _interrupted(self, loop: TrainLoop, error: BaseException) -> None:
         self._loop = None
-        self._run_id = loop.formation.run_id
         loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=self.may_go_on(error))
         self.stop_requested = loop.stop.from_outside or self.stop_requested
         self._captured = self._capture(loop, self._committed)
@@ -117,10 +117,16 @@ class Survivor:
             loop.report.say(f"the state is not in memory any more: {error}", "warning")
             return None
 
-    def match(self, model: nn.Module) -> None:
-        """Freeze and unfreeze what the run has frozen and unfrozen, before a model is prepared; all ranks call this."""
+    def match(self, formation: Formation, model: nn.Module) -> None:
+        """Go on under the name of the run, with the parameters that it trains; before a model is prepared.
+
+        All ranks call this. The name is that which ranks know that were there before: checkpoints and locks have it.
+        """
         self._trained_before = self._trained_before or _trained(model)
-        _, changed = max(gather_to_all(self._unfrozen), key=lambda known: known[0])
+        known = gather_to_all((self.run_dir is not None, self._run_id, self._unfrozen))
+        names = [name for began, name, _ in known if began] or [known[0][1]]
+        self._run_id = formation.run_id = names[0]
+        _, changed = max((unfrozen for _, _, unfrozen in known), key=lambda unfrozen: unfrozen[0])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(changed.get(name, parameter.requires_grad))
 
@@ -136,13 +142,10 @@ class Survivor:
         return lambda: restore(loop.formation, self._captured) or self.resume(loop)
 
     def resume(self, loop: TrainLoop) -> dict[str, Any] | None:
-        """Restore the last checkpoint of this run: its name is what the ranks that were there before know."""
-        known: list[Any] = [(self._run_id, self.is_stale)] * loop.formation.world_size
-        if loop.formation.world_size > 1:
-            dist.all_gather_object(known, known[0])
-        loop.formation.run_id = next((name for name, _ in known if name), loop.formation.run_id)
+        """Restore the last checkpoint of this run, else begin as the run did."""
+        stale = any(gather_to_all(self.is_stale))
         state = loop.saving.restore()
-        if state is None and any(stale for _, stale in known):
+        if state is None and stale:
             raise CheckpointError(
                 "the state of the run was lost with its ranks, and there is no checkpoint to continue from",
                 hint="Write checkpoint_frequency='100 steps', so that less is lost.",
@@ -217,7 +220,7 @@ class Recovering(Survivor):
         if self._change is None:
             take_spent()  # the first group is start-up
         else:
-            loop.continues = True
+            loop.regrouped = True
             loop.hooks.add(_ReportRecovery(self._change, max(self.step, self._step_before)))
 
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:

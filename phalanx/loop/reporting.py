@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from phalanx.observe.events import (
     StepDone,
 )
 from phalanx.observe.format import speed_note
+from phalanx.observe.heartbeat import current as current_heartbeat
+from phalanx.observe.heartbeat import within
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.world.mesh import layout_words
@@ -78,9 +80,11 @@ class Reporter:
         """What the summary of the run proposes to run next."""
         self._gauges = RankGauges(self._world, self.clock, events.emit if self._world.is_main else None)
         self._resumed_from: str | None = None
+        self._announced = False
 
-    def resumed(self, state: dict[str, Any]) -> None:
-        """Continue the history of the resumed run."""
+    def resumed(self, state: dict[str, Any], *, same_run: bool) -> None:
+        """Continue the history of the resumed run; `same_run`: with other ranks, so that its start may be reported."""
+        self._announced = same_run and state["announced"]
         self.history = History.from_dict(state.get("history", {}))
         self.history.status, self.history.reason = "running", ""
         self._time_before = self.history.total_time
@@ -89,13 +93,10 @@ class Reporter:
         self._loss_sum, self._loss_count = so_far.get("loss_sum", 0.0), so_far.get("loss_count", 0.0)
         self._resumed_from = state["path"]
 
-    def started(
-        self, step: int, total_steps: int | None, model: nn.Module, *, epochs: int | None = None, announce: bool = True
-    ) -> None:
-        """Report the run's start: what runs where, and how large a step is.
+    def started(self, step: int, total_steps: int | None, model: nn.Module, *, epochs: int | None = None) -> None:
+        """Report the run's start, unless ranks that were lost since have done so: what runs where, how large a step is.
 
-        `step`: steps taken before. `epochs`: of the whole run, if that is known. `announce`: False where the group of
-        ranks has changed in a run that was reported already.
+        `step`: steps taken before. `epochs`: of the whole run, if that is known.
         """
         self._first_step = self._read_at = step
         self._total_steps = total_steps
@@ -103,7 +104,7 @@ class Reporter:
         parameters = count(model), count(model, trained=True)
         self._speed.begin(step, self.samples)
         self._began = self._epoch_began = time.monotonic()
-        if not announce:
+        if self._announced:
             return
         self.events.emit(self._run_started(model, epochs, *parameters))
         self._speed.report(self.samples)
@@ -140,6 +141,7 @@ class Reporter:
             layout=layout_words(strategy.name, config, world.mesh.sizes) + (f" ({note})" if note else ""),
             ranks_per_gpu=world.ranks_per_gpu,
             job=_job(model, config, world),
+            run_id=self._formation.run_id,
         )
 
     def recovered(self, event: Recovered) -> None:
@@ -163,7 +165,9 @@ class Reporter:
         latest = dataclasses.replace(self.history, steps=steps, logged=logged)
         history = latest.to_dict()  # not of all steps: sharded runs keep their state every few of them
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
-        return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
+        # After a step all ranks know that the main one has reported the start.
+        announced = self._announced or self._formation.step > self._first_step
+        return {"history": history, "samples": self.samples, "epoch_so_far": so_far, "announced": announced}
 
     def say(self, text: str, level: str = "info") -> None:
         """Show a message to the user, once."""
@@ -280,18 +284,27 @@ class Reporter:
             self.history.evaluations.append({"step": step, "epoch": epoch + 1, "val": values})
         self.events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
-    def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:
-        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones call this again."""
-        if [(last.epoch, last.step) for last in self.history.epochs[-1:]] == [(epoch + 1, step)]:
+    def epoch_done(
+        self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float], *, whole: bool = True
+    ) -> None:
+        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones call this again.
+
+        `whole`: False if the run ends within the epoch; one that is resumed replaces the record at its end.
+        """
+        last = self.history.epochs[-1] if self.history.epochs else None
+        if last is not None and (last.epoch, last.step) == (epoch + 1, step):
             return
+        if last is not None and last.epoch == epoch + 1:
+            self.history.epochs.pop()
         seconds = time.monotonic() - self._epoch_began
         loss = self.epoch_loss
         speed = self._epoch_samples / seconds if seconds else 0.0
         self.history.epochs.append(EpochRecord(epoch + 1, step, loss, metrics, learning_rate, seconds, speed))
         self.events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
         self.events.emit(EpochDone(step, epoch + 1, loss, metrics, seconds, speed))
-        self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
-        self._epoch_began = time.monotonic()
+        if whole:
+            self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
+            self._epoch_began = time.monotonic()
         self._update_totals()
 
     def checkpointed(self, saved: SavedCheckpoint, *, best: bool) -> None:
@@ -310,7 +323,7 @@ class Reporter:
         began = time.monotonic()
         self.events.emit(Phase(name, "begin", total=total))
         self._update_totals()
-        with self.clock.paused(name):
+        with self.clock.paused(name), within("a save", current_heartbeat()) if name == "checkpoint" else nullcontext():
             yield
         self.events.emit(Phase(name, "end", time.monotonic() - began))
 

@@ -44,12 +44,14 @@ def loop_state(loop: Any) -> dict[str, Any]:
 
 def load_loop_state(loop: Any, state: dict[str, Any]) -> None:
     """Continue from what `loop_state` returned, and from the state's "path"; all ranks call this."""
-    loop.report.resumed(state)
+    # Where nothing was kept yet, ranks that were replaced begin with another run's checkpoint, as their run did.
+    loop.continues = loop.regrouped and loop.formation.state_of == loop.formation.run_id
+    loop.report.resumed(state, same_run=loop.continues)
     if (unreported := state.pop("unreported", None)) is not None:
         loop.hooks.unreported = StepInfo(**unreported)
     loop.hooks.called = state.pop("called", {})
     loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
-    if loop.continues:  # the same run, with other ranks
+    if loop.continues:
         loop.saving.look_up()
     loop.evaluation.load_state_dict(state.get("evaluation"))
     watched = state.get("watched", {})
@@ -151,7 +153,8 @@ def load_kept(formation: Formation, content: Snapshot, where: str) -> dict[str, 
     """Load a state that was kept in memory; return the loop's part of it, with its "path"."""
     shared = dict(content.shared)
     identity = shared.pop("identity")
-    formation.run_id, formation.lineage = identity["run_id"], identity["lineage"]
+    formation.run_id = formation.state_of = identity["run_id"]
+    formation.lineage = identity["lineage"]
     if content.rank_state is not None:
         set_rng_state(content.rank_state)
     same_run = not formation.strategy.shards  # a rank of a sharded model has the names of its part alone

@@ -243,7 +243,8 @@ class Saves(CheckpointPolicy):
             loop.report.say("load_best_at_end: there is no best checkpoint, so the last weights stay", "warning")
             return
         if self.best.step != step:
-            loop.formation.load(self.best.path)
+            with loop.schedule.keeps_rates():  # those of the end, by which the schedule knows which ones it has set
+                loop.formation.load(self.best.path)
             loop.formation.gradients.steps = step  # what the run has trained, not what it has now
         loop.history.loaded_best = True
 

@@ -18,6 +18,7 @@ from phalanx.loop.prepare import Prepared
 from phalanx.strategies.base import local
 from phalanx.strategies.optimizer_state import check_groups, fill_state, match_groups
 from phalanx.strategies.tensors import drop_gathered
+from phalanx.world.abort import raise_if_aborted
 from phalanx.world.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def restore_snapshot(
     if choice.checkpoint is None or loaded is None:
         return None
     saved_by = choice.checkpoint.manifest
+    prepared.state_of = saved_by.run_id
     prepared.lineage = list(saved_by.lineage)
     if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
         prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})
@@ -327,10 +329,24 @@ def _optimizers_of_models(prepared: Prepared) -> list[list[torch.optim.Optimizer
         drop_gathered(wrapped)  # an evaluation may have left whole parameters, which no optimizer trains
     trains = [[_trains(optimizer, wrapped) for optimizer in prepared.optimizers] for wrapped in prepared.models]
     if prepared.world.mesh.pp > 1 and prepared.models and prepared.optimizers:
+        trains = _on_any_stage(prepared, trains)
+    return [list(compress(prepared.optimizers, chosen)) for chosen in trains]
+
+
+def _on_any_stage(prepared: Prepared, trains: list[list[bool]]) -> list[list[bool]]:
+    """Return which optimizer trains which model on any rank.
+
+    Asked once, and again when groups were added: the state is kept every few steps, which must not wait for the device
+    and for other ranks, one of which may be lost.
+    """
+    form = (len(prepared.models), *(len(optimizer.param_groups) for optimizer in prepared.optimizers))
+    if prepared.trained_anywhere is None or prepared.trained_anywhere[0] != form:
         anywhere = torch.tensor(trains, device=prepared.device).int()
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        trains = anywhere.bool().tolist()
-    return [list(compress(prepared.optimizers, chosen)) for chosen in trains]
+        found = anywhere.bool().tolist()
+        raise_if_aborted()  # else a part of it
+        prepared.trained_anywhere = (form, found)
+    return prepared.trained_anywhere[1]
 
 
 def _trains(optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> bool:

@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from phalanx.loop.forward import Forward, count_labels
+from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.precision import Precision
 from phalanx.loop.prepare import Prepared
 from phalanx.observe.step_clock import StepClock
 from phalanx.strategies.tensors import count_rows
+
+
+class Weighing(NamedTuple):
+    """How the micro-batches of a run are weighed."""
+
+    by_labels: bool = False
+    """By the labels that count, else by samples: in the loss that is reported."""
+    gradients: bool = False
+    """Whether the labels also weigh the gradients: those of a step with one micro-batch need no weight."""
 
 
 class BatchPasses:
@@ -57,10 +66,8 @@ class BatchPasses:
 
     def weigh(self, batch: Any) -> float | torch.Tensor:
         """Return the weight of a part of the batch: its labels where there are any, else its samples."""
-        target = self.target(batch)
-        if isinstance(target, torch.Tensor) and not target.is_floating_point():
-            return count_labels(target, self.loss_fn).double()  # shares of it must not be rounded to single precision
-        return float(count_rows(target))
+        forward = self._forward
+        return forward.units(batch) if forward.is_mean_over_labels(batch) else float(count_rows(self.target(batch)))
 
 
 class StepOutcome(NamedTuple):
@@ -78,7 +85,7 @@ def train_step(
     batches: Iterator[Any],
     loss_log: LossLog,
     *,
-    by_tokens: bool = False,
+    weighing: Weighing,
     clip: float | None = None,
     measure_norm: bool = False,
     reseed: Callable[[int, int], None] | None = None,
@@ -94,7 +101,7 @@ def train_step(
         clock.enter("forward")
         if reseed is not None:
             reseed(step, gradients.current.offset)
-        loss, share = add_micro_batch(formation, model, forward, batch, by_tokens=by_tokens)
+        loss, share = add_micro_batch(formation, model, forward, batch, weighing)
         loss_log.add(step, loss, share)
         if gradients.boundary:
             break
@@ -107,14 +114,13 @@ def train_step(
 
 
 def add_micro_batch(
-    formation: Prepared, model: nn.Module, forward: Forward, batch: Any, *, by_tokens: bool = False
+    formation: Prepared, model: nn.Module, forward: Forward, batch: Any, weighing: Weighing
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """Run forward and backward of a micro-batch; return its mean loss, and its samples or labels."""
     gradients = formation.gradients
-    share: float | torch.Tensor = float(gradients.current.samples)
-    if by_tokens:
-        share = forward.count_labels(batch) if gradients.current.samples else 0.0
-    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, share if by_tokens else None)
+    share = forward.share(batch, gradients.current.samples, by_labels=weighing.by_labels)
+    weight = share if weighing.gradients else None
+    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, weight)
     return formation.strategy.train_batch(model, batch, passes), share
 
 

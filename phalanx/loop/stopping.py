@@ -245,7 +245,9 @@ class RunControl:
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive: the time spent, the ending, and the state of early stopping."""
         early = None if self._early is None else self._early.state_dict()
-        return {"time_spent": self._time_limit.spent, "ending": dataclasses.asdict(self.ending), "stopping": early}
+        decided = None if self._trial is None else self._trial.decided
+        ending = dataclasses.asdict(self.ending)
+        return {"time_spent": self._time_limit.spent, "ending": ending, "stopping": early, "decided": decided}
 
     def load_state_dict(self, state: dict[str, Any], epochs: int, *, same_run: bool) -> None:
         """Continue after `epochs`; `same_run`: with other ranks, so that the time counts on."""
@@ -255,7 +257,7 @@ class RunControl:
         if self._early is not None:
             self._early.load_state_dict(state["stopping"])
         if self._trial is not None:
-            self._trial.start_after(epochs)
+            self._trial.start_after(state["decided"] if same_run and state.get("decided") is not None else epochs)
 
 
 class TimeLimit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ class TrainTask:
     """The names of the labels, where the training data have some: checkpoints keep them."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The names of a table's inputs and target, where the training data are one: kept likewise."""
+    given: frozenset[str] = frozenset()
+    """The settings that the user gave, also to their defaults."""
 
     def __post_init__(self) -> None:
         self.classes = self.classes or class_names(self.train)
@@ -88,8 +91,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         return given
     if callable(given):
         trained = [p for p in task.model.parameters() if p.requires_grad]
-        options = {"lr": config.learning_rate} if inspect.isclass(given) else {}
-        made: Any = given(trained, **options)
+        made: Any = given(trained, **_options_for(task, config))
         if isinstance(made, torch.optim.Optimizer):
             _refuse_closures(type(made))
             return made
@@ -98,6 +100,35 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         f"optimizer = {given!r}: expected a torch.optim.Optimizer, a factory, or a name",
         hint="Write optimizer=torch.optim.SGD(model.parameters(), lr=0.1), or lambda params: SGD(params, lr=0.1).",
     )
+
+
+_RATES = ("learning_rate", "weight_decay", "momentum")
+
+
+def _given_rates(task: TrainTask, config: DistributedConfig) -> list[str]:
+    return [name for name in _RATES if name in task.given or name in config.given()]
+
+
+def _options_for(task: TrainTask, config: DistributedConfig) -> dict[str, Any]:
+    """Return what an optimizer's class is called with: the rate, and the other settings that were given.
+
+    UsageError if the class does not take one of them. A function that makes an optimizer gets none.
+    """
+    given = task.optimizer
+    if not inspect.isclass(given):
+        return {}
+    options = {"lr": config.learning_rate}
+    for name in _given_rates(task, config):
+        if name == "learning_rate":
+            continue
+        if name not in inspect.signature(given).parameters:
+            raise UsageError(
+                f"{name} = {getattr(config, name)!r} is not an argument of {given.__name__}",
+                hint="Leave it out, or write a function: "
+                f"optimizer=lambda parameters: {given.__name__}(parameters, lr={config.learning_rate:g}, ...)",
+            )
+        options[name] = getattr(config, name)
+    return options
 
 
 def add_objects(task: TrainTask, config: DistributedConfig, device: torch.device) -> None:
@@ -169,6 +200,17 @@ def _check_called(name: str, function: Any) -> None:
 def _check_loss(loss_fn: Any) -> None:
     """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
     _check_called("loss_fn", loss_fn)
+    reduction = _reduction(loss_fn)
+    if reduction in ("sum", "none"):
+        problem = {
+            "sum": "a sum grows with the batch, so that its gradient would depend on the split over ranks and steps",
+            "none": "training needs one number per batch",
+        }[reduction]
+        raise UsageError(
+            f"loss_fn has reduction='{reduction}': {problem}",
+            hint="Leave it out, for the mean over the batch; for a factor, scale the mean: "
+            "loss_fn=lambda output, target: 64 * F.mse_loss(output, target).",
+        )
     trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
     if trained:
         name = type(loss_fn).__name__
@@ -177,6 +219,27 @@ def _check_loss(loss_fn: Any) -> None:
             hint=f"Make it a part of the model, self.loss = {name}(...), whose forward(inputs, targets) returns "
             "self.loss(output, targets), and leave loss_fn out; or freeze it: loss_fn.requires_grad_(False)",
         )
+
+
+def _reduction(loss_fn: Any) -> Any:
+    """Return the argument `reduction` of a loss of torch's, as a module or with its arguments given by partial."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.keywords.get("reduction")
+    return getattr(loss_fn, "reduction", None) if isinstance(loss_fn, nn.Module) else None
+
+
+def _warn_unused(task: TrainTask, config: DistributedConfig) -> None:
+    """Name the settings that an optimizer object, or a function that makes one, does not see."""
+    given, unused = task.optimizer, [f"{name} = {getattr(config, name)!r}" for name in _given_rates(task, config)]
+    if not unused:
+        return
+    verb = "has" if len(unused) == 1 else "have"
+    if isinstance(given, torch.optim.Optimizer):
+        name = type(given).__name__
+        what = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
+    else:
+        what = "on the optimizer that the given function makes: set it there"
+    warnings.warn(f"{', '.join(unused)} {verb} no effect {what}", stacklevel=5)
 
 
 _TAKE_SPARSE = {"sgd", "adagrad"}
@@ -190,14 +253,10 @@ def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
             f"optimizer = a dict of {len(given)} optimizers, and no training_step(step, batch) that steps them",
             hint="Write training_step=..., or give one optimizer with several groups of parameters.",
         )
-    unused = [name for name in ("learning_rate", "weight_decay", "momentum") if name in config.given()]
-    if isinstance(given, torch.optim.Optimizer) and unused:
-        name = type(given).__name__
-        warnings.warn(
-            f"{unused[0]} = {getattr(config, unused[0])!r} has no effect on the {name} that was given: set it there, "
-            f"or name the optimizer: optimizer='{name.lower()}'",
-            stacklevel=4,
-        )
+    if inspect.isclass(given):
+        _options_for(task, config)
+    elif given is not None and not isinstance(given, Mapping):
+        _warn_unused(task, config)
     kind = given if inspect.isclass(given) else type(given)
     if hasattr(kind, "step"):
         _refuse_closures(kind)

@@ -19,7 +19,7 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import Saves
-from phalanx.loop.step import StepOutcome, train_step
+from phalanx.loop.step import StepOutcome, Weighing, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
 from phalanx.loop.values import Values, checked_step, enter_loop, leave_loop, never_logged
@@ -65,8 +65,10 @@ class TrainLoop:
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.reseed = formation.reseed if self.config.fixed_order else None
         """Makes dropout a function of the step and the samples, so that it is equal on any rank and when done again."""
+        self.regrouped = False
+        """Whether the group of ranks has changed, so that other ranks may have begun this run."""
         self.continues = False
-        """Whether other ranks of this run have reported its start: the group of ranks changed."""
+        """Whether the state is one of this run, from before the group of ranks changed."""
         self._call = ModelCall(self)
         self.yields_steps = True
         """Whether the caller gets every step, and may change anything after it."""
@@ -130,7 +132,7 @@ class TrainLoop:
             return
         self.evaluation.try_out()
         epochs = self.config.epochs or (1 if self.config.max_steps is None else None)
-        self.report.started(self.step, self.total_steps, self.model, epochs=epochs, announce=not self.continues)
+        self.report.started(self.step, self.total_steps, self.model, epochs=epochs)
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)
@@ -181,9 +183,10 @@ class TrainLoop:
                 hooks.after_step(self, info)
             hooks.unreported = None
             if self.train_loader.is_consumed or self.is_finished(within_epoch=True):
+                whole = self.train_loader.is_consumed
                 batches.close()
                 self.train_loader.roll_over()
-                self._end_epoch(epoch)
+                self._end_epoch(epoch, whole=whole)
                 self._save_or_stop(step, epochs=epoch + 1)
                 yield info
                 return
@@ -192,7 +195,7 @@ class TrainLoop:
             self._save_or_stop(step)
             if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
                 batches.close()
-                self._end_epoch(epoch)
+                self._end_epoch(epoch, whole=False)
             yield info
             if checks is not None and checks.rebalance(self.train_loader.sharded, report.say):
                 batches.close()
@@ -214,7 +217,10 @@ class TrainLoop:
             epoch = self.epoch
             self.train_loader.roll_over()
             self._end_epoch(epoch)
-        elif self.step and self.saving.due_after_step(self.step):
+            return
+        if not self.is_finished():
+            self.control.after_epoch(self.epoch)  # the tuner had not answered yet
+        if self.step and self.saving.due_after_step(self.step):
             self.saving.save()
 
     def _save_or_stop(self, step: int, epochs: int | None = None) -> None:
@@ -231,13 +237,13 @@ class TrainLoop:
         self.schedule.end(self.step)
         raise preempted_error(reason, step, self.saving.last_path)
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Evaluate and report after a whole epoch, or after the last step."""
+    def _end_epoch(self, epoch: int, *, whole: bool = True) -> None:
+        """Evaluate and report after an epoch, or after the last step; `whole`: False if the run ends within it."""
         self.losses_checked()
         last = self.is_finished()
         metrics = self.evaluation.after_epoch(epoch, last=last)
         self.evaluation.judge({"train/loss": self.report.epoch_loss})
-        self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
+        self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics, whole=whole)
         self.report.say(self.train_loader.sharded.problems(), "warning")
         self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
         self._report_logged(epoch, measured=metrics)
@@ -327,7 +333,7 @@ class ModelCall:
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
         self.forward: Forward | None = None
-        self.by_labels = False
+        self.weighing = Weighing()
         self._captured: CapturedStep | None = None
         self._begun = False
 
@@ -358,7 +364,7 @@ class ModelCall:
         assert forward is not None, "decided on the first batch"
         if captured is not None and not captured.is_off:
             return captured.take(
-                forward, batches, by_tokens=self.by_labels, measure_norm=measure_norm, reseed=loop.reseed
+                forward, batches, weighing=self.weighing, measure_norm=measure_norm, reseed=loop.reseed
             )
         return train_step(
             loop.formation,
@@ -367,7 +373,7 @@ class ModelCall:
             forward,
             batches,
             loop.report.loss_log,
-            by_tokens=self.by_labels,
+            weighing=self.weighing,
             clip=loop.config.gradient_clipping,
             measure_norm=measure_norm,
             reseed=loop.reseed,
@@ -380,7 +386,10 @@ class ModelCall:
         loop, task = self._loop, self._loop.task
         for first in batches:
             self.forward = decide_forward(task.model, task.loss_fn, first)
-            self.by_labels = loop.formation.weighs_labels(self.forward, loop.model, first, loop.train_loader)
+            by_labels = loop.formation.weighs_labels(self.forward, first)
+            # Without a wait for each other in every step, ranks cannot add up the labels of all.
+            has_shares = loop.train_loader.sharded.layout.blocks > 1 and loop.config.resolved_server_mode == "sync"
+            self.weighing = Weighing(by_labels, by_labels and has_shares)
             if not loop.continues and loop.own_step is None:
                 loop.report.say(self.forward.note)
             loop.report.first_batch(task.model, first)

@@ -88,7 +88,7 @@ class InnerAttention(nn.Module):
         seen = None
         if mask is not None:
             seen = seen_tokens(mask.documents) if mask.seen is None else mask.seen
-        groups = query.shape[1] // key.shape[1]
+        groups = int(query.shape[1]) // int(key.shape[1])  # in torch's tracer sizes are tensors
         if groups > 1 and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
             # Only the half-precision CUDA kernels know groups; the rest would fall back to one that stores all scores.
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

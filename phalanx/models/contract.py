@@ -41,6 +41,16 @@ class LossFromOutput(Protocol):
         """Return the mean loss of a batch's output."""
 
 
+class WeighsLoss(Protocol):
+    """A model that returns its loss, or a `loss_fn`, whose mean is one over something else than samples or labels."""
+
+    def loss_weight(self, target: Any) -> float | torch.Tensor:
+        """Return how many units the loss of a batch is the mean of; a tensor stays on its device.
+
+        `target`: what the loss is called with after the output; for a model, the whole batch.
+        """
+
+
 class InitialisesWeights(Protocol):
     """A model that may be built on the meta device."""
 

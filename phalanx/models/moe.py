@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 from phalanx.models.attention import DocumentMask, rotary_table
 from phalanx.models.decoder import Decoder
@@ -42,12 +43,6 @@ def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
     return Dispatched(tokens[order // experts.shape[1]], counts, order)
 
 
-def part_sizes(counts: Tensor, total: int) -> list[int]:
-    """Return the counts as numbers; `total` is their sum. A dry run, which has no values, divides `total` instead."""
-    sizes: list[int] = counts.tolist()
-    return sizes
-
-
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return the experts' rows in the tokens' order and add each token's [tokens, top_k] weighted rows."""
     tokens, top_k = weights.shape
@@ -56,15 +51,25 @@ def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
-    """Return experts x sum(share of choices x mean probability), from [batch, time, experts] and [batch, time, top_k].
+    """Return experts x sum(share of choices x mean probability) per sequence: [batch].
 
-    It is 1 when all experts are used alike and grows with the imbalance. It is taken of each sequence, then averaged:
-    so, other than an average over the whole batch, it does not depend on how the batch is split over ranks.
+    From [batch, time, experts] and [batch, time, top_k]. It is 1 when all experts are used alike and grows with the
+    imbalance. Taken of the whole batch, it would depend on how the batch is split over ranks.
     """
     chosen = experts.flatten(1)
     choice = probabilities.new_full((), 1 / chosen.shape[1]).expand(chosen.shape)
     shares = torch.zeros_like(probabilities[:, 0]).scatter_add(1, chosen, choice)
-    return probabilities.shape[-1] * (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
+    return probabilities.shape[-1] * (shares * probabilities.mean(dim=1)).sum(dim=-1)
+
+
+def mean_over_labels(values: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of one value per sequence, each weighed by the labels of its sequence that count.
+
+    The cross entropy is a mean over labels, and micro-batches are weighed by theirs: so is what is added to it, or a
+    step would depend on the split. Zero if no label counts.
+    """
+    labels = (targets != IGNORED_LABEL).sum(dim=1)
+    return (values * labels).sum() / labels.sum().clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +132,7 @@ class Routed(NamedTuple):
     """[batch, time, top_k], adding up to 1"""
 
     balance: Tensor
-    """The balance loss, a scalar."""
+    """The balance loss of each sequence, [batch]."""
 
 
 class Router(nn.Module):
@@ -162,12 +167,24 @@ class Experts(nn.Module):
 
         Under expert parallelism the rows of all ranks for this rank's experts come here.
         """
-        parts = rows.split(part_sizes(counts, rows.shape[0]))  # type: ignore[no-untyped-call]
+        parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
         outputs = [
             (F.silu(part @ gate) * (part @ up)) @ down
             for part, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
         ]
         return torch.cat(outputs)
+
+    def dense(self, inputs: Tensor, routed: Routed) -> Tensor:
+        """Return the weighted outputs of [batch, time, hidden] from every expert for every token.
+
+        For export: a graph without Python cannot give each expert as many rows as the tokens ask for.
+        """
+        shares = inputs.new_zeros(*inputs.shape[:2], self.gate.shape[0])
+        shares = shares.scatter(-1, routed.experts, routed.weights.to(inputs.dtype))
+        gate = torch.einsum("bth,ehf->btef", inputs, self.gate)
+        up = torch.einsum("bth,ehf->btef", inputs, self.up)
+        outputs = torch.einsum("btef,efh->bteh", F.silu(gate) * up, self.down)
+        return (outputs * shares[..., None]).sum(dim=2)
 
 
 class MoEFeed(nn.Module):
@@ -182,6 +199,8 @@ class MoEFeed(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return [batch, time, hidden] refined, and the balance loss."""
         routed: Routed = self.router(inputs)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            return self.experts.dense(inputs, routed), routed.balance
         sent = dispatch(inputs.flatten(0, 1), routed.experts.flatten(0, 1), self.num_experts)
         rows = self.experts(sent.rows, sent.counts)
         return combine(rows, sent.order, routed.weights.flatten(0, 1)).view_as(inputs), routed.balance
@@ -232,7 +251,8 @@ class MoE(Decoder):
     ) -> Tensor | LMOutput:
         """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
 
-        In training the layers' mean balance loss, times `config.balance`, is part of the loss. Tokens do not see those
+        In training the layers' mean balance loss, times `config.balance`, is part of the loss: a mean over sequences,
+        each weighed by its labels. Tokens do not see those
         of other `documents` [batch, time], and positions restart in each.
         """
         config = self.config
@@ -249,7 +269,9 @@ class MoE(Decoder):
             balances.append(balance)
         output = self.finish(hidden, targets)
         if self.training and isinstance(output, LMOutput):
-            return LMOutput(output.loss + config.balance * torch.stack(balances).mean(), output.logits)
+            assert targets is not None, "the output has a loss"
+            balanced = mean_over_labels(torch.stack(balances).mean(dim=0), targets)
+            return LMOutput(output.loss + config.balance * balanced, output.logits)
         return output
 
     def pipeline_units(self) -> list[str]:

@@ -7,7 +7,7 @@ the chosen answer's reward above the rejected one's. The reference is the model 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -66,6 +66,11 @@ class DPO(nn.Module):
         margin, wrong = rewards[:, 0] - rewards[:, 1], self.label_smoothing
         loss = -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
         return PreferenceOutput(loss.mean(), rewards)
+
+    def loss_weight(self, batch: Any) -> float:
+        """Return the number of pairs: the loss is their mean, however many tokens their answers have."""
+        parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+        return float(len(parts[0]))
 
     @contextmanager
     def _as_reference(self) -> Iterator[nn.Module]:

@@ -97,7 +97,7 @@ class Embedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return [batch, 1 + patches, hidden]."""
         patches = self.patch(images).flatten(2).transpose(1, 2)
-        sequence = torch.cat([self.label.expand(len(images), -1, -1), patches], dim=1)
+        sequence = torch.cat([self.label.expand(images.shape[0], -1, -1), patches], dim=1)
         return cast("Tensor", self.dropout(sequence + self.positions))
 
 

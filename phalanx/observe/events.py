@@ -74,6 +74,8 @@ class RunStarted(Event):
     """Over 1: this many ranks share a GPU, and no figure of this run says how fast the layout is."""
     job: dict[str, Any] = field(default_factory=dict)
     """What the planner must know to predict the run (`plan.learning.job_of`); empty for a model without dimensions."""
+    run_id: str = ""
+    """The name of the run in its checkpoints and locks; empty for an engine that writes neither."""
 
 
 @dataclass(frozen=True)

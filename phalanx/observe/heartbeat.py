@@ -15,17 +15,22 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from phalanx.host.files import replace_file
 from phalanx.host.processes import cpu_seconds
 
-_BEAT = struct.Struct("=qdq")
+_BEAT = struct.Struct("=qqdq")  # step, place, time, part
+_PLACE = struct.Struct("=qd")
 _PART = struct.Struct("=dq")
 _TIME = struct.Struct("=d")
-_PART_OFFSET = 8
+_PLACE_OFFSET, _TIME_OFFSET = 8, 16
+_CALLBACKS = ("on_fit_start", "on_step_end", "on_epoch_end", "on_checkpoint", "on_training_end", "on_fit_end")
+PLACES = {place: number for number, place in enumerate(("", *_CALLBACKS, "a save"))}
+"""Where a rank can be between steps for as long as the user's code or a disk takes; the first one is nowhere."""
+_BY_NUMBER = tuple(PLACES)
 BOARD_VARIABLE = "PHALANX_HEARTBEATS"
 """The path of a rank's board: its machine may get another number while it runs."""
 _BUSY_SECONDS = 1.0
@@ -73,7 +78,7 @@ class Gauges:
 _GAUGES = struct.Struct(f"={len(fields(Gauges))}d")
 _NO_GAUGES = Gauges()
 _ENTRY_BYTES = _BEAT.size + _GAUGES.size
-_EMPTY = _BEAT.pack(_NEVER, 0.0, 0) + _GAUGES.pack(*astuple(_NO_GAUGES))
+_EMPTY = _BEAT.pack(_NEVER, 0, 0.0, 0) + _GAUGES.pack(*astuple(_NO_GAUGES))
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class HeartbeatBoard:
         self._offset = rank * _ENTRY_BYTES
         if self._offset + _ENTRY_BYTES > len(self._map):
             raise IndexError(f"rank {rank} is not on the board {path}")
+        self._place = ""
 
     @classmethod
     def create(cls, path: Path, world_size: int) -> HeartbeatBoard:
@@ -124,7 +130,7 @@ class HeartbeatBoard:
 
     def beat(self, step: int) -> None:
         """Write that this rank is alive and at `step`."""
-        _BEAT.pack_into(self._map, self._offset, step, time.time(), 0)
+        _BEAT.pack_into(self._map, self._offset, step, 0, time.time(), 0)
 
     def gauge(self, gauges: Gauges) -> None:
         """Write what this rank measured about itself."""
@@ -135,20 +141,30 @@ class HeartbeatBoard:
 
     def count(self, part: int) -> None:
         """Write that this rank is alive, and how many batches of an evaluation are done."""
-        _PART.pack_into(self._map, self._offset + _PART_OFFSET, time.time(), part)
+        _PART.pack_into(self._map, self._offset + _TIME_OFFSET, time.time(), part)
 
     def alive(self) -> None:
         """Write that this rank makes progress within a step, or before its first one."""
-        _TIME.pack_into(self._map, self._offset + _PART_OFFSET, time.time())
+        _TIME.pack_into(self._map, self._offset + _TIME_OFFSET, time.time())
+
+    def enter(self, place: str) -> str:
+        """Write which of `PLACES` this rank is in from now on, and return where it was; the main thread calls this."""
+        before, self._place = self._place, place
+        _PLACE.pack_into(self._map, self._offset + _PLACE_OFFSET, PLACES[place], time.time())
+        return before
+
+    def place(self, rank: int) -> str:
+        """Return which of `PLACES` a rank is in."""
+        return _BY_NUMBER[_PLACE.unpack_from(self._map, rank * _ENTRY_BYTES + _PLACE_OFFSET)[0]]
 
     def last_progress(self, rank: int) -> float:
         """Return when `rank` last wrote anything, also before its first step; 0 for never."""
-        return float(_TIME.unpack_from(self._map, rank * _ENTRY_BYTES + _PART_OFFSET)[0])
+        return float(_TIME.unpack_from(self._map, rank * _ENTRY_BYTES + _TIME_OFFSET)[0])
 
     def read(self, rank: int) -> Beat | None:
         """Return the last beat of `rank`, or None when it never gave one."""
         offset = rank * _ENTRY_BYTES
-        step, when, part = _BEAT.unpack_from(self._map, offset)
+        step, _, when, part = _BEAT.unpack_from(self._map, offset)
         if step == _NEVER:
             return None
         return Beat(step, when, part, Gauges(*_GAUGES.unpack_from(self._map, offset + _BEAT.size)))
@@ -163,6 +179,7 @@ class LocalBoard:
 
     def __init__(self) -> None:
         self._step, self._time, self._part, self._gauges = _NEVER, 0.0, 0, _NO_GAUGES
+        self._place = ""
 
     def beat(self, step: int) -> None:
         """Keep the step."""
@@ -175,6 +192,11 @@ class LocalBoard:
     def alive(self) -> None:
         """Keep when this process made progress."""
         self._time = time.time()
+
+    def enter(self, place: str) -> str:
+        """Keep where this process is, and return where it was."""
+        before, self._place = self._place, place
+        return before
 
     def gauge(self, gauges: Gauges) -> None:
         """Keep what this rank measured about itself."""
@@ -219,6 +241,16 @@ def current() -> Board:
     slot = os.environ.get("PHALANX_SLOT") or os.environ.get("RANK", "0")
     path = os.environ.get(BOARD_VARIABLE) or board_path(Path(log_dir), int(os.environ.get("GROUP_RANK", "0")))
     return _open(str(path), slot)
+
+
+@contextmanager
+def within(place: str, board: Board) -> Iterator[None]:
+    """Let this rank be in one of `PLACES` for the block: then it is alive although it takes no step."""
+    before = board.enter(place)
+    try:
+        yield
+    finally:
+        board.enter(before)
 
 
 class BusyBeat:

@@ -158,6 +158,8 @@ class History:
                     history.logged.append({"step": event["step"], "values": event["values"]})
                 case "epoch":
                     rate = history.steps[-1]["learning_rate"] if history.steps else 0.0
+                    if history.epochs and history.epochs[-1].epoch == event["epoch"]:
+                        history.epochs.pop()  # the run ended within it, and was resumed
                     known = ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
                     history.epochs.append(EpochRecord(**{k: event[k] for k in known}, learning_rate=rate))
                 case "run_ended":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, first_line
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.sinks import read_tracking, write_tracking
 
@@ -93,7 +93,7 @@ class MlflowSink:
         except self._mlflow.exceptions.MlflowException as error:
             uri = self._mlflow.get_tracking_uri()
             raise UsageError(
-                f"MLflow at {uri} took no run: {str(error).splitlines()[0][:300]}",
+                f"MLflow at {uri} took no run: {first_line(error)[:300]}",
                 hint="Set MLFLOW_TRACKING_URI to a server that answers, or unset it for mlflow.db in this folder.",
             ) from error
 

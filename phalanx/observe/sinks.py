@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from phalanx.errors import UsageError, nearest
 from phalanx.host.files import make_private, replace_file
-from phalanx.observe.events import Event, StepDone
+from phalanx.observe.events import Event, Message, StepDone
+from phalanx.observe.format import size
 from phalanx.observe.guard import Guard, say_to_user
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class FdSink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket: socket.socket | None = connection
+        self._too_large: set[str] = set()
         connection.setblocking(False)
 
     @classmethod
@@ -139,13 +141,11 @@ class FdSink:
         if self._socket is None:
             return
         data = event.to_json().encode()
-        try:
-            self._socket.send(data)
-        except BlockingIOError:
-            if not isinstance(event, StepDone):
-                self._wait_and_send(data)
-        except OSError as error:
-            self._close_if_disconnected(error)
+        if not self._send(event, data) and not isinstance(event, StepDone):
+            poller = select.poll()
+            poller.register(self._socket, select.POLLOUT)
+            if poller.poll(_WAIT_MS):
+                self._send(event, data)  # if another rank took the room, it is lost: better than a further delay
 
     def close(self) -> None:
         """Close the socket."""
@@ -153,23 +153,28 @@ class FdSink:
             self._socket.close()
             self._socket = None
 
-    def _wait_and_send(self, data: bytes) -> None:
+    def _send(self, event: Event, data: bytes) -> bool:
+        """Send an event; return False if the socket has no room now."""
         assert self._socket is not None
-        poller = select.poll()
-        poller.register(self._socket, select.POLLOUT)
-        if not poller.poll(_WAIT_MS):
-            return
         try:
             self._socket.send(data)
         except BlockingIOError:
-            return  # another rank took the room: a lost event is better than a further delay
+            return False
         except OSError as error:
-            self._close_if_disconnected(error)
+            if error.errno == errno.EMSGSIZE:
+                self._leave_out(event, len(data))
+            elif isinstance(error, ConnectionError) or error.errno == errno.ENOTCONN:
+                self.close()
+            else:
+                raise
+        return True
 
-    def _close_if_disconnected(self, error: OSError) -> None:
-        if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
-            raise error
-        self.close()
+    def _leave_out(self, event: Event, length: int) -> None:
+        """Leave out an event that is larger than any datagram, with one notice for all of its kind."""
+        if event.kind not in self._too_large:
+            self._too_large.add(event.kind)
+            text = f"events '{event.kind}' of {size(length)} are not shown here; the files of the run have them"
+            self.handle(Message("warning", text, rank=event.rank))
 
 
 def _is_socket(descriptor: int) -> bool:

@@ -26,6 +26,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepDone,
 )
+from phalanx.observe.written import note_written
 
 _FLUSH_SECONDS = 5.0
 _CASTAGNOLI = 0x82F63B78
@@ -48,9 +49,13 @@ class TensorBoardSink:
     """Writes curves as scalars, the settings as text and as hyperparameters; a resumed run continues its curves."""
 
     def __init__(
-        self, directory: Path | str, hparams: Mapping[str, bool | float | str] | None = None, config: str = ""
+        self,
+        directory: Path | str,
+        hparams: Mapping[str, bool | float | str] | None = None,
+        config: str = "",
+        run_dir: Path | None = None,
     ) -> None:
-        """`hparams`: what the HParams page compares; `config`: all settings, as TOML."""
+        """`hparams`: what the HParams page compares; `config`: all settings, as TOML; `run_dir`: of the run."""
         self.directory = Path(directory)
         self._hparams = dict(hparams or {})
         self._config = config
@@ -72,6 +77,8 @@ class TensorBoardSink:
                 f"TensorBoard files cannot be written to {directory}: {error.strerror}",
                 hint="Set tensorboard to a folder you can write to.",
             ) from error
+        if run_dir is not None:
+            note_written(run_dir, self.directory / name)
         self._flushed = time.monotonic()
         self._write(self._messages.Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._file.flush()

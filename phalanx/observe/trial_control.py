@@ -30,7 +30,8 @@ class TrialControl:
         self._at = None if at is None else tuple(at)
         self._first = first
         self._every = every
-        self._asked = 0
+        self.asked = 0
+        """The last iteration that was checked: what lies before is decided."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> TrialControl | None:
@@ -44,11 +45,11 @@ class TrialControl:
 
     def start_after(self, iteration: int) -> None:
         """Set that the run begins after this iteration: what lies before is decided."""
-        self._asked = iteration
+        self.asked = iteration
 
     def is_due(self, iteration: int) -> bool:
         """Whether the run waits now: a point lies between the last iteration that was checked and this one."""
-        before, self._asked = self._asked, iteration
+        before, self.asked = self.asked, iteration
         if self._at is None:
             return iteration >= self._first and iteration // self._every > before // self._every
         return any(before < point <= iteration for point in self._at)

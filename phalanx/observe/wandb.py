@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, first_line
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.sinks import read_tracking, write_tracking
+from phalanx.observe.written import note_written
 
 _EXIT_CODES = {"failed": 1, "preempted": 1, "interrupted": 1}
 _FACTS = ("world_size", "device", "strategy", "precision", "global_batch", "parameters")
@@ -42,6 +43,7 @@ class WandbSink:
         if self._is_ours:
             self._run = self._start(run_dir, project, name, before or secrets.token_hex(4))
             write_tracking(run_dir, "wandb", self._run.id)
+            note_written(run_dir, self._run.settings.sync_dir)
         else:
             self._run = self._wandb.run
         self._run.config.update(settings, allow_val_change=True)
@@ -88,7 +90,7 @@ class WandbSink:
             )
         except wandb.errors.Error as error:
             raise UsageError(
-                f"Weights & Biases took no run: {str(error).splitlines()[0][:300]}",
+                f"Weights & Biases took no run: {first_line(error)[:300]}",
                 hint="Log in with: wandb login. Without a network set WANDB_MODE=offline and upload later.",
             ) from error
 

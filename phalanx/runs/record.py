@@ -26,6 +26,7 @@ from phalanx.errors import PhalanxError, RankFailedError, UsageError
 from phalanx.host.files import close_scratch, make_private, open_scratch, replace_file
 from phalanx.host.processes import began_at
 from phalanx.observe.goodput import EVENTS, read_events
+from phalanx.observe.written import note_written
 from phalanx.version import __version__
 
 FILE = "run.json"
@@ -70,6 +71,10 @@ class RunRecord:
     """When the run was last resumed in its folder."""
     outcome: str = ""
     """How the command ended: finished, failed, preempted or interrupted; a script may write no events."""
+    slurm_job: str = ""
+    """The job of Slurm that started it; empty without one."""
+    slurm_restarts: int = 0
+    """How often Slurm had put that job back into the queue."""
 
     @classmethod
     def of_this_process(cls, settings: Mapping[str, Any], **target: Any) -> RunRecord:
@@ -87,6 +92,8 @@ class RunRecord:
             phalanx=__version__,
             commit=(_git("rev-parse", "HEAD") or "").strip() or None,
             environment=_environment(),
+            slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+            slurm_restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             **target,
         )
 
@@ -122,6 +129,17 @@ class RunRecord:
             return False
         return self.pid > 0
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process started the run, in an earlier fit of it."""
+        return self.pid == os.getpid() and self.is_alive
+
+    @property
+    def was_requeued(self) -> bool:
+        """Whether this is a later start of the Slurm job that started the run: Slurm has ended the earlier one."""
+        job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return self.slurm_job != "" and self.slurm_job == job and self.slurm_restarts < restarts
+
     def write(self, run_dir: Path) -> None:
         """Write it as a whole."""
         replace_file(run_dir / FILE, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
@@ -135,6 +153,7 @@ def _keep_model_files(recipe: Mapping[str, Any], kept: Path) -> None:
     from phalanx.recipes.token_data import TEXT_FILES  # few runs need it
 
     kept.mkdir()
+    note_written(kept.parent, kept)
     for pattern in ("config.json", "generation_config.json", *TEXT_FILES):
         for file in folder.glob(pattern):
             shutil.copy(file, kept / file.name)
@@ -169,14 +188,6 @@ def end_record(run_dir: Path, outcome: str) -> None:
     record = read_record(run_dir)
     if isinstance(record, RunRecord):
         dataclasses.replace(record, outcome=outcome).write(run_dir)
-
-
-def is_own_file(run_dir: Path) -> bool:
-    """Whether run.json was written by this user or root: others must not name modules that this user imports."""
-    try:
-        return (run_dir / FILE).stat().st_uid in (os.geteuid(), 0)
-    except FileNotFoundError:
-        return True
 
 
 def _git(*words: str) -> str | None:

@@ -19,7 +19,8 @@ from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
 def last_run_of(name: str) -> StoredRun:
     """Return the newest run in ./runs that was started under a name."""
     runs = list_runs()
-    found = next((run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)), None)
+    named = [run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
+    found = next((run for run in named if run.is_trusted), None)
     if found is None:
         others = f"; the latest: {', '.join(run.name for run in runs[:3])}" if runs else ""
         hint = f"Write: {resume_command(runs[0])}. Or leave --resume out." if runs else "Leave --resume out."
@@ -29,8 +30,9 @@ def last_run_of(name: str) -> StoredRun:
 
 def resume_settings(run: StoredRun) -> dict[str, Any]:
     """Return the settings with which a run continues from its last checkpoint."""
-    if run.status == "running":
-        raise UsageError(f"{run.name} is still running", hint="Stop it first, with Ctrl-C or SIGTERM.")
+    run.require_trust("names what a resumed run does")
+    if why := run.in_use:
+        raise UsageError(f"{run.name} {why}", hint=run.how_to_free)
     if not run.checkpoints:
         hint = "Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'."
         if run.record is not None and (run.record.script or run.record.module):
@@ -44,16 +46,29 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
     return {"run_dir": str(run.path), "resume_from_checkpoint": str(newest)}
 
 
+def check_not_in_use(config: DistributedConfig, *, again: bool = False) -> StoredRun | None:
+    """Refuse a folder that a run in progress writes to, on any host; return the run that it holds, if any.
+
+    Of several machines, the first one checks the folder that all of them share. `again`: a fit, after others of this
+    process, which count as in progress while the process lives where they were broken off.
+    """
+    if config.run_dir is None or config.node_rank or not is_run(Path(config.run_dir)):
+        return None
+    run = StoredRun(Path(config.run_dir))
+    is_own = again and run.record is not None and run.record.is_of_this_process
+    if (why := run.in_use) and not is_own:
+        raise UsageError(f"the run in run_dir = '{config.run_dir}' {why}", hint=run.how_to_free)
+    return run
+
+
 def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool = False) -> None:
     """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files.
 
     `settled`: the config says how long training takes, as for a recipe; a script may have its own settings.
     """
-    if config.run_dir is None or config.node_rank or not is_run(Path(config.run_dir)):
-        return  # the first machine checks the folder that all of them share
-    run = StoredRun(Path(config.run_dir))
-    if run.status == "running":
-        raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
+    run = check_not_in_use(config)
+    if run is None:
+        return
     if config.resume_from_checkpoint:
         # `true` is for scripts that are started again after any end, also after that of a finished run.
         if settled and str(config.resume_from_checkpoint).lower() != "true":
@@ -65,8 +80,6 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
             f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
             hint=f"Continue it: {resume_command(run)}. Replace it: add --overwrite. Or give another --run-dir.",
         )
-    if run.in_use:
-        raise UsageError(f"--overwrite: the run in '{config.run_dir}' {run.in_use}", hint="Give another --run-dir.")
     refuse_whole_project(run)
     run.clear()
 
@@ -165,16 +178,23 @@ def note_run(run: StoredRun, note: str) -> None:
 def _rewrite(run: StoredRun, **changes: Any) -> None:
     if run.record is None:
         raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have a name, tags and notes")
+    run.require_trust("would be yours once it is changed")
     dataclasses.replace(run.record, **changes).write(run.path)
+
+
+def note_end(run: StoredRun) -> None:
+    """Note that a run has ended without a report, as the user or a scheduler knows: its machine was lost."""
+    if run.status == "running":
+        raise UsageError(f"{run.name} is running", hint=f"End it: phalanx runs stop {shlex.quote(run.name)}")
+    if run.status in ("unknown", "damaged"):
+        _rewrite(run, outcome="killed")
 
 
 def refuse_running(run: StoredRun) -> None:
     """Refuse to remove a run that runs, or may."""
     refuse_whole_project(run)
     if why := run.in_use:
-        known = run.status == "running"
-        hint = "Stop it first, with Ctrl-C." if known else f"If it has ended: rm -r {shlex.quote(str(run.path))}"
-        raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
+        raise UsageError(f"{run.name} {why}; nothing was removed", hint=run.how_to_free)
 
 
 def remove_run(run: StoredRun, folder: Path) -> bool:

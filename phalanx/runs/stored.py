@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.errors import UsageError, nearest
+from phalanx.host.files import is_trusted
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.events import MetricsReported, StepDone, from_dict
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+from phalanx.observe.written import WRITTEN, read_written
 from phalanx.recipes import Recipe, of_earlier_run
-from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, is_own_file, read_record
+from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, read_record
 
 RUNS = Path("runs")
 STUDY_FILE = "study.db"
@@ -32,13 +34,15 @@ STUDY_FILE = "study.db"
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
-    *(FILE, EVENTS, CHANGES, PACKAGES, "config.toml", "tracking.json", "tensorboard", "wandb"),
-    *("events.out.tfevents.*", "fit-[0-9]*"),
+    *(FILE, EVENTS, CHANGES, PACKAGES, WRITTEN, "config.toml", "tracking.json"),
     *("checkpoints/step-*", "checkpoints/.chunks-*", "checkpoints/.writing-*", "checkpoints/.removing-*"),
     *("checkpoints/.copying-*", "checkpoints/.run-*.lock"),
     *("logs/rank-*", "logs/heartbeats*", "profile/rank-*", "profile/trace.json.gz"),
 )
 """The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
+_FITS = "fit-[0-9]*"
+_NOTED_PATTERNS = ("wandb/*", "events.out.tfevents.*", MODEL_FILES, _FITS)
+"""Files of a run if the run has noted that it wrote them: other programs and runs use these names, too."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,27 @@ class StoredRun:
         """Why run.json cannot be used; empty where it can, or where there is none."""
         return self._read if isinstance(self._read, str) else ""
 
+    @cached_property
+    def is_trusted(self) -> bool:
+        """Whether this user or root alone can have written run.json; else it is shown, and nothing is done by it."""
+        return is_trusted(self.path) and is_trusted(self.path / FILE)
+
+    def require_trust(self, what: str, hint: str = "") -> None:
+        """Refuse a run that another user may have written; `what`: the end of the sentence that its run.json begins."""
+        if self.is_trusted:
+            return
+        path, copy = shlex.quote(str(self.path)), shlex.quote(f"{self.path.name}-copy")
+        owners = {self.path.stat().st_uid}
+        with suppress(OSError):  # there is none, or the folder is closed
+            owners.add((self.path / FILE).stat().st_uid)
+        if owners <= {os.geteuid(), 0}:
+            whose, how = "can be written by other users", f"chmod go-w {path} {shlex.quote(str(self.path / FILE))}"
+        else:
+            whose, how = "belongs to another user", f"cp -r {path} {copy}"
+        raise UsageError(
+            f"{self.path / FILE} {whose}, and {what}", hint=f"If you have read it and trust it: {how}. {hint}".strip()
+        )
+
     @property
     def command(self) -> str:
         """The command that started it, as it can be pasted."""
@@ -77,11 +102,7 @@ class StoredRun:
         """The recipe that it trained, with all changes; None for a script or a trainer in Python."""
         if self.record is None or self.record.recipe is None:
             return None
-        if not is_own_file(self.path):
-            raise UsageError(
-                f"{self.path / FILE} belongs to another user, and names modules that would be imported",
-                hint="Copy the run's folder, or give --model and --data yourself.",
-            )
+        self.require_trust("names modules that would be imported", "Or give --model and --data yourself.")
         document = dict(self.record.recipe)
         for name in ("presets", "callbacks", "paths"):
             document[name] = tuple(document.get(name, ()))
@@ -159,8 +180,12 @@ class StoredRun:
 
     @property
     def _is_locked(self) -> bool:
-        """Whether a rank on any host holds the lock of a run in the folder's own checkpoints."""
-        for path in (self.path / "checkpoints").glob(".run-*.lock"):
+        """Whether a rank on any host holds the run's lock, where its checkpoints are; those at a URL have none."""
+        directory, run_id = self.checkpoint_dir, self.begun.get("run_id")
+        if isinstance(directory, RemotePath):
+            return False
+        name = "*" if self.owns_checkpoint_dir else run_id  # a folder elsewhere may be that of many runs
+        for path in directory.glob(f".run-{name}.lock") if name else ():
             with suppress(FileNotFoundError), path.open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -176,7 +201,7 @@ class StoredRun:
         status = self.status
         if status == "running":
             return "is running"
-        if status not in ("unknown", "damaged"):
+        if status not in ("unknown", "damaged") or (self.record is not None and self.record.was_requeued):
             return ""
         files = (self.path / EVENTS, self.path / "logs" / "heartbeats")
         ages = [time.time() - file.stat().st_mtime for file in files if file.is_file()]
@@ -184,6 +209,17 @@ class StoredRun:
             return ""
         host = f" on {self.record.host}" if self.record is not None else ""
         return f"may be running{host}: it has not reported its end, and its files changed {duration(min(ages))} ago"
+
+    @property
+    def how_to_free(self) -> str:
+        """What to do about a run that is `in_use`."""
+        end = "Stop it first, with Ctrl-C or SIGTERM"
+        if self.status == "running":
+            return f"{end}."
+        if self.record is None:
+            return f"{end}, on its host; or wait until its files have not changed for {duration(_FRESH_SECONDS)}."
+        command = f"phalanx runs stop {shlex.quote(self.name)} --ended"
+        return f"{end}, on its host. If it has ended there without a report, say so: {command}"
 
     @property
     def started(self) -> float:
@@ -218,8 +254,8 @@ class StoredRun:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where its checkpoints are."""
-        record = self.record
+        """Where its checkpoints are; of a run that is not trusted, those in its own folder alone."""
+        record = self.record if self.is_trusted else None
         if record is None or (given := record.settings.get("checkpoint_dir")) is None:
             return self.path / "checkpoints"
         path = as_path(str(given))
@@ -237,8 +273,15 @@ class StoredRun:
             return []  # runs can be listed without access to where their checkpoints are
         if self.owns_checkpoint_dir:
             return found
-        own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}
-        return [path for path in found if path.name in own]
+        names, runs = set[str](), set[str]()
+        for event in self.events():
+            if event["event"] == "checkpoint":
+                names.add(Path(event["path"]).name)
+            elif event["event"] == "run_started" and event.get("run_id"):
+                runs.add(event["run_id"])
+        own = [path for path in found if path.name in names]
+        # A name in a folder that was free again may be that of another run by now; at a URL each save has its own.
+        return own if isinstance(directory, RemotePath) or not runs else [p for p in own if _run_of(p) in runs]
 
     @property
     def owns_checkpoint_dir(self) -> bool:
@@ -277,7 +320,7 @@ class StoredRun:
 
     def last_beat(self) -> list[dict[str, Any]]:
         """Return the main rank's last heartbeat as an event, for a run that goes on or was killed; else nothing."""
-        if self.ended:
+        if self.ended or not self.is_trusted:  # a map of a file that its owner cuts ends this process
             return []
         with suppress(OSError, IndexError, ValueError):  # no launcher has made the file, or another user's
             with closing(HeartbeatBoard(board_path(self.path / "logs"))) as board:
@@ -286,15 +329,36 @@ class StoredRun:
         return []
 
     def clear(self) -> None:
-        """Remove the run's own files; other files in its folder stay."""
-        for path in [path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern)]:
+        """Remove the files that the run has written; other files in its folder stay."""
+        self.require_trust("its links may lead to other files, so nothing was removed")
+        noted = read_written(self.path)
+        found = [path for pattern in _NOTED_PATTERNS for path in self.path.glob(pattern)]
+        written = [path for path in found if str(path.relative_to(self.path)) in noted]
+        fits = [path for path in written if path.match(_FITS)]
+        for fit in fits:
+            StoredRun(fit).clear()
+        for path in [*written, *(path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern))]:
+            if path in fits:
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        for name in ("checkpoints", "logs", "profile"):
+        for link in self.path.glob("wandb/*"):
+            if link.is_symlink() and not link.exists():  # W&B's links to its latest run, which was this one
+                link.unlink()
+        for folder in (*fits, *(self.path / name for name in ("checkpoints", "logs", "profile", "wandb"))):
             with suppress(OSError):  # it is not there, or holds other files
-                (self.path / name).rmdir()
+                folder.rmdir()
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    """Return the run that saved a checkpoint; None if its manifest cannot be read."""
+    try:
+        document = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document.get("run_id") if isinstance(document, dict) else None
 
 
 def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
@@ -349,8 +413,8 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
         if candidate.is_dir() and is_run(candidate):
             return StoredRun(candidate)
     runs = list_runs(folder)
-    if str(name) == "last" and runs:
-        return runs[0]
+    if str(name) == "last" and runs:  # in a folder that users share, this user's
+        return next((run for run in runs if run.is_trusted), runs[0])
     word = str(name)
     meanings: list[tuple[str, str, Callable[[StoredRun], bool]]] = [
         ("the name", "Write its folder.", lambda run: run.alias == word),

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.errors import UsageError
-from phalanx.models import moe
 from phalanx.models.contract import ExpertModules, implements
 from phalanx.world.splits import uneven_experts
 
@@ -56,7 +55,7 @@ def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts
     sent = counts.view(ranks, -1)  # [rank, its experts]: how many rows go there
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent.contiguous(), group=group)
-    outward, inward = (moe.part_sizes(counted.sum(1), rows.shape[0]) for counted in (sent, received))
+    outward, inward = (counted.sum(1).tolist() for counted in (sent, received))
     arrived = _AllToAll.apply(rows, outward, inward, group)  # type: ignore[no-untyped-call]
     # Rows are ordered by sending rank; each expert needs its rows of all ranks together.
     expert = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])

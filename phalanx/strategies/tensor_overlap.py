@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from phalanx import torch_compiler
+from phalanx.errors import first_line
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _share_memory(world: World, group: dist.ProcessGroup) -> str:
     try:
         torch_compiler.share_memory(group)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     shared = torch.tensor(0 if reason else 1, device=world.device)
     dist.all_reduce(shared, dist.ReduceOp.MIN, group=group)
     return reason or ("" if shared.item() else "another rank of the axis could not share its memory")

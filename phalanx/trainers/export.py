@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from phalanx.data.sets.chat_template import PLAIN, read_template
-from phalanx.errors import ModelError, UsageError
+from phalanx.errors import ModelError, UsageError, first_line
 from phalanx.loop.evaluate import model_output, own_modes
 from phalanx.models.contract import WrapsModel, implements
 from phalanx.models.hf import save_pretrained
@@ -180,7 +180,7 @@ def _write_onnx(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path) 
                 dynamic_shapes=(_names_of_sizes(program),),
             )
     except Exception as error:  # torch has many errors for what it cannot express
-        raise ModelError(f"the model cannot be written as ONNX: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"the model cannot be written as ONNX: {first_line(error)}") from error
 
 
 def _free_sizes(inputs: torch.Tensor) -> dict[int, Any]:
@@ -207,4 +207,4 @@ def _write_torchscript(model: nn.Module, inputs: tuple[torch.Tensor, ...], path:
             jit: Any = torch.jit  # its trace has no annotations
             jit.trace(model, inputs).save(str(path))
     except Exception as error:
-        raise ModelError(f"the model cannot be traced: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"the model cannot be traced: {first_line(error)}") from error

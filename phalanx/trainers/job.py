@@ -94,7 +94,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
     if job.action == "fit":
         config, note = settle_here(job.config, job.task.model, job.task.train)
         job = replace(job, config=config, note=job.note or note)
-    with Formation(job.config) as formation, nullcontext() if survivor is None else survivor.returning():
+    with Formation(job.config) as formation, nullcontext() if survivor is None else survivor.returning(formation):
         if isinstance(job.task.loss_fn, nn.Module):  # such as the class weights of CrossEntropyLoss
             job.task.loss_fn.to(formation.device)
         if job.action == "fit":
@@ -171,7 +171,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     plan = _fault_plan(job, formation)
     try:
         if survivor is not None:
-            survivor.match(job.task.model)
+            survivor.match(formation, job.task.model)
         loop = TrainLoop(formation, job.task, events, run_dir)
         loop.saving.gives_back = job.gives_back and formation.world_size == 1
         profile = _step_profile(formation, run_dir)

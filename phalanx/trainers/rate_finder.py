@@ -22,7 +22,7 @@ from phalanx.host.files import scratch_folder
 from phalanx.loop.hooks import Callback, StepInfo
 
 _SMOOTHING = 0.9
-_DIVERGED = 4.0
+_DIVERGED = 3.0
 """The sweep ends where the smoothed loss is this many times the lowest one."""
 _FIRST_STEPS = 5
 """Steps without a verdict, and not suggested: their mean is not smooth yet."""
@@ -138,5 +138,7 @@ class _Divergence(Callback):
             trainer.control.end_early(f"the loss was not finite at the rate {info.learning_rate:.2g}")
             return
         means = smoothed([record["loss"] for record in records])
-        if len(means) > _FIRST_STEPS and means[-1] > _DIVERGED * min(means):
+        lowest = min(means)
+        usual = max(abs(lowest), abs(means[0]))  # a loss may be below zero, and near it
+        if len(means) > _FIRST_STEPS and means[-1] > lowest + _DIVERGED * usual:
             trainer.control.end_early(f"the loss diverged at the rate {info.learning_rate:.2g}")

@@ -43,12 +43,18 @@ class SavedRun(StoredRun):
         super().__init__(path)
         self.__dict__.update(_checkpoint=checkpoint, _given=model)
 
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it trained; of a run that is not trusted, None if the model was given."""
+        return None if self._given is not None and not self.is_trusted else super().recipe
+
     @cached_property
     def config(self) -> DistributedConfig:
-        """All settings, without those about its own folders."""
+        """All settings, without those about its own folders; of a run that is not trusted, those of a model alone."""
         path = self.path / "config.toml"
         settings = read_settings(path) if path.is_file() else {}
-        return resolve({n: v for n, v in settings.items() if n not in _OF_THE_RUN}, environ={}).config
+        found = resolve({n: v for n, v in settings.items() if n not in _OF_THE_RUN}, environ={}).config
+        return found if self.is_trusted else _of_the_model(found)
 
     @cached_property
     def history(self) -> History:
@@ -129,7 +135,7 @@ class SavedRun(StoredRun):
 
     def trainer(self, **settings: Any) -> Trainer:
         """Return a trainer of the model, with the run's settings and these."""
-        base = _without_engine(self.config) if self.config.changed("backend") else self.config
+        base = _of_the_model(self.config) if self.config.changed("backend") else self.config
         parts: dict[str, Any] = {}
         if self.recipe is not None:
             parts = {
@@ -178,8 +184,8 @@ def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
     return {**alone, "num_nodes": 1, "num_workers": max(1, (config.total_ranks or nodes) // nodes)}
 
 
-def _without_engine(config: DistributedConfig) -> DistributedConfig:
-    """Return the settings that matter for a model alone, where another engine trained it."""
+def _of_the_model(config: DistributedConfig) -> DistributedConfig:
+    """Return the settings that matter for a model alone: another engine or another user trained it."""
     kept = ("batch_size", "mixed_precision", "seed", "device", "loss_weighting")
     return resolve({name: getattr(config, name) for name in kept}, environ={}).config
 
@@ -200,7 +206,7 @@ def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: 
 
 def _last_with_checkpoint() -> StoredRun:
     """Return the run that "last" means where a model is needed, and say which it is."""
-    if (found := next((run for run in list_runs() if run.checkpoints), None)) is None:
+    if (found := next((run for run in list_runs() if run.is_trusted and run.checkpoints), None)) is None:
         return find_run("last")
     say_to_user(f"last is {found.name}")
     return found
@@ -237,15 +243,17 @@ def open_run(
     `model`: an import path or a reference model, where the run was not trained from a recipe.
     """
     run, options = load_run(name, checkpoint=checkpoint), check_changes(changes or {})
-    if run.recipe is None and (model is None or data is None):
+    known = run.recipe if model is None or run.is_trusted else None
+    if known is None and (model is None or data is None):
         missing = "--model" if model is None else "--data"
+        why = "was not trained from a recipe" if run.is_trusted else "may be another user's"
         raise UsageError(
-            f"{run.name} was not trained from a recipe, so {missing} is needed",
+            f"{run.name} {why}, so {missing} is needed",
             hint="Write: --model my_package.nets:Net --data my_package.data:load",
         )
     if model is None:
         return run, run.read(data, needs_target=needs_target, **options)
-    recipe = (run.recipe or Recipe(run.name, "", {}, {})).with_parts(model, None)
+    recipe = (known or Recipe(run.name, "", {}, {})).with_parts(model, None)
     if data is not None:
         table = given_table(recipe, data, run.learned, options, needs_target=needs_target)
         recipe = replace(recipe, data=table)

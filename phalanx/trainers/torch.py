@@ -107,10 +107,12 @@ class TorchTrainer:
             )
         if config is not None:
             chosen = config.replace(**settings) if settings else config
+            self._given = frozenset(settings)
             chosen.refuse_unused(settings)
         else:  # torch's own trainer has any strategy, so that a flag or variable may name another backend
             own = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
-            chosen = resolve({**own, **settings}).config
+            resolved = resolve({**own, **settings})
+            chosen, self._given = resolved.config, resolved.given
         chosen.refuse_keras(type(self).__name__)
         self._report_other_backend(chosen)
         return chosen
@@ -145,6 +147,7 @@ class TorchTrainer:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
+        task.given = self._given | frozenset(settings)
         check_task(task, config)
         self._last_data = train
         history = self._run("fit", task, config).history
@@ -249,6 +252,10 @@ class TorchTrainer:
             return run_job(Job(action, task, config), in_place=True)
         if action != "fit":
             config = config.with_trusted(**_REPORTS_OFF)
+        else:
+            from phalanx.runs.resume import check_not_in_use  # the parent's side: a rank does not load it
+
+            check_not_in_use(config, again=True)
         layout, note = plan_layout(config, count_gpus()), ""
         if action == "fit":
             ranks = layout.world_size, layout.ranks_per_node

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from phalanx import torch_compiler
+from phalanx.errors import error_line
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.processes import JOINS_LATE
@@ -162,7 +163,7 @@ def _beat_during_compiles() -> None:
 
 def without_frames(error: BaseException) -> str:
     """Return an error's text, and release what its frames hold: models, and through them process groups."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    text = error_line(type(error).__name__, str(error))
     seen: Any = error
     while seen is not None:
         seen.__traceback__ = None

@@ -18,7 +18,7 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.engine import engines_here
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, error_line
 from phalanx.host.gpus import ranks_per_gpu, shared_memory, sharing_environment
 from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
@@ -168,7 +168,7 @@ def _problem_of_own_backend() -> str:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch_compat.number_groups_from_zero()
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return error_line(type(error).__name__, str(error))
     dist.destroy_process_group()
     return ""
 

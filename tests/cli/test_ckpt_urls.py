@@ -26,7 +26,7 @@ def trained(bucket, tmp_path, monkeypatch, fork_server):
 def test_a_run_saves_to_s3_resumes_from_there_and_every_command_takes_the_url(trained):
     assert {one.step for one in list_checkpoints(trained)} == {10, 20}
     listed = phalanx("ckpt", "ls", trained)
-    assert re.search(r"^step-00000020 +20 .* 2 +sharded .*complete$", listed.out, re.MULTILINE), listed.text
+    assert re.search(r"^step-00000020-\w{6} +20 .* 2 +sharded .*complete$", listed.out, re.MULTILINE), listed.text
     assert phalanx("ckpt", "check", trained).code == 0
     answer = phalanx(
         "train", "digits", "--max-steps", 30, "--checkpoint-dir", trained, "--resume-from-checkpoint", *FAST
@@ -35,7 +35,8 @@ def test_a_run_saves_to_s3_resumes_from_there_and_every_command_takes_the_url(tr
     newest = list_checkpoints(trained)[0]
     assert (newest.step, newest.manifest.lineage[0]["step"]) == (30, 20)
     shown = json.loads(phalanx("ckpt", "ls", "last", "--json").out)
-    assert shown[0]["path"] == f"{trained}/step-00000030"
+    assert shown[0]["path"] == str(newest.path)
+    assert newest.path.name.startswith("step-00000030-")
     for words in (
         ("runs",),
         ("evaluate", "last"),

@@ -428,7 +428,7 @@ def test_ctrl_c_prints_the_command_that_resumes(inside):
     while not (list_runs() and only_run().checkpoints) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert only_run().status == "running"
-    assert "is still running" in phalanx("resume", "last").text
+    assert "is running" in phalanx("resume", "last").text
     assert "is running; nothing was removed" in phalanx("runs", "rm", "last", "--yes").text
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=240)

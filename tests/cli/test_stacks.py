@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
+import subprocess
 import time
 
 import pytest
 from command import end, finish, start, write_script
+
+from phalanx.host.processes import began_at
+from phalanx.launch.collectives import process_of
 
 SOURCE = """
 import time
@@ -98,3 +105,39 @@ def test_a_run_that_left_no_stacks_says_so(tmp_path):
     assert phalanx("train", "--script", script, "--num-workers", 2, cwd=tmp_path).code == 0
     answer = phalanx("stacks", "last", cwd=tmp_path)
     assert (answer.code, "left no stacks" in answer.err) == (2, True), answer.text
+
+
+def test_only_ranks_get_a_signal(tmp_path):
+    """A reader of a rank's file, and a process that a link or a record of another user names, would end by it."""
+    logs = tmp_path / "runs" / "a" / "logs"
+    logs.mkdir(parents=True)
+    (logs.parent / "run.json").write_text(json.dumps({"command": [], "directory": "/", "settings": {}}))
+    (tmp_path / "server.log").write_text("")
+    (logs / "rank-0.stack").write_text('Current thread (most recent call first):\n  File "train.py", line 3 in step\n')
+    (logs / "rank-1.stack").symlink_to(tmp_path / "server.log")
+    for rank in (2, 3, 4):
+        (logs / f"rank-{rank}.stack").touch()
+    with (
+        subprocess.Popen(["tail", "-f", str(logs / "rank-0.stack")], stdout=subprocess.DEVNULL) as reader,
+        (tmp_path / "server.log").open("a") as log,
+        subprocess.Popen(["sleep", "100"], stdout=log) as server,
+    ):
+        try:
+            record = {"pid": server.pid, "began": began_at(server.pid), "host": socket.gethostname()}
+            (logs / "rank-2.process.json").write_text(json.dumps({**record, "began": 1}))
+            (logs / "rank-3.process.json").write_text(json.dumps(record))
+            (logs / "rank-3.process.json").chmod(0o666)
+            (tmp_path / "own.json").write_text(json.dumps(record))
+            (logs / "rank-4.process.json").symlink_to(tmp_path / "own.json")
+            answer = phalanx("stacks", "a", cwd=tmp_path)
+            assert "does not run" in answer.out, answer.text
+            assert reader.poll() is None
+            assert server.poll() is None
+            (logs / "rank-3.process.json").chmod(0o600)
+            assert process_of(logs.parent, 3) == server.pid, "a record of this user"
+            if os.geteuid() == 0:
+                os.chown(logs / "rank-3.process.json", 12345, -1)
+                assert process_of(logs.parent, 3) is None
+        finally:
+            reader.kill()
+            server.kill()

@@ -13,7 +13,7 @@ from command import phalanx
 
 from phalanx.errors import ConfigError, UsageError
 from phalanx.tools.submit.job import JobRecord, find_record, job_name, jobs_folder, records, write_record
-from phalanx.tools.submit.job_files import archive, archive_line
+from phalanx.tools.submit.job_files import _chosen, archive, archive_line
 from phalanx.tools.submit.target import read_options
 
 LLAMA = ("llama", "--preset", "70b", "--num-nodes", "8", "--gpus-per-node", "8", "--batch-size", "1")
@@ -328,7 +328,7 @@ def test_names():
 
 @pytest.mark.parametrize("in_git", [False, True])
 def test_secrets_and_outputs_are_not_shipped_and_what_is_shipped_is_said(tmp_path, in_git):
-    secrets = [".env", ".ssh/config", "certs/server.pem", "id_rsa"]
+    secrets = [".env", ".git-credentials", ".npmrc", ".pypirc", ".ssh/config", "certs/server.p12", "id_rsa"]
     outputs = ["best.onnx", "empty.yaml", "job.yaml", "net.pt", "plan.html"]
     for path in [*secrets, *outputs, "runs/a/run.json", "run.yaml", "train.py"]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -350,6 +350,58 @@ def test_secrets_and_outputs_are_not_shipped_and_what_is_shipped_is_said(tmp_pat
     found = phalanx("submit", "ssh", "digits", "--hosts", "a:1", "--ship", "archive", "--render")
     assert "code: " in found.err
     assert "code: " not in found.out
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_links_are_shipped_as_links_and_those_that_would_lead_nowhere_are_named(tmp_path, in_git):
+    folder = tmp_path / "code"
+    for path in ("code/src/net.py", "code/lib/net.py", "code/data/big", "shared.py", "code/.env"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("x = 1\n")
+    targets = {"net.py": "src/net.py", "package": folder / "lib", "src/other.py": "../package/net.py"}
+    outside = {"shared.py": "../shared.py", "settings": ".env", "lost": "nothing", "loop": "loop", "home": Path.home()}
+    for name, target in {**targets, **outside}.items():
+        (folder / name).symlink_to(target)
+    if in_git:
+        (folder / ".gitignore").write_text("data\n")
+        (folder / "dataset").symlink_to("data")
+        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+        outside["dataset"] = "data"
+    (tmp_path / "code.tar.gz").write_bytes(archive(folder)[1])
+    said = archive_line(folder).partition("left out: ")[2]
+    with tarfile.open(tmp_path / "code.tar.gz") as tar:
+        tar.extractall(tmp_path / "copy", filter="data")
+    copy = tmp_path / "copy"
+    for name in targets:
+        assert (copy / name).is_symlink()
+        assert (copy / name).resolve().is_relative_to(copy), "not to this machine's folder"
+    assert (copy / "package/net.py").read_text() == (copy / "src/other.py").read_text() == "x = 1\n"
+    _, left_out = _chosen(folder, [])
+    links = {line.partition(" (a link to ")[0] for line in left_out if " (a link to " in line}
+    assert links == outside.keys()
+    assert not any((copy / name).is_symlink() for name in outside)
+    assert "a link to nothing, which is not shipped" in " ".join(left_out)
+    assert said.startswith(".env, ")
+
+
+def test_submodules_are_shipped_and_those_that_are_not_checked_out_are_named(tmp_path):
+    def git(folder: Path, *words: str) -> None:
+        own = ("-c", "protocol.file.allow=always", "-c", "user.name=x", "-c", "user.email=x@y")
+        subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True)
+
+    for name in ("lib", "code"):
+        (tmp_path / name).mkdir()
+        git(tmp_path / name, "init", "-q")
+    (tmp_path / "lib" / "helpers.py").write_text("x = 1\n")
+    git(tmp_path / "lib", "add", ".")
+    git(tmp_path / "lib", "commit", "-qm", "x")
+    for name in ("vendored", "absent"):
+        git(tmp_path / "code", "submodule", "add", "-q", str(tmp_path / "lib"), name)
+    git(tmp_path / "code", "commit", "-qm", "x")
+    git(tmp_path / "code", "submodule", "deinit", "-f", "absent")
+    files, left_out = _chosen(tmp_path / "code", [])
+    assert tmp_path / "code/vendored/helpers.py" in files
+    assert left_out == ["absent (a submodule that is not checked out: git submodule update --init)"]
 
 
 def test_an_archive_is_named_by_its_content_and_leaves_ignored_files_out(tmp_path):

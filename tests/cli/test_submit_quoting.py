@@ -58,9 +58,17 @@ def ran(shell: str, text: str, *arguments: str, **variables: str) -> list[str]:
     return list(given)
 
 
-@pytest.mark.parametrize("words", [("slurm",), ("ray",)])
-def test_scripts_of_bash(folder, words):
-    assert ran("bash", rendered(*words, "--venv", str(folder / "env")))[:1] == ["train"]
+def test_the_script_of_slurm(folder):
+    assert ran("bash", rendered("slurm", "--venv", str(folder / "env")))[:1] == ["train"]
+
+
+def test_the_command_of_ray_has_no_variables(folder):
+    """Ray runs it as a command line, which all users of the head can read; the variables are in its runtime_env."""
+    text = rendered("ray", "--venv", str(folder / "env"))
+    script, _, runtime = text.partition("# ---- runtime_env.json\n")
+    variables = json.loads(runtime)["env_vars"]
+    assert [name for name, value in variables.items() if value in script] == []
+    assert ran("bash", script, **variables)[:1] == ["train"]
 
 
 def test_the_script_of_a_host(folder):

@@ -6,7 +6,9 @@ import http.client
 import json
 import math
 import os
+import pty
 import shutil
+import signal
 import socket
 import sys
 from contextlib import contextmanager
@@ -14,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from browser import browser
-from command import phalanx, start
+from command import COMMAND, phalanx, start
+from waiting import until
 
 from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, SampleDrawn, StepDone
 
@@ -277,6 +280,35 @@ def test_other_addresses_need_the_token(page, runs):
         assert "token" not in page.run("location.href")
         page.leave()
     assert page.problems == []
+
+
+def test_no_command_line_has_the_token(tmp_path):
+    """The browser gets a file that leads to the address: all users of a machine can read its command line."""
+    (tmp_path / "runs").mkdir()
+    seen = tmp_path / "seen"
+    browser = tmp_path / "xdg-open"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {seen}.new\nmv {seen}.new {seen}\n')
+    browser.chmod(0o755)
+    pid, end = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.environ.update(DISPLAY=":0", BROWSER=str(browser), TMPDIR=str(tmp_path))
+        os.execv(sys.executable, [*COMMAND, "ui", "--token", "--port", "0"])
+    try:
+        until(seen.exists)
+        opened = Path(seen.read_text().strip().removeprefix("file://"))
+        assert opened.parent.stat().st_mode & 0o077 == 0, "open to this user alone"
+        address = opened.read_text().partition("url=")[2].partition('"')[0]
+        assert get(address)[0] == 303
+        os.kill(pid, signal.SIGINT)
+        assert os.waitpid(pid, 0)[1] == 0
+        pid = 0
+        assert not opened.exists()
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(end)
 
 
 def test_two_dashboards_read_one_folder_and_a_port_in_use_is_said(runs, address):

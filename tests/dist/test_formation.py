@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Formation
+from phalanx.checkpoint import verify
 from phalanx.errors import UsageError
 
 EPOCHS = 2
@@ -367,3 +370,21 @@ def test_leaving_restores_what_was_prepared():
 def test_what_cannot_be_prepared_is_named():
     with make_formation() as formation, pytest.raises(UsageError, match=r"prepare\(\) got 3, a int"):
         formation.prepare(3)
+
+
+def incremental_checkpoint(folder: str) -> list[str]:
+    """Save what all ranks write in one folder of chunks, as ranks that mpirun or srun started."""
+    for name in ("PHALANX_RUN_ID", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    with make_formation(strategy="fsdp", checkpoint_kind="incremental") as formation:
+        model = formation.prepare(make_model())
+        formation.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        saved = formation.save(folder)
+        assert verify(saved.path) == []
+        return [formation.run_id, *sorted(path.name for path in Path(folder).glob(".chunks-*"))]
+
+
+def test_a_run_has_one_name_on_all_ranks_also_without_our_launcher(ranks, tmp_path):
+    found = ranks(incremental_checkpoint, str(tmp_path / "kept"), world_size=2)
+    assert found[0] == found[1]
+    assert found[0] == [found[0][0], f".chunks-{found[0][0]}"]

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from command import phalanx
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.runs.resume import check_run_dir
 
 if importlib.util.find_spec("wandb") is None:  # importing it takes seconds, which collecting tests need not
     pytest.skip("Weights & Biases is not installed: pip install 'phalanx[wandb]'", allow_module_level=True)
@@ -88,6 +90,11 @@ def test_a_run_is_kept_offline_and_a_resumed_one_continues_it():
     kept_again = records(second)
     assert kept_again["run"][0].run_id == run.run_id
     assert [step for step, _ in curve(kept_again, "train/loss")] == [3, 4, 5]
+
+    others = Path("run/wandb/offline-run-20260101_000000-others")
+    others.mkdir()
+    check_run_dir(DistributedConfig(run_dir="run"), overwrite=True)
+    assert list(Path("run/wandb").iterdir()) == [others], "data of other runs stay"
 
 
 def test_a_run_of_the_calling_process_is_joined_and_left_open(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 import phalanx
 from phalanx.checkpoint.files import HashedFile
+from phalanx.host.files import replace_file
 
 LONG = 8.0
 """Seconds that a survivor would be busy; a recovery takes below one."""
@@ -72,7 +74,7 @@ def recovered(tmp_path: Path, val: Dataset | None = None, **settings) -> list[di
         model=nn.Linear(8, 1),
         num_workers=settings.pop("num_workers", 2),
         device="cpu",
-        batch_size=1,
+        batch_size=settings.pop("batch_size", 1),
         strategy=settings.pop("strategy", "ddp"),
         loss_fn="mse",
         max_restarts=2,
@@ -135,9 +137,56 @@ class Sleeps(phalanx.Callback):
         time.sleep(300)
 
 
+class LongCallback(phalanx.Callback):
+    """Rank 0 takes long after the first epoch, as for an upload, while rank 1 is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_epoch_end(self, trainer, epoch, metrics) -> None:
+        if epoch == 0 and trainer.formation.rank == 0:
+            time.sleep(LONG / 2)
+        if epoch == 0 and trainer.formation.rank == 1 and not (self.folder / "killed").exists():
+            (self.folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_in_a_long_callback_is_alive_and_named(tmp_path, monkeypatch, capfd, fork_server):
+    monkeypatch.setattr("phalanx.launch.policy._LEAST_PATIENCE", 1.0)
+    (event,) = recovered(tmp_path, callbacks=[LongCallback(tmp_path)], epochs=2, heartbeat_timeout=0.5, batch_size=8)
+    assert event["lost"] == [1], "the rank in the callback was not killed"
+    assert event["lost_steps"] == 0
+    assert "rank 0 is in on_epoch_end: the others wait for it" in capfd.readouterr().err
+
+
+class TunersGate(phalanx.Callback):
+    """Rank 1 is killed while the ranks wait for the tuner, which answers when they have gone on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer) -> None:
+        if "PHALANX_GENERATION" in os.environ and trainer.formation.rank == 0:
+            threading.Timer(0.5, replace_file, (self.folder / "gate", json.dumps({"through": 100}))).start()
+
+    def on_epoch_end(self, trainer, epoch, metrics) -> None:
+        if epoch == 0 and trainer.formation.rank == 1 and not (self.folder / "killed").exists():
+            (self.folder / "killed").touch()
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def test_ranks_that_wait_for_the_tuner_leave_at_once_and_ask_again(tmp_path, monkeypatch, fork_server):
+    monkeypatch.setenv("PHALANX_GATE", json.dumps({"file": str(tmp_path / "gate"), "at": [1]}))
+    (event,) = recovered(tmp_path, callbacks=[TunersGate(tmp_path)], epochs=2, batch_size=8)
+    assert (event["lost"], event["lost_steps"]) == ([1], 0)
+    assert event["seconds"] < LONG / 2
+
+
 @long_proof
 def test_a_rank_that_does_not_leave_is_killed_and_named_with_its_line(tmp_path, fork_server):
-    (event,) = recovered(tmp_path, callbacks=[Sleeps(tmp_path / "slept")], num_workers=3, heartbeat_timeout=1.0)
+    (event,) = recovered(
+        tmp_path, callbacks=[Sleeps(tmp_path / "slept")], num_workers=3, heartbeat_timeout=1.0, timeout=40.0
+    )
     said = "rank 2 did not go on after other ranks were lost, and was killed: it was at test_recovery_progress.py:"
     assert said in event["reason"]
     assert event["lost"] == [1, 2]

@@ -244,6 +244,77 @@ def test_a_rank_that_is_lost_after_the_last_step_costs_nothing(tmp_path, moment,
     assert kinds(run).count("run_ended") == kinds(run).count("run_started") == 1
 
 
+class LosesRankInTryOut(Rows):
+    """Kills rank 1 once, when the validation data is tried out before the first step: no state is kept yet."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(16)
+        self.mark = mark
+
+    def __getitem__(self, index: int):
+        if os.environ["RANK"] == "1" and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class EndsEarly(phalanx.Callback):
+    def on_step_end(self, trainer, info) -> None:
+        if info.step == 5:
+            trainer.request_stop("good enough")
+
+
+def continued(folder: Path, checkpoint: str | None, *, lost_in_try_out: bool = False, lost_at: int = 0, **settings):
+    """Train with AdamW and 2 ranks; a rank may be lost before a state of this run is kept."""
+    folder.mkdir()
+    mark = folder / "killed"
+    if not lost_in_try_out and not lost_at:
+        mark.touch()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    given = {"callbacks": [KillWhen(folder, "step", lost_at)] if lost_at else [], **settings}
+    trainer = phalanx.PyTorchDDPTrainer(
+        model, loss_fn="mse", optimizer="adamw", learning_rate=0.05, num_workers=2, device="cpu", batch_size=4,
+        max_steps=12, max_restarts=3, progress=False, run_dir=str(folder / "run"),
+        checkpoint_dir=str(folder / "kept"), resume_from_checkpoint=checkpoint or False, **given,
+    )  # fmt: skip
+    val = LosesRankInTryOut(mark if lost_in_try_out else folder)
+    history = trainer.fit(Rows(), val)
+    assert mark.exists()
+    return SimpleNamespace(model=model, history=history, kinds=kinds(folder / "run"))
+
+
+@pytest.fixture(scope="module")
+def ended_early(tmp_path_factory, fork_server):
+    """The checkpoint of a run that a callback has ended at step 5, trained without weight decay."""
+    folder = tmp_path_factory.mktemp("earlier") / "run"
+    history = continued(folder, None, weight_decay=0.0, callbacks=[EndsEarly()]).history
+    assert (history.reason, history.epochs[-1].step) == ("good enough", 5)
+    return history.checkpoint
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lost"),
+    [("ddp", {"lost_in_try_out": True}), ("fsdp", {"lost_at": 7})],
+    ids=["ddp, before the first step", "fsdp, before a step is kept"],
+)
+def test_a_run_that_loses_a_rank_before_it_has_a_state_of_its_own_resumes_again(tmp_path, ended_early, strategy, lost):
+    """The checkpoint is that of another run: neither its end nor its settings are those of this one."""
+    quiet, hit = (
+        continued(tmp_path / name, ended_early, strategy=strategy, weight_decay=1.0, **how)
+        for name, how in (("quiet", {}), ("hit", lost))
+    )
+    assert (hit.history.status, hit.history.reason, hit.history.epochs[-1].step) == ("finished", "", 12)
+    assert plain(hit.model.state_dict()) == plain(quiet.model.state_dict())
+    assert hit.kinds.count("run_started") == (1 if strategy == "ddp" else 2), "each that begins is reported"
+
+
+def test_a_run_that_loses_a_rank_before_its_start_is_reported_reports_it(tmp_path, fork_server):
+    hit = continued(tmp_path / "hit", None, lost_in_try_out=True)
+    assert hit.kinds.index("run_started") < hit.kinds.index("recovered")
+    assert hit.kinds.count("run_started") == 1
+
+
 def test_an_earlier_loss_is_not_restored_by_a_later_one(tmp_path, fork_server):
     """The state of the first loss is dropped after use; the second loss comes when the run has ended."""
     quiet, *_ = small_fit(tmp_path / "quiet")

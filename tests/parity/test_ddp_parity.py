@@ -130,10 +130,7 @@ def test_every_split_of_a_global_batch_trains_the_same(ranks, tmp_path, samples,
 
 
 def test_weighting_by_tokens_equals_the_whole_batch(ranks, tmp_path):
-    """With ignored labels spread unevenly, only weighting by tokens gives the gradient of the whole batch.
-
-    Where the first batch shows such labels, that is chosen without being asked for.
-    """
+    """With ignored labels spread unevenly, only weighting by labels gives the gradient of the whole batch."""
 
     def run(batch_size: int, accumulation: int, weighting: str, folder: str) -> dict:
         generator = torch.Generator().manual_seed(3)
@@ -155,8 +152,8 @@ def test_weighting_by_tokens_equals_the_whole_batch(ranks, tmp_path):
         run_job(Job("fit", task, config, Path(folder)), in_place=True)
         return copy.deepcopy(model.state_dict())
 
-    whole = ranks(run, 12, 1, "samples", str(tmp_path / "a"), world_size=1)[0]
-    for weighting in ("tokens", "samples"):
+    whole = ranks(run, 12, 1, "auto", str(tmp_path / "a"), world_size=1)[0]
+    for weighting in ("tokens", "auto"):
         split = ranks(run, 3, 2, weighting, str(tmp_path / weighting), world_size=2)[0]
         assert_same(split, whole, tolerance=1e-12)
 

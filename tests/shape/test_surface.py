@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from package_tree import modules, parsed
 
 import phalanx
 from phalanx.cli import VERBS
@@ -125,3 +127,14 @@ def test_other_programs_load_nothing_of_phalanx():
         "entry-points", {}
     )
     assert [name for name in groups if not name.startswith("phalanx.")] == []
+
+
+def test_no_code_takes_the_first_line_of_a_text_that_may_be_empty():
+    """`assert x` raises an error without a text: `phalanx.errors.first_line` and `error_line` are for all texts."""
+    found = []
+    for name in modules():
+        for node in ast.walk(parsed(name)):
+            lines = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0
+            if lines and isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".splitlines"):
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, found

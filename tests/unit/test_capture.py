@@ -5,6 +5,7 @@ The device is replaced by a graph that runs the recorded calls again: on a CPU t
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.loop import capture
-from phalanx.loop.host_state import HostUse, change, hooked, model_state
+from phalanx.loop.host_state import HostUse, HostWatch, change, hooked, model_state
 from phalanx.loop.recording import Pulled, StaticBatch, batch_form, takes_rate_on_device
 
 
@@ -384,3 +385,109 @@ def test_a_step_that_needs_much_of_the_memory_is_captured_only_where_that_was_as
     why = capture.CapturedStep._too_large(SimpleNamespace(_prepared=prepared))
     expected = "a step uses 45.0 of 80.0 GiB, and its graph may need as much again; capture=True tries it"
     assert why == ("" if asked else expected)
+
+
+SCALE = 1.0
+
+
+class Annealed(nn.Module):
+    """A loss and a model whose values callbacks change, wherever they are kept."""
+
+    kind_scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.alpha = 1.0
+        self.table = {"scale": 1.0, "inner": {"scale": 1.0}}
+        self.options = SimpleNamespace(scale=1.0, steps=[1, 2])
+        self.fixed = Slotted(1.0)
+
+    def forward(self, output, target=None):
+        return self.layer(output) * SCALE
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def annealed_by(weights: dict[str, float]):
+    scale = 1.0
+
+    def loss(output, target):
+        return (output - target).square().mean() * scale * weights["a"]
+
+    def change(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return loss, change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "alpha", 0.5),
+        lambda model: model.table.update(scale=0.5),
+        lambda model: model.table["inner"].update(scale=0.5),
+        lambda model: setattr(model.options, "scale", 0.5),
+        lambda model: model.options.steps.__setitem__(1, 3),
+        lambda model: setattr(model.fixed, "scale", 0.5),
+        lambda model: setattr(model, "table", {"scale": 1.0}),
+        lambda model: setattr(type(model), "kind_scale", 0.5),
+        lambda model: globals().update(SCALE=0.5),
+        lambda model: model.layer.register_forward_hook(lambda *_: None),
+    ],
+)
+@pytest.mark.parametrize("place", ["model", "loss", "wrapped loss"])
+def test_what_a_callback_changes_is_noticed(change, place, monkeypatch):
+    monkeypatch.setattr(Annealed, "kind_scale", 1.0)
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    changed = Annealed()
+    model = changed if place == "model" else nn.Linear(2, 1)
+    loss = {"model": None, "loss": changed, "wrapped loss": functools.partial(max, changed)}[place]
+    watch = HostWatch(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    assert not watch.unwatched
+    assert not watch.has_changed()
+    change(changed)
+    assert watch.has_changed()
+
+
+def test_variables_and_values_of_a_loss_function_are_watched():
+    weights = {"a": 1.0}
+    loss, change = annealed_by(weights)
+    model = nn.Linear(2, 1)
+
+    def watch() -> HostWatch:
+        return HostWatch(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+    first = watch()
+    change(0.5)
+    assert first.has_changed()
+    second = watch()
+    weights["a"] = 0.5
+    assert second.has_changed()
+    assert not watch().has_changed()
+
+
+def test_the_rate_may_change_and_parameters_may_not():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    watch = HostWatch(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert not watch.has_changed()
+    optimizer.add_param_group({"params": [model.bias]})
+    assert watch.has_changed()
+
+
+def test_what_holds_too_much_is_named():
+    model = nn.Linear(2, 1)
+    model.vocabulary = {str(number): number for number in range(5000)}
+    assert (
+        HostWatch(model, torch.optim.SGD(model.parameters(), lr=0.1)).unwatched == "Linear.vocabulary holds 5,000 items"
+    )

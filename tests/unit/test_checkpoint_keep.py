@@ -30,6 +30,33 @@ def test_keep_last_removes_the_oldest_of_the_same_run_only(tmp_path):
     assert names_in(tmp_path) == ["step-00000001", "step-00000020", "step-00000030"]
 
 
+def test_a_name_that_another_run_has_taken_since_is_that_run_s(tmp_path):
+    """The first run has removed its own step 10, and the second one, which is behind, takes the name."""
+    savers = {"ahead": Saver(), "behind": Saver()}
+    for run_id, step in (("ahead", 10), ("ahead", 20), ("behind", 10), ("ahead", 30)):
+        savers[run_id].begin(snapshot(step), Request(directory=tmp_path, run_id=run_id, keep_last=1))
+        savers[run_id].finish()
+    for saver in savers.values():
+        saver.release()
+    assert {(one.manifest.run_id, one.step) for one in list_checkpoints(tmp_path)} == {("ahead", 30), ("behind", 10)}
+
+
+def test_two_runs_that_publish_one_step_at_the_same_moment_both_have_a_checkpoint(tmp_path, monkeypatch):
+    """The second run takes the name between the first one's look at the names and its rename."""
+    real = names._free_name
+    other = save(tmp_path / "aside", snapshot(10), run_id="second").path
+
+    def free_name(directory, step, run_id):
+        found = real(directory, step, run_id)
+        if other.exists():
+            other.rename(directory / other.name)
+        return found
+
+    monkeypatch.setattr(names, "_free_name", free_name)
+    save(tmp_path / "kept", snapshot(10), run_id="first")
+    assert sorted(one.manifest.run_id for one in list_checkpoints(tmp_path / "kept")) == ["first", "second"]
+
+
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     save(tmp_path, snapshot(10), run_id="mine")
     damaged = save(tmp_path, snapshot(20), run_id="mine").path

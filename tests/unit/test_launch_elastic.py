@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import selectors
 import socket
@@ -81,7 +82,7 @@ def context(tmp_path):
         spec,
         node,
         group,
-        evidence=SimpleNamespace(is_stuck=lambda *_: False),
+        evidence=SimpleNamespace(is_stuck=lambda *_: False, place=lambda state: ""),
         console=SimpleNamespace(handle=lambda event: None, notice=lambda text: None),
         rendezvous=SimpleNamespace(post=lambda to, message: sent.append((to, message))),
         selector=selector,
@@ -136,13 +137,43 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
 def test_a_request_that_cannot_be_answered_is_reported_once_and_ends_nothing(tmp_path):
     notices: list[str] = []
     requests = ScaleRequests(tmp_path / "logs", notices.append)
-    requests.answer(lambda ranks, why: None)
+    requests.attempt(requests.take)
     assert notices == [], "there is none"
     (tmp_path / "logs" / "ranks.request").mkdir(parents=True)  # cannot be read as a file
     for _ in range(3):
-        requests.answer(lambda ranks, why: None)
+        requests.attempt(requests.take)
     (notice,) = notices
     assert "cannot be read or answered" in notice
+
+
+def test_a_machine_that_does_not_decide_passes_requests_on(context, monkeypatch):
+    logs = context.context.spec.log_dir
+    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
+    (logs / "ranks.request").write_text('{"ranks": 2}')
+    control.check(time.monotonic())
+    assert context.sent == [], "the launcher that decides may see this folder, too"
+    monkeypatch.setattr("phalanx.launch.elastic._PASS_SECONDS", 0.0)
+    control.check(time.monotonic())
+    control.check(time.monotonic())
+    assert context.sent == [("00001", {"resize": 2})]
+    assert not (logs / "ranks.request").exists()
+    control.take_mail({"sender": "00001", "resized": "no machine has room for 2 ranks."})
+    assert json.loads((logs / "ranks.answer").read_text()) == {"refused": "no machine has room for 2 ranks."}
+
+
+def test_a_request_that_was_passed_on_is_carried_out_and_answered(context):
+    context.context.node = dataclasses.replace(context.context.node, leader="00002")
+    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
+    asked: list[int] = []
+    group = SimpleNamespace(is_settled=False, unchanged_since=time.monotonic())
+    members = SimpleNamespace(group=group, resize=lambda size, why: asked.append(size), find_late=list)
+    control.role.members = members
+    control.take_mail({"sender": "00003", "resize": 2})
+    control.check(time.monotonic())
+    assert asked == [], "while the group changes"
+    group.is_settled = True
+    control.check(time.monotonic())
+    assert (asked, context.sent) == ([2], [("00003", {"resized": None})])
 
 
 def test_requests_are_no_failures_of_the_run(monkeypatch):

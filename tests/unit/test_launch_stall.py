@@ -11,9 +11,10 @@ import pytest
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.elastic import StallWatch
 from phalanx.launch.environment import NodeInfo
+from phalanx.launch.error_file import record_exception
 from phalanx.launch.group import RankState, stack_path
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
-from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+from phalanx.observe.heartbeat import HeartbeatBoard, board_path, within
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "{}", line 1 in function\n'
 WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.format("train.py")
@@ -23,7 +24,7 @@ WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.for
 def machine(tmp_path):
     """Three processes: two ranks, of which the second sleeps, and a spare one, which waits for a place."""
     target, elastic = CallTarget("module:function", ""), Elastic((2,), 1, stall_seconds=0.0)
-    spec = LaunchSpec(target=target, ranks_per_node=2, log_dir=tmp_path, elastic=elastic)
+    spec = LaunchSpec(target=target, ranks_per_node=2, log_dir=tmp_path, elastic=elastic, join_timeout=600.0)
     evidence = Evidence(spec, NodeInfo(0, 1, 0, 2, "127.0.0.1", 1))
     states = [RankState(number, f"r{number}", f"r{number}", number) for number in range(3)]
     for state, stack in zip(states, (WAITS, SLEEPS, SLEEPS), strict=True):
@@ -64,3 +65,39 @@ def test_a_rank_with_progress_is_not_stuck(machine):
     assert not evidence.is_stuck(one, 60.0)
     assert evidence.is_stuck(one, -1.0)
     assert evidence.is_stuck(RankState(2, "r2", "r2", 2), 60.0), "it has never shown any"
+
+
+def test_a_rank_in_code_of_the_user_is_alive_as_long_as_others_would_wait_for_it(machine, tmp_path, monkeypatch):
+    evidence, (one, *_) = machine.watch._evidence, machine.role.members_here
+    board = HeartbeatBoard(board_path(tmp_path), 0)
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 100)
+    assert evidence.is_stuck(one, 60.0)
+    monkeypatch.setattr("time.time", lambda: now)
+    with within("on_epoch_end", board):
+        assert evidence.place(one) == "on_epoch_end"
+        with within("a save", board):
+            assert evidence.place(one) == "a save"
+        assert evidence.place(one) == "on_epoch_end"
+        monkeypatch.setattr("time.time", lambda: now + 590)
+        assert not evidence.is_stuck(one, 60.0)
+        monkeypatch.setattr("time.time", lambda: now + 610)
+        assert evidence.is_stuck(one, 60.0), "`timeout` is over"
+    assert evidence.place(one) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AssertionError(), "raised AssertionError"),
+        (KeyError(), "raised KeyError"),
+        (ValueError("\n\n  no\nmore"), "raised ValueError: no"),
+    ],
+)
+def test_an_exception_without_a_text_is_described(machine, tmp_path, error, said):
+    evidence, (one, *_) = machine.watch._evidence, machine.role.members_here
+    one.code = 1
+    request = {"log_dir": str(tmp_path), "rank": 0, "attempt": 0}
+    record_exception(error, request)
+    assert evidence.describe(one) == said
+    assert evidence.find_failure([one]).cause == said

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
+from phalanx.errors import CheckpointError, CommunicationError, DataError, ModelError, UsageError
 from phalanx.loop.evaluate import kept_in_eval
+from phalanx.loop.hooks import Callback, Hooks, StepInfo
 from phalanx.loop.metrics import cross_entropy, find_loss
 
 if TYPE_CHECKING:
@@ -81,7 +82,10 @@ def test_an_optional_argument_named_as_a_target_gets_the_target(name):
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (nn.CrossEntropyLoss(reduction="none"), r"tensor of shape \[4\]"),
+        (
+            lambda output, target: nn.functional.cross_entropy(output, target, reduction="none"),
+            r"tensor of shape \[4\]",
+        ),
         (lambda output, target: None, "no loss was found"),
         (lambda output, target: 1.0, "the loss is a float"),
     ],
@@ -537,3 +541,30 @@ def test_accuracy_of_a_hugging_face_causal_model_is_that_of_the_next_token():
     found = trainer(model).evaluate([{"input_ids": tokens, "labels": tokens}])
     hits = (model(tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean().item()
     assert found["accuracy"] == pytest.approx(hits)
+
+
+def test_functions_and_callbacks_that_a_lost_rank_broke_off_are_called_once_each():
+    """After a recovery the step is complete, and what follows it goes on with what was broken off."""
+    called: list[str] = []
+    breaks = {"second", "own"}
+
+    def note(name: str) -> None:
+        if name in breaks:
+            breaks.remove(name)
+            raise CommunicationError("a rank was lost")
+        called.append(name)
+
+    class Own(Callback):
+        def on_step_end(self, trainer, info):
+            note("own")
+
+    names = ("first", "second", "third")
+    hooks = Hooks([*(lambda info, name=name: note(name) for name in names), Own(), (lambda info: note("rare"), 2)])
+    for _ in range(2):
+        with pytest.raises(CommunicationError):
+            hooks.after_step(None, StepInfo(7, 0, 1, 0.1, torch.zeros(())))
+    hooks.after_step(None, StepInfo(7, 0, 1, 0.1, torch.zeros(())))
+    assert called == ["first", "second", "third", "own"]
+    assert hooks.called == {}
+    hooks.after_step(None, StepInfo(8, 0, 1, 0.1, torch.zeros(())))
+    assert called[4:] == ["first", "second", "third", "rare", "own"]

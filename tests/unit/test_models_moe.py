@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from phalanx.errors import ModelError
 from phalanx.models import build
-from phalanx.models.moe import balance_loss, combine, dispatch
+from phalanx.models.moe import balance_loss, combine, dispatch, mean_over_labels
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,10 +64,10 @@ def test_an_idle_expert_gets_a_gradient_of_zero():
 def test_balance_is_one_when_even_and_the_number_of_experts_when_all_go_to_one():
     even = torch.full((2, 8, 4), 0.25)
     spread = torch.arange(8).remainder(4)[None, :, None].expand(2, 8, 1)
-    assert balance_loss(even, spread).item() == pytest.approx(1)
+    assert balance_loss(even, spread).tolist() == pytest.approx([1, 1])
     certain = torch.zeros(2, 8, 4)
     certain[..., 3] = 1
-    assert balance_loss(certain, torch.full((2, 8, 1), 3)).item() == pytest.approx(4)
+    assert balance_loss(certain, torch.full((2, 8, 1), 3)).tolist() == pytest.approx([4, 4])
 
 
 def test_the_balance_loss_does_not_depend_on_the_split_of_the_batch():
@@ -75,7 +75,14 @@ def test_the_balance_loss_does_not_depend_on_the_split_of_the_batch():
     probabilities = torch.rand(6, 8, 4, dtype=torch.float64).softmax(-1)
     experts = probabilities.topk(2, dim=-1).indices
     parts = [balance_loss(probabilities[part], experts[part]) for part in (slice(0, 2), slice(2, 6))]
-    torch.testing.assert_close(balance_loss(probabilities, experts), (2 * parts[0] + 4 * parts[1]) / 6)
+    torch.testing.assert_close(balance_loss(probabilities, experts), torch.cat(parts))
+
+
+def test_what_is_added_to_the_loss_is_weighed_by_the_labels_that_count():
+    targets = torch.tensor([[1, 2, -100, -100], [3, -100, -100, -100], [-100] * 4])
+    values = torch.tensor([1.0, 4.0, 100.0])
+    assert mean_over_labels(values, targets).item() == pytest.approx((2 * 1 + 4) / 3)
+    assert mean_over_labels(values[2:], targets[2:]).item() == 0
 
 
 def test_the_balance_loss_is_part_of_the_training_loss_only():
@@ -101,7 +108,7 @@ def test_descending_the_balance_loss_evens_the_load():
     optimizer = torch.optim.SGD(feed.router.parameters(), lr=0.1)
     for _ in range(20):
         optimizer.zero_grad()
-        feed(inputs)[1].backward()
+        feed(inputs)[1].mean().backward()
         optimizer.step()
     assert before > 110
     assert busiest() < 90  # of 256 choices, 64 when even

@@ -173,3 +173,18 @@ def test_observing_imports_neither_torch_nor_rich():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_event_that_no_datagram_can_hold_is_left_out_and_the_next_ones_are_shown(connection):
+    parent, child = connection
+    sink = FdSink.from_environment({EVENTS_FD: str(child.fileno())})
+    stream = EventStream([sink])
+    large = events.SampleDrawn(7, "x" * (1 << 22))
+    for event in (large, large, STEP):
+        stream.emit(event)
+    note, step = (events.from_json(parent.recv(65536)) for _ in range(2))
+    assert note.level == "warning"
+    assert "events 'sample' of 4.2 MB are not shown here" in note.text
+    assert step.step == STEP.step
+    assert stream.find(FdSink) is sink
+    stream.close()

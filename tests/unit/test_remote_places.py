@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import urllib.request
 
 import pytest
@@ -45,10 +47,15 @@ def names(url: str) -> list[str]:
     return place_at(url).names()
 
 
+def steps(url: str) -> list[str]:
+    """Return the names less what each save has of its own."""
+    return [name.rpartition("-")[0] for name in names(url)]
+
+
 def test_what_is_saved_at_a_url_comes_back(bucket):
     saved = save(f"{bucket}/kept", snapshot(3, 2.5), run_id="r")
-    assert str(saved.path) == f"{bucket}/kept/step-00000003"
-    assert names(f"{bucket}/kept") == ["step-00000003"]
+    assert re.fullmatch(rf"{bucket}/kept/step-00000003-[0-9a-f]{{6}}", str(saved.path))
+    assert names(f"{bucket}/kept") == [saved.path.name]
     (found,) = list_checkpoints(f"{bucket}/kept")
     assert verify(found.path) == []
     chosen = choose(f"{bucket}/kept", required=True).checkpoint
@@ -65,7 +72,7 @@ def test_keep_last_and_the_mark_of_the_best_hold_at_a_url(bucket):
     mark_best(Best(first.path, 1, "val/loss", "min", 0.5))
     for step in (2, 3, 4):
         save(url, snapshot(step), run_id="r", keep_last=2, best=first.path)
-    assert names(url) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert steps(url) == ["step-00000001", "step-00000003", "step-00000004"]
     assert find_best(url).step == 1
 
 
@@ -76,6 +83,39 @@ def test_a_step_that_is_saved_again_replaces_the_first_and_other_runs_keep_their
     assert len(list_checkpoints(url)) == 2
     save(url, snapshot(5, 3.0), run_id="one")
     assert sorted(one.manifest.run_id for one in list_checkpoints(url)) == ["one", "two"]
+
+
+def test_two_runs_that_save_one_step_at_the_same_moment_both_have_a_checkpoint(bucket):
+    url, gate = f"{bucket}/kept", threading.Barrier(2)
+
+    def saves(run_id: str, value: float) -> None:
+        save(url, snapshot(50, value), run_id=run_id)
+        gate.wait()
+        save(url, snapshot(100, value, 1 << 18), run_id=run_id, keep_last=1)
+
+    threads = [threading.Thread(target=saves, args=each) for each in (("one", 1.0), ("two", 2.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {one.manifest.run_id: one for one in list_checkpoints(url)}
+    assert [found[run].step for run in ("one", "two")] == [100, 100]
+    for run, value in (("one", 1.0), ("two", 2.0)):
+        template = {"model": {"w": torch.zeros(1 << 18)}}
+        load(found[run], template)
+        assert template["model"]["w"].unique().tolist() == [value]
+
+
+def test_what_a_killed_save_left_is_removed_without_the_files_of_a_save_of_the_same_step(bucket):
+    """A run may sweep when another one has already begun to upload this step."""
+    url = f"{bucket}/kept"
+    place = place_at(url)
+    killed, live = place.begin(7), place.begin(7)
+    for writing in (killed, live):
+        with writing.create("shard") as stream:
+            stream.write(b"x")
+    killed.discard()
+    assert place.list(live.path.name) == ["shard"]
 
 
 def test_an_unfinished_save_is_not_listed_and_the_next_save_removes_it(bucket):
@@ -90,7 +130,7 @@ def test_an_unfinished_save_is_not_listed_and_the_next_save_removes_it(bucket):
     assert [one.step for one in list_checkpoints(url)] == [1]
     assert choose(url).notes == []
     save(url, snapshot(3), run_id="r")
-    assert names(url) == ["step-00000001", "step-00000003"]
+    assert steps(url) == ["step-00000001", "step-00000003"]
     assert not writing.path.file_system.list_multipart_uploads(bucket.removeprefix("s3://"))
     unfinished.closed = True  # its destructor would complete it
 
@@ -112,7 +152,7 @@ def test_a_large_file_is_uploaded_in_parts_and_read_by_ranges(bucket):
     data = os.urandom(1 << 20) * 104
     with writing.create("big") as stream:
         stream.write(data)
-    reader = place.open("step-00000001", "big")
+    reader = place.open(writing.path.name, "big")
     assert reader.size == len(data) == writing.records["big"].size
     parts = [bytearray(17 << 20), bytearray(3)]
     reader.read_into([memoryview(part) for part in parts], 30 << 20)
@@ -233,7 +273,7 @@ def test_the_memory_of_a_process_holds_checkpoints_of_one_rank(ranks):
     url = "memory://kept/one"
     for step in (1, 2, 3):
         save(url, snapshot(step, float(step)), run_id="r", keep_last=2)
-    assert names(url) == ["step-00000002", "step-00000003"]
+    assert steps(url) == ["step-00000002", "step-00000003"]
     template = {"model": {"w": torch.zeros(4)}}
     assert load(choose(url, required=True).checkpoint, template).step == 3
     assert template["model"]["w"].tolist() == [3.0] * 4

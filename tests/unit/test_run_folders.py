@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +19,10 @@ from command import phalanx
 import phalanx as px
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.host.processes import began_at
+from phalanx.loop.recorders import own_run_dir
 from phalanx.observe.best_mark import Best, mark_best
+from phalanx.observe.tensorboard import TensorBoardSink
 from phalanx.runs.record import RunRecord, end_record
 from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
 from phalanx.runs.stored import StoredRun, find_run, list_runs
@@ -101,6 +107,28 @@ def test_overwriting_removes_everything_that_checkpoints_leave():
     assert not (run.path / "checkpoints").exists()
 
 
+def test_overwriting_leaves_what_other_programs_and_runs_have_written(monkeypatch):
+    """wandb/, event files, fit-2 and model/ are names of a run's files, too: those of the run alone are removed."""
+    run = make_run(Path("exp"), ended())
+    mine = ["events.out.tfevents.1.host", "fit-2025/results.csv", "model/config.json", "tensorboard/other/events.out"]
+    mine += ["wandb/offline-run-abc/run.wandb"]
+    for name in mine:
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text("mine")
+    TensorBoardSink(run.path, run_dir=run.path).close()
+    monkeypatch.setattr("phalanx.loop.recorders._NUMBERS", itertools.count(2))
+    monkeypatch.setenv("PHALANX_RUN_DIR", "exp")
+    second = own_run_dir(lambda: run.path)
+    (second / "events.jsonl").write_text("{}\n")
+    (second / "notes.txt").write_text("mine")
+    (run.path / "written.txt").open("a").write("../outside\nwandb/../../outside\n")
+    Path("outside").write_text("mine")
+    check_run_dir(DistributedConfig(run_dir="exp"), overwrite=True)
+    left = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
+    assert left == sorted([*mine, "fit-2/notes.txt"])
+    assert Path("outside").exists()
+
+
 def test_the_current_folder_is_neither_removed_nor_overwritten(monkeypatch):
     run = make_run(Path("project"), ended())
     (run.path / "wandb").mkdir()
@@ -124,6 +152,65 @@ def test_a_run_on_another_host_that_wrote_lately_is_not_removed():
     long_ago = time.time() - 7200
     os.utime(run.path / "events.jsonl", (long_ago, long_ago))
     assert phalanx("runs", "rm", "far", "--yes").code == 0
+
+
+def test_a_run_that_may_be_running_on_another_host_is_not_continued_until_the_user_says_that_it_has_ended():
+    run = make_run(Path("runs/far"), started(), host="another")
+    again = DistributedConfig(run_dir="runs/far", resume_from_checkpoint=True)
+    for start in (
+        lambda: resume_settings(run),
+        lambda: check_run_dir(again, overwrite=False),
+        lambda: fit_in("runs/far"),
+    ):
+        with pytest.raises(UsageError, match="may be running on another: it has not reported its end") as refused:
+            start()
+        assert refused.value.hint.endswith("say so: phalanx runs stop far --ended")
+    assert phalanx("runs", "stop", "far", "--ended").out == "far has ended: killed\n"
+    check_run_dir(again, overwrite=False)
+    assert resume_settings(StoredRun(run.path))["run_dir"] == "runs/far"
+
+
+def fit_in(folder: str) -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1))
+    px.PyTorchDDPTrainer(
+        torch.nn.Linear(2, 1), device="cpu", epochs=1, batch_size=2, loss_fn="mse", run_dir=folder
+    ).fit(data)
+
+
+def test_a_run_of_another_process_is_not_replaced_by_a_fit_and_one_of_this_process_is():
+    make_run(Path("runs/busy"), started(), pid=os.getppid())
+    document = json.loads(Path("runs/busy/run.json").read_text())
+    Path("runs/busy/run.json").write_text(json.dumps({**document, "pid_started": began_at(os.getppid())}))
+    with pytest.raises(UsageError, match="is running"):
+        fit_in("runs/busy")
+    make_run(Path("runs/own"), started())
+    fit_in("runs/own")
+
+
+def test_a_job_that_slurm_puts_back_into_the_queue_continues_its_run_on_another_host(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    make_run(Path("runs/job"), started(), host="another")
+    config = DistributedConfig(run_dir="runs/job", resume_from_checkpoint=True)
+    with pytest.raises(UsageError, match="may be running"):  # a second command in the same job
+        check_run_dir(config, overwrite=False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    check_run_dir(config, overwrite=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    with pytest.raises(UsageError, match="may be running"):
+        check_run_dir(config, overwrite=False)
+
+
+def test_the_lock_in_a_folder_that_runs_share_is_that_of_its_run():
+    kept = Path("kept").absolute()
+    kept.mkdir()
+    run = make_run(Path("runs/one"), {**started(), "run_id": "one"}, host="another")
+    record = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps({**record, "settings": {"checkpoint_dir": str(kept)}}))
+    for name, status in (("two", "unknown"), ("one", "running")):
+        with (kept / f".run-{name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert StoredRun(run.path).status == status
 
 
 def test_a_held_checkpoint_lock_means_running_whatever_the_process_id_says():
@@ -192,6 +279,18 @@ def test_checkpoints_of_other_runs_in_a_shared_folder_are_not_this_run_s():
     assert [path.name for path in run.checkpoints] == ["step-00000010-b"]
     assert resume_settings(run)["resume_from_checkpoint"].endswith("kept/step-00000010-b")
     assert "that of step 10." in how_to_resume(run)
+
+
+def test_a_name_in_a_shared_folder_that_another_run_has_taken_since_is_not_this_run_s():
+    kept = Path("kept").absolute()
+    for step, run_id in ((10, "two"), (20, "one")):
+        (kept / f"step-000000{step}").mkdir(parents=True)
+        (kept / f"step-000000{step}" / "manifest.json").write_text(json.dumps({"run_id": run_id}))
+    saved = [{"event": "checkpoint", "time": 1.0, "path": str(kept / f"step-000000{step}")} for step in (10, 20)]
+    run = make_run(Path("runs/one"), {**started(), "run_id": "one"}, *saved, ended())
+    record = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps({**record, "settings": {"checkpoint_dir": str(kept)}}))
+    assert [path.name for path in StoredRun(run.path).checkpoints] == ["step-00000020"]
 
 
 def test_the_best_checkpoint_of_a_killed_run_is_found_by_its_mark():
@@ -264,3 +363,80 @@ def test_a_recipe_of_another_user_is_not_imported(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UsageError, match="belongs to another user"):
         _ = StoredRun(run.path).recipe
+
+
+def strangers(run, uid=12345):
+    """Give a run's folder to another user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    for path in (run.path, *run.path.rglob("*")):
+        os.lchown(path, uid, -1)
+    return StoredRun(run.path)
+
+
+def test_a_run_of_another_user_is_shown_and_nothing_is_done_by_it(tmp_path):
+    proof = tmp_path / "proof"
+    script = tmp_path / "evil.py"
+    script.write_text(f"open({str(proof)!r}, 'w')")
+    run = make_run(Path("runs/evil"), started(), pid=1)
+    dataclasses.replace(run.record, script=str(script), settings={"num_workers": 1}, started=9e9).write(run.path)
+    assert StoredRun(run.path).is_trusted
+    strangers(run)
+    assert "evil" in phalanx("runs").out
+    words = (["resume", "evil"], ["resume", "last"], ["runs", "tag", "evil", "mine"], ["runs", "note", "evil", "mine"])
+    for command in words:
+        answer = phalanx(*command)
+        assert (answer.code, "belongs to another user" in answer.err) == (2, True), (command, answer.text)
+    assert not proof.exists()
+    own = make_run(Path("runs/own"), started(), pid=1)
+    assert find_run("last").path == own.path, "the last run of this user"
+
+
+def test_the_process_that_a_stranger_names_gets_no_signal():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        run = make_run(Path("runs/evil"), started(), pid=process.pid)
+        dataclasses.replace(run.record, pid_started=began_at(process.pid)).write(run.path)
+        assert strangers(run).status == "running"
+        answer = phalanx("runs", "stop", "evil")
+        assert (answer.code, "names the process" in answer.err) == (2, True), answer.text
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_run_that_others_can_write_to_is_not_trusted():
+    run = make_run(Path("runs/open"), started())
+    for mode, path in ((0o777, run.path), (0o666, run.path / "run.json")):
+        before = path.stat().st_mode
+        run.path.chmod(0o755)
+        path.chmod(mode)
+        with pytest.raises(UsageError, match="can be written by other users") as refused:
+            StoredRun(run.path).require_trust("names code")
+        assert "chmod go-w runs/open" in refused.value.hint
+        path.chmod(before)
+    assert StoredRun(run.path).is_trusted
+    run.path.chmod(0o700)
+    (run.path / "run.json").chmod(0o666)
+    assert StoredRun(run.path).is_trusted, "others cannot open the folder"
+
+
+def test_links_of_another_user_lead_to_no_checkpoints_and_no_files(tmp_path):
+    mine = make_run(Path("runs/mine"), started())
+    run = make_run(Path("elsewhere"), started(), pid=1)
+    shutil.rmtree(run.path / "checkpoints")
+    (run.path / "checkpoints").symlink_to((mine.path / "checkpoints").resolve())
+    dataclasses.replace(run.record, settings={"checkpoint_dir": str(tmp_path / "other")}).write(run.path)
+    found = strangers(run)
+    assert found.checkpoint_dir == run.path / "checkpoints"
+    for command in (["ckpt", "prune", "elsewhere", "--keep-last", "1"], ["runs", "rm", "elsewhere", "--yes"]):
+        answer = phalanx(*command)
+        assert (answer.code, "belongs to another user" in answer.err) == (2, True), (command, answer.text)
+    assert mine.checkpoints
+
+
+def test_the_settings_of_another_user_are_not_used_with_a_model_of_this_user():
+    run = make_run(Path("runs/other"), started())
+    (run.path / "config.toml").write_text('batch_size = 7\nsinks = "spy"\n')
+    strangers(run)
+    config = px.load_run("other", model=torch.nn.Linear(1, 1)).config
+    assert (config.batch_size, config.sinks) == (7, None)

@@ -130,6 +130,42 @@ def test_more_ranks_than_memory_allows(one_gpu):
     assert "at most 40 per GPU" in caught.value.hint
 
 
+class TwoGpus(OneGpu):
+    """A small card for the screen, and one to compute with."""
+
+    SIZES = (4 * 10**9, 80 * 10**9)
+    UUIDS = (b"GPU-small", b"GPU-large")
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
+        if uuid not in self.UUIDS:
+            return 6
+        return self.nvmlDeviceGetHandleByIndex_v2(self.UUIDS.index(uuid), handle)
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total = self.SIZES[handle.value - 1]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "gigabytes"),
+    [(None, 4), ("1", 80), ("0", 4), ("1,0", 4), ("1,-1,0", 80), ("GPU-large", 80), ("GPU-la", 4), ("", 0)],
+)
+def test_the_memory_is_that_of_the_gpus_that_ranks_see(monkeypatch, visible, gigabytes):
+    monkeypatch.setattr(gpus, "_load_nvml", lambda: TwoGpus(0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.gpu_memory() == gigabytes * 10**9
+
+
 def test_the_memory_is_divided(one_gpu):
     assert gpus.shared_memory(4, 80 * 10**9) == 19 * 10**9
     assert rank_bytes("cuda", 4) == 20 * 10**9

@@ -83,3 +83,9 @@ def test_an_order_to_end_does_not_interrupt_the_removal_of_the_code(tmp_path):
     done = subprocess.run(words, env={**os.environ, "HOME": str(tmp_path)}, timeout=240)
     assert (done.returncode, json.loads((tmp_path / STATE).read_text())["state"]) == (0, "finished")
     assert not (tmp_path / "copy").exists()
+
+
+def test_no_list_of_processes_shows_the_variables_of_a_script(run):
+    code, _, said = run("export KEY=hunter2; tr '\\0' ' ' < /proc/$$/cmdline; echo; echo \"[$0 $1 ${#KEY} $(cat)]\"")
+    assert (code, "hunter2" in said) == (0, False), said
+    assert said.count("[node.sh 0 7 ]") == said.count("[node.sh 1 7 ]") == 1, "its standard input is empty"

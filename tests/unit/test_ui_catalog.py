@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_ui_columns import started, step
 
+from phalanx.host.files import open_below
 from phalanx.observe.events import CheckpointSaved, RunEnded
 from phalanx.observe.rank_table import beats_of
 from phalanx.runs.stored import StoredRun
@@ -152,3 +153,53 @@ def test_a_page_of_its_own_holds_no_address_and_no_open_script(tmp_path):
     assert "/static/" not in text
     assert name not in text
     assert "alert(1)\\u003c/script>" in text
+
+
+def test_no_link_leads_out_of_a_run(tmp_path):
+    """`ln -s ~/.ssh runs/evil/profile` in a folder that users share would show the keys of the page's user."""
+    secret = tmp_path / "home"
+    secret.mkdir()
+    for name in ("key", "rank-0.log", "a.log"):
+        (secret / name).write_text("PRIVATE")
+    path = make_run(tmp_path / "runs" / "evil", record="{}")
+    (path / "profile").symlink_to(secret)
+    (path / "note.txt").symlink_to(secret / "key")
+    (path / "logs").mkdir()
+    (path / "logs" / "rank-0.error.json").write_text('{"type": "ValueError", "message": "no", "time": 1.0}')
+    (path / "logs" / "rank-0.log").symlink_to(secret / "rank-0.log")
+    catalog = Catalog(tmp_path / "runs")
+    assert not {"profile/key", "note.txt", "logs/rank-0.log"} & catalog.detail("evil")["files"].keys()
+    assert "PRIVATE" not in json.dumps(catalog.detail("evil"))
+    for name in ("profile/key", "note.txt", "logs/rank-0.log"):
+        with pytest.raises((KeyError, OSError)):
+            catalog.open(f"evil/{name}")
+        with pytest.raises((KeyError, OSError)):
+            catalog.log(f"evil/{name}", 0)
+
+
+def test_a_link_that_is_put_there_after_the_check_is_not_followed(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "key").write_text("PRIVATE")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").symlink_to(tmp_path / "home")
+    (tmp_path / "run" / "key").symlink_to(tmp_path / "home" / "key")
+    os.mkfifo(tmp_path / "run" / "pipe")
+    for name in ("profile/key", "key", "pipe"):
+        with pytest.raises(OSError, match=name.split("/")[0]):
+            open_below(tmp_path / "run", name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_links_of_another_user_are_no_runs(tmp_path):
+    private = make_run(tmp_path / "private" / "run", record="{}")
+    runs = tmp_path / "runs"
+    make_run(runs / "shown")
+    (runs / "linked").symlink_to(private)
+    assert set(Catalog(runs).paths()) == {"shown", "linked"}, "a link of this user"
+    os.lchown(runs / "linked", 12345, -1)
+    make_run(runs / "evil")
+    (runs / "evil" / "run.json").symlink_to(private / "run.json")
+    os.lchown(runs / "evil" / "run.json", 12345, -1)
+    assert set(Catalog(runs).paths()) == {"shown"}
+    with pytest.raises(KeyError):
+        Catalog(runs).detail("linked")

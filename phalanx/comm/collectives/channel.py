@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CommunicationError
+from phalanx.errors import CommunicationError, first_line
 from phalanx.observe.call_ring import GroupCalls
 
 _THREAD_NAME = "gloo_tcp_loop"
@@ -238,7 +238,7 @@ class _Message:
             if self.work is not None:
                 self.work.wait()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise CommunicationError(
                 f"the exchange with rank {self.peer} broke off: {reason}",
                 hint=f"Look at the last output of rank {self.peer}: it has ended, or it waits elsewhere.",

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CommunicationError, SharedMemoryUnavailable
+from phalanx.errors import CommunicationError, SharedMemoryUnavailable, first_line
 
 SHM = "/dev/shm"
 PAGE = mmap.PAGESIZE
@@ -43,7 +43,7 @@ def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], objec
         try:
             all_gather(gathered, own)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise CommunicationError(f"a rank was lost before the ranks could share memory: {reason}") from error
         return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in gathered]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from phalanx.data.hints import LoaderHints
-from phalanx.errors import DataError, UsageError, unknown_name
+from phalanx.errors import DataError, UsageError, first_line, unknown_name
 
 VOCABULARY = 256
 """One token a byte."""
@@ -40,7 +40,7 @@ def read_tokenizer(folder: str) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"tokenizer = '{folder}' cannot be read: {str(error).splitlines()[0]}",
+            f"tokenizer = '{folder}' cannot be read: {first_line(error)}",
             hint="Give a local folder with tokenizer.json, as transformers' save_pretrained writes it.",
         ) from None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.host.files import replace_file
+from phalanx.host.files import is_trusted, replace_file
 from phalanx.host.processes import PACKAGE
 from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target
 
@@ -124,7 +124,7 @@ def _unpack_sources(archive: SourceArchive, root: Path) -> None:
             hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
         )
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if root.stat().st_uid != os.getuid():  # in a folder that all may write, another user could have put code there
+    if not is_trusted(root):  # in a folder that all may write, another user could have put code there
         raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
     for name, content in archive.sources.items():
         place = root / name

@@ -79,7 +79,7 @@ class RayExecutor(Executor):
         except ray.exceptions.RayActorError as error:
             return Ending(1, f"its worker was lost: {describe_death(str(error))}")
         except ray.exceptions.RayTaskError as error:
-            return Ending(1, str(error).strip().splitlines()[-1])
+            return Ending(1, (str(error).strip().splitlines() or ["its worker failed"])[-1])
         finally:
             ray.kill(actor)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.data.sets.token_shards import TOKENIZER, import_tokenizers, read_tokenizer
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, first_line
 from phalanx.host.files import replace_file
 from phalanx.observe.format import duration
 from phalanx.recipes.token_data import MANIFEST
@@ -89,7 +89,7 @@ def _tokenizer_content(given: Path) -> bytes:
         raise UsageError(f"--tokenizer {given}: it has no {TOKENIZER}, and transformers is not installed") from None
     except (AttributeError, OSError, ValueError) as error:
         raise UsageError(
-            f"--tokenizer {given} cannot be read: {str(error).splitlines()[0]}",
+            f"--tokenizer {given} cannot be read: {first_line(error)}",
             hint=f"Give a {TOKENIZER}, or a folder as transformers' save_pretrained writes it.",
         ) from error
     return str(found).encode()

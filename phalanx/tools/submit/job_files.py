@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import hashlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -232,7 +233,8 @@ LARGEST = 200 * 2**20
 _NEVER = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache")
 _SECRETS = (
     *(".env", ".env.*", ".netrc", ".ssh", ".aws", ".kube", ".gnupg"),
-    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key"),
+    *(".pypirc", ".npmrc", ".git-credentials", ".pgpass", ".boto", ".docker", ".vault-token", ".htpasswd"),
+    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks"),
 )
 """Files and folders that are not shipped even where git has them: others may see the job."""
 _OUTPUTS = ("*.onnx", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "*.html")
@@ -245,9 +247,9 @@ def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
     `named`: files of the folder that belong to it also where git ignores them.
     """
     files, _ = _chosen(directory, named)
-    total = sum(path.stat().st_size for path in files)
+    total = sum(path.lstat().st_size for path in files)
     if total > LARGEST:
-        largest = sorted(files, key=lambda path: -path.stat().st_size)[:3]
+        largest = sorted(files, key=lambda path: -path.lstat().st_size)[:3]
         named = ", ".join(str(path.relative_to(directory)) for path in largest)
         raise UsageError(
             f"the code in {directory} is {total / 2**20:,.0f} MB, more than {LARGEST / 2**20:.0f}; largest: {named}",
@@ -260,7 +262,7 @@ def archive(directory: Path, named: Sequence[str] = ()) -> tuple[str, bytes]:
 def archive_line(directory: Path, named: Sequence[str] = ()) -> str:
     """Return what an archive contains, in one line, and what was left out of it that git does not ignore."""
     files, left_out = _chosen(directory, named)
-    amount = f"{len(files)} file{'s' * (len(files) != 1)}, {size(sum(path.stat().st_size for path in files))}"
+    amount = f"{len(files)} file{'s' * (len(files) != 1)}, {size(sum(path.lstat().st_size for path in files))}"
     line = f"code: {amount}: {_first_of([str(path.relative_to(directory)) for path in files])}"
     return line + (f"; left out: {_first_of(left_out)}" if left_out else "")
 
@@ -270,32 +272,60 @@ def _first_of(names: Sequence[str], most: int = 6) -> str:
 
 
 def _chosen(directory: Path, named: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the files to ship, and the names of those that are secrets or were written by commands."""
+    """Return the files and links to ship, and what is not that git does not ignore: secrets, outputs of commands, links
+    that would lead nowhere, submodules that are not checked out.
+    """
     also = {path for file in named if (path := (directory / file).resolve()).is_file()}
     also = {path for path in also if path.is_relative_to(directory)}
     found = _in_git(directory) or dict.fromkeys((path.relative_to(directory) for path in directory.rglob("*")), False)
-    files, left_out = also, set()
+    files, links, left_out = also, set[Path](), set[str]()
     for name, tracked in found.items():
         path = directory / name
-        if path in also or not path.is_file() or path.is_symlink() or (not tracked and _matches(name, _NEVER)):
+        if path in also or (not tracked and (_matches(name, _NEVER) or name.parts[0] == "runs")):  # or a module `runs`
             continue
-        if not tracked and name.parts[0] == "runs":  # not a module of that name
+        if path.is_symlink():
+            links.add(path)
+        elif path.is_dir() and tracked:
+            left_out.add(f"{name} (a submodule that is not checked out: git submodule update --init)")
+        elif not path.is_file():
             continue
-        if _matches(name, _SECRETS) or (not tracked and (_matches(name, _OUTPUTS) or _is_rendered(path))):
+        elif _matches(name, _SECRETS) or (not tracked and (_matches(name, _OUTPUTS) or _is_rendered(path))):
             left_out.add(str(name))
         else:
             files.add(path)
+    # A link to what is shipped, too, is the same on the nodes; data and secrets elsewhere stay where they are.
+    base, names = directory.resolve(), [path.relative_to(directory) for path in files]
+    shipped = {base / place for name in names for place in (name, *name.parents)}
+    for path in links:
+        if _target(path) in shipped:
+            files.add(path)
+        else:
+            left_out.add(f"{path.relative_to(directory)} (a link to {os.readlink(path)}, which is not shipped)")
     return sorted(files), sorted(left_out)
 
 
+def _target(link: Path) -> Path | None:
+    """Return the file or folder that a link leads to; None for a link to nothing, or to itself."""
+    try:
+        return link.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return None
+
+
 def _in_git(directory: Path) -> dict[Path, bool]:
-    """Return the files that git does not ignore, and whether it knows them; empty in a folder without git."""
+    """Return the files that git does not ignore, also of submodules, and whether it knows them; empty without git."""
     command = ["git", "-C", str(directory), "ls-files", "-cot", "--exclude-standard", "-z"]
     try:
-        found = subprocess.run(command, capture_output=True, check=True).stdout.decode()
+        listed = subprocess.run(command, capture_output=True, check=True).stdout.decode()
     except (OSError, subprocess.CalledProcessError):
         return {}
-    return {Path(entry[2:]): entry[0] != "?" for entry in found.split("\0") if entry}
+    found: dict[Path, bool] = {}
+    for entry in filter(None, listed.split("\0")):
+        name, tracked = Path(entry[2:]), entry[0] != "?"
+        is_repository = (directory / name / ".git").exists() and not (directory / name).is_symlink()
+        inner = _in_git(directory / name) if is_repository else {}
+        found |= {name / each: known and tracked for each, known in inner.items()} or {name: tracked}
+    return found
 
 
 def _matches(path: Path, patterns: Sequence[str]) -> bool:
@@ -318,6 +348,10 @@ def _packed(directory: Path, files: list[Path]) -> bytes:
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
         for path in files:
             entry = tarfile.TarInfo(str(path.relative_to(directory)))
+            if path.is_symlink():  # relative, so that it leads to the copy
+                entry.type, entry.linkname = tarfile.SYMTYPE, os.path.relpath(path.resolve(), path.parent.resolve())
+                tar.addfile(entry)
+                continue
             entry.size, entry.mode = path.stat().st_size, 0o755 if path.stat().st_mode & 0o100 else 0o644
             with path.open("rb") as file:
                 tar.addfile(entry, file)

@@ -23,6 +23,8 @@ from typing import Any
 import phalanx
 from phalanx.host.addresses import ssh_address
 
+_READ_SCRIPT = 'IFS= read -rd "" script; exec </dev/null; eval "$script"'
+"""The script exports variables that may be secrets: all users of a host can read the command lines there."""
 SILENCE_SECONDS = 300.0
 """The submitting machine writes every few seconds; after this silence it is lost."""
 
@@ -48,10 +50,14 @@ def facts(folder: str) -> dict[str, Any]:
 def run_script() -> int:
     """Run the script of the first line of standard input; return its exit code."""
     plan = json.loads(os.fdopen(os.dup(0), "rb", buffering=0).readline())
-    words = ["bash", "-c", plan["script"], "node.sh", *plan["arguments"]]
+    words = ["bash", "-c", _READ_SCRIPT, "node.sh", *plan["arguments"]]
     process = subprocess.Popen(
-        words, env={**os.environ, **plan["environment"]}, stdin=subprocess.DEVNULL, start_new_session=True
+        words, env={**os.environ, **plan["environment"]}, stdin=subprocess.PIPE, start_new_session=True
     )
+    assert process.stdin is not None, "a pipe was asked for"
+    with suppress(BrokenPipeError):  # a bash that was killed reads nothing
+        process.stdin.write(plan["script"].encode())
+        process.stdin.close()
     threading.Thread(target=_end_with_connection, args=(process, plan["grace"]), daemon=True).start()
     code = process.wait()
     _signal(process, signal.SIGKILL)  # what the launcher left in its group

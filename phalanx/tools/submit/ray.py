@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.config.option import option
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, error_line
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ClusterJob, JobRecord
 from phalanx.tools.submit.job_files import follow_files, own_limit, program_of, rank_log
@@ -27,6 +28,7 @@ _STATES = {
     "SUCCEEDED": "finished",
     "FAILED": "failed",
 }
+_RUNTIME = "runtime_env.json"
 Answer = TypeVar("Answer")
 
 
@@ -62,9 +64,11 @@ class RayJobs(Target[RayOptions]):
         lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
         if self.options.ship != "archive":
             lines.append(f"cd {shlex.quote(job.directory)}")
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
         words = job.train_command(program_of(self.options), *IN_CLUSTER, *own_limit(job, self.options))
-        return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"}
+        files = {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"}
+        if job.environment:  # not in the script, which is a command line on the head
+            files[_RUNTIME] = json.dumps({"env_vars": dict(job.environment)}, indent=1) + "\n"
+        return files
 
     @property
     def _kuberay(self) -> KubeRay | None:
@@ -83,7 +87,8 @@ class RayJobs(Target[RayOptions]):
         if self._kuberay is not None:
             return self._kuberay.submit(job, folder)
         script = (folder / "entrypoint.sh").read_text(encoding="utf-8")
-        runtime: dict[str, Any] = {}
+        environment = folder / _RUNTIME
+        runtime: dict[str, Any] = json.loads(environment.read_text()) if environment.is_file() else {}
         if self.options.ship == "archive":
             runtime["working_dir"] = str(_unpacked(folder))
         given: str = self._call(
@@ -103,7 +108,7 @@ class RayJobs(Target[RayOptions]):
             return self._kuberay.status(record)
         found = self._call(lambda client: client.get_job_info(record.id))
         state = str(getattr(found.status, "value", found.status))
-        return Status(_STATES.get(state, "running"), f"{state}: {found.message or ''}".rstrip(": ").splitlines()[0])
+        return Status(_STATES.get(state, "running"), error_line(state, str(found.message or "")))
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Return the output of the command, or the log of one rank."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
-from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError, first_line
 from phalanx.observe.guard import say_to_user
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.tools.submit.job_files import (
@@ -295,7 +295,7 @@ def _ended(number: str) -> Status:
             text=True,
         )
         if found.returncode == 0 and found.stdout.strip():
-            state_text, _, code_text = found.stdout.splitlines()[0].partition("|")
+            state_text, _, code_text = first_line(found.stdout).partition("|")
             return _final(state_text.split()[0], f"exit code {code_text}")
     return Status("lost", "Slurm no longer knows it; see its output")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config import DistributedConfig
-from phalanx.errors import EXIT_PREEMPTED, PhalanxError, UsageError
+from phalanx.errors import EXIT_PREEMPTED, PhalanxError, UsageError, error_line, first_line
 from phalanx.host.gpus import count_gpus
 from phalanx.host.processes import SignalInbox
 from phalanx.launch import LaunchResult, launch
@@ -224,8 +224,8 @@ def explain(result: LaunchResult, trial: Trial) -> Ending:
     record = None if failure.rank is None else read_record(trial.folder / "logs", failure.rank)
     if record is None:
         return Ending(code, f"out of memory, or killed: a rank {failure.cause}" if code == _KILLED else failure.cause)
-    first_line = next(iter(record["message"].strip().splitlines()), "")
+    text = first_line(record["message"])
     if record["type"] in _OUT_OF_MEMORY:
-        return Ending(code, f"out of memory: {first_line}")
+        return Ending(code, f"out of memory: {text}")
     # Without a traceback it is a mistake that its message explains.
-    return Ending(code, f"{record['type']}: {first_line}" if record["traceback"] else first_line)
+    return Ending(code, error_line(record["type"], text) if record["traceback"] else text)

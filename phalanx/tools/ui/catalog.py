@@ -7,13 +7,15 @@ import json
 import math
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from phalanx.errors import PhalanxError
+from phalanx.host.files import open_below
 from phalanx.host.remote import RemotePath
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
@@ -31,6 +33,8 @@ _TAIL_LINES = 60
 _LOG_BYTES = 64 << 10
 _FILES = ("*.html", "*.json", "*.toml", "*.txt", EVENTS, "logs/*.log", "logs/*.json", "profile/*")
 """What the page links of a run's folder."""
+_READ = (EVENTS, FILE, STUDY_FILE, "config.toml", "trials")
+"""What is read of a run's or a search's folder, apart from the files that are linked."""
 _NOT_SHOWN = (
     "command",
     "settings",
@@ -64,6 +68,8 @@ class Catalog:
         found = {}
         with suppress(FileNotFoundError, NotADirectoryError):  # no run has been started yet
             for path in self.folder.iterdir():
+                if _is_linked(path):
+                    continue
                 try:
                     known = path.is_dir() and is_run(path)
                 except PermissionError:  # the run of another user is named, and not shown
@@ -72,7 +78,9 @@ class Catalog:
                     found[path.name] = path
                 elif (path / STUDY_FILE).is_file():
                     found |= {
-                        f"{path.name}/trials/{each.name}": each for each in (path / "trials").glob("*") if is_run(each)
+                        f"{path.name}/trials/{each.name}": each
+                        for each in (path / "trials").glob("*")
+                        if is_run(each) and not _is_linked(each)
                     }
         return found
 
@@ -84,28 +92,30 @@ class Catalog:
         wrong = any(part in ("", ".", "..") or "\0" in part for part in (first, *rest))
         path = self.folder / name
         trial = len(rest) == 2 and rest[0] == "trials" and not wrong and (self.folder / first / STUDY_FILE).is_file()
-        if wrong or not (trial or not rest) or not is_run(path):
+        if wrong or not (trial or not rest) or _is_linked(self.folder / first) or _is_linked(path) or not is_run(path):
             raise KeyError(name)
         return path
 
     def files(self, folder: Path) -> dict[str, int]:
-        """Return the files of a run or search that the page links, with their sizes."""
-        found = sorted(path for pattern in _FILES for path in folder.glob(pattern))
-        return {str(path.relative_to(folder)): path.stat().st_size for path in found if path.is_file()}
+        """Return the files of a run or search that the page links, with their sizes; no links, nor what is in them."""
+        real = folder.resolve()
+        names = sorted(str(path.relative_to(folder)) for pattern in _FILES for path in folder.glob(pattern))
+        inside = [name for name in names if (real / name).resolve() == real / name and (real / name).is_file()]
+        return {name: (real / name).stat().st_size for name in inside}
 
-    def file(self, place: str) -> Path:
-        """Return a file that the page links, by the name of its run or search and its path; KeyError for others."""
+    def open(self, place: str) -> BinaryIO:
+        """Open a file that the page links, by the name of its run or search and its path; KeyError for others."""
         parts = place.split("/")
         known = 3 if parts[1:2] == ["trials"] else 1
         name, inside = "/".join(parts[:known]), "/".join(parts[known:])
         folder = self.folder / name if self._is_study(name) else self.path(name)
-        if inside not in self.files(folder) or (folder / inside).is_symlink():
+        if inside not in self.files(folder):
             raise KeyError(place)
-        return folder / inside
+        return open_below(folder, inside)
 
     def log(self, place: str, start: int) -> dict[str, Any]:
         """Return what a log holds from an offset on; of a negative one, its end."""
-        with self.file(place).open("rb") as file:
+        with self.open(place) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - _LOG_BYTES) if start < 0 or start > size else start
             file.seek(begin)
@@ -114,7 +124,8 @@ class Catalog:
 
     def _is_study(self, name: str) -> bool:
         plain = name not in ("", ".", "..") and os.sep not in name and "\0" not in name
-        return plain and not self._chosen and (self.folder / name / STUDY_FILE).is_file()
+        path = self.folder / name
+        return plain and not self._chosen and not _is_linked(path) and (path / STUDY_FILE).is_file()
 
     def study(self, name: str) -> dict[str, Any]:
         """Return a search: what it looks for, and its trials with their values and runs."""
@@ -214,6 +225,16 @@ _TOLD = "SELECT number, key, value_json FROM trials JOIN trial_user_attributes U
 _TRIALS = "SELECT number, value FROM trials LEFT JOIN trial_values USING (trial_id) ORDER BY number"
 
 
+def _is_linked(path: Path) -> bool:
+    """Whether another user has put a link here: it may lead to what is closed to those who see the page."""
+    for each in (path, *(path / name for name in _READ)):
+        with suppress(FileNotFoundError, PermissionError):  # in a closed folder nothing is read
+            status = each.lstat()
+            if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+                return True
+    return False
+
+
 def _version(path: Path) -> str:
     """Return a text that changes when a run's files do."""
     parts = []
@@ -299,18 +320,18 @@ def _damage(events: RunEvents) -> str:
 def _failures(run: StoredRun) -> list[dict[str, Any]]:
     """Return what each rank that raised has written, the first in time first, with the end of its output."""
     found = []
-    for file in (run.path / "logs").glob("rank-*.error.json"):
-        with suppress(OSError, ValueError):  # it is being written, or belongs to another user
-            record = json.loads(file.read_bytes())
+    for path in (run.path / "logs").glob("rank-*.error.json"):
+        with suppress(OSError, ValueError), open_below(run.path, f"logs/{path.name}") as file:
+            record = json.loads(file.read())  # ValueError: it is being written; OSError: a link, or no right to read
             if isinstance(record, dict):
-                record["output"] = _tail(file.with_name(file.name.replace(".error.json", ".log")))
+                record["output"] = _tail(run.path, path.name.replace(".error.json", ".log"))
                 found.append(record)
     return sorted(found, key=lambda record: str(record.get("time")))
 
 
-def _tail(path: Path) -> str:
+def _tail(run_dir: Path, log: str) -> str:
     try:
-        with path.open("rb") as file:
+        with open_below(run_dir, f"logs/{log}") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
     except OSError:

@@ -7,8 +7,10 @@ import hmac
 import ipaddress
 import json
 import math
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+import mimetypes
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -16,7 +18,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import (
-    FileResponse,
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
@@ -42,6 +43,7 @@ _FILE_POLICY = f"{ALONE}; sandbox allow-scripts"
 """A file of a run may hold any script: it runs, but not as a part of this page, so that it can change nothing."""
 _POLL_SECONDS = 1.0
 _WIDEST = 4000
+_PIECE_BYTES = 1 << 18
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -150,9 +152,13 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
         if "/trials/" in place and place in catalog.paths():  # the page of a search links the folders of its trials
             return RedirectResponse(f"/#page=run&run={quote(place, safe='')}")
         try:
-            return FileResponse(catalog.file(place), headers={"Content-Security-Policy": _FILE_POLICY})
+            opened = catalog.open(place)
         except (KeyError, OSError):
             return PlainTextResponse("There is no such file.\n", status_code=404)
+        size = os.fstat(opened.fileno()).st_size
+        headers = {"Content-Security-Policy": _FILE_POLICY, "Content-Length": str(size)}
+        kind = mimetypes.guess_type(place)[0] or "text/plain"
+        return StreamingResponse(_pieces(opened, size), headers=headers, media_type=kind)
 
     async def change(request: Request) -> Response:
         request.state.body = await request.body()
@@ -172,6 +178,14 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Gate(Starlette(routes=routes), token, port, names)
+
+
+def _pieces(opened: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the first `size` bytes of a file, to which a run may append meanwhile."""
+    with opened:
+        while size > 0 and (piece := opened.read(min(size, _PIECE_BYTES))):
+            size -= len(piece)
+            yield piece
 
 
 def _curves(catalog: Catalog, request: Request) -> list[dict[str, Any]]:

@@ -129,10 +129,8 @@ class _Loop:
 
     def _weight(self, forward: Forward, wrapped: nn.Module, batch: Any, loader: PreparedLoader) -> float:
         """Return what the loss is the mean of: the labels of this rank's batch, or its samples."""
-        samples = loader.current.samples
-        if not samples or not self.formation.weighs_labels(forward, wrapped, batch, loader):
-            return float(samples)
-        return float(forward.count_labels(batch))
+        by_labels = self.formation.weighs_labels(forward, batch)
+        return float(forward.share(batch, loader.current.samples, by_labels=by_labels))
 
     def _want_gradients(self, wanted: bool) -> None:
         for name, parameter in self._model.named_parameters():

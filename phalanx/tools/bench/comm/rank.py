@@ -22,7 +22,7 @@ from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.comm.collectives.topology import find_locations, hosts, measure_links
-from phalanx.errors import SharedMemoryUnavailable, UsageError
+from phalanx.errors import SharedMemoryUnavailable, UsageError, first_line
 from phalanx.host.gpus import HOST_ID
 from phalanx.observe.format import speed_note
 from phalanx.tools.bench.comm.plan import DTYPE_BYTES, PLAN_FILE, RESULT_FILE, BenchPlan, element_count
@@ -142,7 +142,7 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     try:  # a backend that cannot do it fails at the first call, on every rank
         case.move(torch.ones(channel.size, dtype=dtype, device=device))
     except RuntimeError as error:
-        raise CannotRunHere(str(error).strip().splitlines()[0]) from error
+        raise CannotRunHere(first_line(error)) from error
     return case
 
 
