@@ -155,7 +155,7 @@ class HeartbeatBoard:
 
     def place(self, rank: int) -> str:
         """Return which of `PLACES` a rank is in."""
-        return _BY_NUMBER[_PLACE.unpack_from(self._map, rank * _ENTRY_BYTES + _PLACE_OFFSET)[0]]
+        return _BY_NUMBER[int(_PLACE.unpack_from(self._map, rank * _ENTRY_BYTES + _PLACE_OFFSET)[0])]
 
     def last_progress(self, rank: int) -> float:
         """Return when `rank` last wrote anything, also before its first step; 0 for never."""

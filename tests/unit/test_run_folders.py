@@ -19,6 +19,7 @@ from command import phalanx
 import phalanx as px
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.host.files import is_trusted, writer_of
 from phalanx.host.processes import began_at
 from phalanx.loop.recorders import own_run_dir
 from phalanx.observe.best_mark import Best, mark_best
@@ -440,3 +441,32 @@ def test_the_settings_of_another_user_are_not_used_with_a_model_of_this_user():
     strangers(run)
     config = px.load_run("other", model=torch.nn.Linear(1, 1)).config
     assert (config.batch_size, config.sinks) == (7, None)
+
+
+def test_what_others_can_write_is_trusted_in_no_group_but_that_of_the_user_alone(tmp_path):
+    file = tmp_path / "folder" / "file"
+    file.parent.mkdir(mode=0o755)
+    file.touch(mode=0o644)
+    assert writer_of(file) == writer_of(file.parent) == os.geteuid()
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    for shared in (file, file.parent):
+        before = shared.stat().st_mode
+        shared.chmod(before | 0o002)
+        assert writer_of(file) is writer_of(link) is None, "all can write"
+        shared.chmod(before)
+    file.parent.chmod(0o1777)
+    assert writer_of(file) == os.geteuid(), "in a folder such as /tmp others cannot replace it"
+    file.parent.chmod(0o755)
+    assert is_trusted(tmp_path / "missing")
+    if os.geteuid() == 0:
+        file.chmod(0o664)
+        assert writer_of(file) == 0, "the group of root"
+        os.chown(file, -1, 12345)
+        assert writer_of(file) is None, "a group of several users"
+        file.chmod(0o644)
+        os.chown(file, 12345, -1)
+        assert writer_of(file) == 12345, "in a folder of root"
+        os.chown(file.parent, 54321, -1)
+        assert writer_of(file) is None
+        assert not is_trusted(file)
