@@ -36,9 +36,12 @@ def nonfinite_error(loop: TrainLoop, what: str, step: int | None) -> NonFiniteLo
 
 
 def _give_back(loop: TrainLoop, path: str | None) -> str:
-    """Load the last checkpoint, which has finite weights; return what the caller of fit has now."""
+    """Load the last checkpoint, which has finite weights, or a copy; return what the caller of fit has now."""
     if path is None:
-        return "the weights in the model are not finite, and lost"
+        step = None if loop.last_finite is None else loop.last_finite.restore()
+        if step is None:
+            return "the weights in the model are not finite, and lost"
+        return f"the state of step {step}, the last one with finite weights, is in the model"
     gradients = loop.formation.gradients
     taken = gradients.steps
     loop.formation.load(path)

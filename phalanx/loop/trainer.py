@@ -14,6 +14,7 @@ from phalanx.loop.evaluate import Evaluation, begin_training
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
+from phalanx.loop.last_finite import LastFinite
 from phalanx.loop.loss_log import Losses
 from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
@@ -70,6 +71,7 @@ class TrainLoop:
         self.continues = False
         """Whether the state is one of this run, from before the group of ranks changed."""
         self._call = ModelCall(self)
+        self.last_finite: LastFinite | None = None
         self.yields_steps = True
         """Whether the caller gets every step, and may change anything after it."""
 
@@ -136,6 +138,9 @@ class TrainLoop:
         if self.is_finished() and not self.continues:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)
+        if self.saving.gives_back and self.config.on_nonfinite == "stop":
+            self.last_finite = LastFinite(self.formation.unwrap(self.model), self.formation.optimizers)
+            self.last_finite.keep(self.step)
         entered = enter_loop(self)
         try:
             self.hooks.fire("on_fit_start", self)
@@ -304,6 +309,8 @@ class TrainLoop:
         bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
             raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}", bad)
+        if self.last_finite is not None:
+            self.last_finite.keep(self.step)
         return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
 
     def losses_checked(self) -> None:

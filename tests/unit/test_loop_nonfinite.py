@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_finite_batch_is_no_suspect():
     assert "holds" not in error.message
     assert error.hint.startswith("Lower learning_rate")
     assert "is finite." in error.hint
-    assert not model.weight.isfinite().all()
+    assert model.weight.isfinite().all()
 
 
 def test_a_batch_of_the_epoch_before_the_check_is_found():
@@ -145,7 +146,37 @@ def test_the_model_gets_the_weights_of_the_last_checkpoint_back():
     assert torch.equal(model.weight, expected.weight)
 
 
-def test_lost_weights_are_called_lost():
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_last_finite_weights_of_a_small_model_come_back(optimizer):
+    data, every = spoilt("inputs", float("nan")), {"epochs": 2, "log_every_n_steps": 3, "optimizer": optimizer}
+    torch.manual_seed(1)
+    error, model = fit(data, **every)
+    found = re.search(
+        "the state of step ([0-9]+), the last one with finite weights, is in the model", error.__notes__[0]
+    )
+    assert found is not None, error.__notes__
+    torch.manual_seed(1)
+    expected = nn.Linear(3, 1)
+    if step := int(found[1]):
+        own = {"batch_size": BATCH, "learning_rate": 1e-3, "run_dir": "expected", "console": "quiet", "max_steps": step}
+        PyTorchDDPTrainer(expected, device="cpu", optimizer=optimizer, **own).fit(data)
+    assert torch.equal(model.weight, expected.weight)
+    assert step < order().index(20) // BATCH + 1
+
+
+def test_states_of_the_users_optimizer_come_back_too():
+    torch.manual_seed(1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trainer = PyTorchDDPTrainer(model, optimizer, device="cpu", batch_size=BATCH, run_dir="run", console="quiet")
+    with pytest.raises(NonFiniteLossError):
+        trainer.fit(spoilt("inputs", float("nan")))
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(value.isfinite().all() for value in [*tensors, model.weight])
+
+
+def test_lost_weights_are_called_lost(monkeypatch):
+    monkeypatch.setattr("phalanx.loop.last_finite._MOST_BYTES", 0)
     error, model = fit(spoilt("inputs", float("nan")), epochs=2)
     assert "the weights in the model are not finite, and lost, and no checkpoint was saved" in error.__notes__[0]
     assert "what was trained is in the model" not in str(error.__notes__)
