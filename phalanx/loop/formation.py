@@ -151,7 +151,7 @@ class Formation(Prepared):
         raise UsageError(
             f"prepare() got {named}",
             hint="It takes models, optimizers, schedulers and data loaders: "
-            "model, optimizer, loader = formation.prepare(model, optimizer, loader)",
+            "model, optimizer, data = formation.prepare(model, optimizer, data)",
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:

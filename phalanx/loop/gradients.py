@@ -74,6 +74,7 @@ class Gradients:
             self.scale = LossScale(precision.scaler, world.device, agree=strategy.shards and world.world_size > 1)
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
+        self._fixed_order = config.fixed_order
         self._counted = 0
         self._wrapped: list[nn.Module] = []
         self._followed = followed
@@ -157,7 +158,9 @@ class Gradients:
         if weight is not None:
             empty = self.micro is not None and self.micro.samples == 0
             # The only micro-batch of a step is divided before its backward pass: that spares a pass over all gradients.
-            weigh = self._weight.whole if self.boundary and self._weight.is_empty else self._weight.add
+            # Not in a fixed order, whose bits are those of any number of micro-batches.
+            only = self.boundary and self._weight.is_empty and not self._fixed_order
+            weigh = self._weight.whole if only else self._weight.add
             factor = weigh(0.0 if empty else weight, self._calls)
         else:
             self._weight.none()

@@ -131,7 +131,7 @@ def test_processes_write_what_one_process_writes(tmp_path):
         (("pak",), "Did you mean 'pack'?"),
         (("make", "shape", "--out", "x"), "Did you mean 'shapes'?"),
         (("make", "shapes", "--out", "x", "--classes", 500), "classes are 2 to 400"),
-        (("pack", "nowhere", "--out", "x"), "the folder nowhere does not exist"),
+        (("pack", "nowhere", "--out", "x"), "there is nothing at that path"),
         (("pack", "files", "--out", "files/x"), "--out files/x is inside of files"),
         (("pack", "files", "--out", "x", "--shards", 21), "there are 1 to 20 shards"),
         (("info", "nowhere"), "nowhere is not a folder"),
