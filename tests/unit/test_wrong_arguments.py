@@ -94,7 +94,7 @@ def test_prepare_names_what_it_got():
     with Formation(device="cpu") as formation:
         message = refused(lambda: formation.prepare(3))
         assert "prepare() got 3, a int" in message
-        assert "formation.prepare(model, optimizer, loader)" in message
+        assert "formation.prepare(model, optimizer, data)" in message
         assert "prepare() got the class Linear" in refused(lambda: formation.prepare(nn.Linear))
 
 
