@@ -436,7 +436,7 @@ def test_weights_of_another_shape_name_the_parameter(tmp_path):
     history = make_trainer(epochs=1).fit(make_data(8), checkpoint_dir="ckpt")
     make_trainer().save("weights.pt")
     for path in (history.checkpoint, "weights.pt"):
-        with pytest.raises(CheckpointError, match=r"'weight' is \[3, 4\] .* \[5, 4\]"):
+        with pytest.raises(CheckpointError, match=r"'?weight'? is \[3, 4\] .* \[5, 4\]"):
             make_trainer(nn.Linear(4, 5)).load(path)
     with pytest.raises(CheckpointError, match=r"no weights at absent\.pt"):
         make_trainer().load("absent.pt")
