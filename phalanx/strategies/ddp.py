@@ -237,6 +237,12 @@ class DDP(CompressesGradients):
         """Count a step."""
         self._steps += 1
 
+    def close(self) -> None:
+        """Let torch's DDP go, also if user code still holds it: after a lost rank its parameters get another one."""
+        for model in self._models:
+            torch_compat.remove_ddp_hooks(model)
+        super().close()
+
     def comm_stats(self) -> CommStats | None:
         """Return the times of plain DDP: the mean of those that torch takes (ten steps, then every hundredth)."""
         if self.lanes:

@@ -171,6 +171,11 @@ class Auto(RingDDP):
         else:
             super().set_sync(wrapped, sync)
 
+    def close(self) -> None:
+        """Release what either form holds."""
+        self._ddp.close()
+        super().close()
+
     def _share(self, model: nn.Module) -> tuple[Exchange, torch.Tensor] | None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         chosen = self.config.communication_backend not in (None, "phalanx")

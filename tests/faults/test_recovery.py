@@ -66,11 +66,11 @@ def make_model(*, buffers: bool = False) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
 
 
-def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, plan=None, **settings):
+def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, plan=None, make=None, **settings):
     """Train, and return the weights and the events."""
     folder = tmp_path / name
     folder.mkdir()
-    model = make_model(buffers=buffers)
+    model = make() if make is not None else make_model(buffers=buffers)
     chosen = {"max_restarts": 20, "heartbeat_timeout": 1.0, "max_steps": STEPS, "learning_rate": 0.02, **settings}
     trainer = phalanx.PyTorchDDPTrainer(
         model=model,
@@ -139,6 +139,58 @@ def test_buffers_are_those_of_the_last_step(tmp_path, fork_server):
     quiet, _ = train(tmp_path, "quiet", buffers=True, ranks=2, strategy="ddp")
     hit, _ = train(tmp_path, "hit", [(1, 10, KILL)], buffers=True, ranks=2, strategy="ddp")
     assert_equal(quiet, hit)
+
+
+class Meet(torch.autograd.Function):
+    """All ranks meet in the backward pass, as those of a synchronised BatchNorm do."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.distributed.all_reduce(torch.zeros(1))
+        return gradient
+
+
+class MeetsInBackward(nn.Sequential):
+    def forward(self, inputs):
+        return self[1](Meet.apply(self[0](inputs)))
+
+
+class HoldsTrainers(phalanx.Callback):
+    """Holds every trainer that it was called with, as users' callbacks do, and kills rank 1 in a backward pass."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark, self.trainers = mark, []
+
+    def on_fit_start(self, trainer) -> None:
+        self.trainers.append(trainer)
+        last = next(trainer.formation.unwrap(trainer.model)[1].parameters())
+        last.register_hook(lambda gradient: self.kill(trainer))
+
+    def kill(self, trainer) -> None:
+        if trainer is self.trainers[-1] and (trainer.formation.rank, trainer.step) == (1, 9) and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), KILL)
+
+    def __getstate__(self):
+        return {"mark": self.mark, "trainers": []}
+
+
+def test_a_callback_may_hold_the_trainer_of_an_interrupted_pass(tmp_path, fork_server):
+    """DDP's hooks of that pass stay on the parameters as long as the trainer is held."""
+    settings = {"ranks": 2, "strategy": "ddp", "bucket_cap_mb": 0.0001, "make": make_meeting_model}
+    quiet, _ = train(tmp_path, "quiet", **settings)
+    hit, events = train(tmp_path, "hit", plan=HoldsTrainers(tmp_path / "killed"), **settings)
+    assert [event["lost"] for event in recoveries(events)] == [[1]]
+    assert_equal(quiet, hit)
+
+
+def make_meeting_model() -> nn.Module:
+    torch.manual_seed(3)
+    return MeetsInBackward(nn.Linear(8, 16), nn.Linear(16, 2))
 
 
 def test_where_all_ranks_are_lost_they_start_again_from_a_checkpoint(tmp_path, quiet):
