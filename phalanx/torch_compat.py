@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -104,9 +105,30 @@ def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> N
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:  # size, rank, ranks, backend, store, ...
+        if "nccl" in str(args[3]) and kwargs.get("device_id") is None:  # connect now, in the call that can be aborted
+            kwargs["device_id"] = torch.device("cuda", torch.cuda.current_device())
         return run(lambda used: original(*args[:4], used, *args[5:], **kwargs), args[4], str(args[3]))
 
     dist.distributed_c10d._new_process_group_helper = make
+
+
+@contextlib.contextmanager
+def new_communicators() -> Iterator[None]:
+    """Give the process groups of the block communicators of their own, not parts of the default group's.
+
+    torch splits the default communicator if a device is bound to it. A split cannot be aborted, and in a group that was
+    formed after an abort it crashes (SIGSEGV in torch 2.11 with NCCL 2.28).
+    """
+    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    device = None if group is None else group.bound_device_id
+    if device is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 def number_groups_from_zero() -> None:
@@ -120,14 +142,13 @@ def abort_nccl() -> None:
     configs: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_backend_config.items())
     cuda = torch.device("cuda")
     nccl = [group._get_backend(cuda) for group, config in reversed(configs) if "cuda:nccl" in str(config)]
-    if not nccl:
-        return
-    nccl[-1]._group_start()  # as one: the aborts of several communicators would wait for each other
-    try:
-        for backend in nccl:
-            backend.abort()
-    finally:
-        nccl[-1]._group_end()
+    # At the same time: to end one communicator waits for all work of the GPU, also for that of the others. (A group of
+    # NCCL's calls, as in torch's own abort, does not help: torch aborts each in another thread.)
+    threads = [threading.Thread(target=backend.abort, name="phalanx-abort") for backend in nccl]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def attach_gloo(group: Any, gloo: Any) -> None:
@@ -168,6 +189,11 @@ def rebuild_buckets(reducer: Any) -> None:
     """Let DDP's reducer take its final buckets now instead of after the first backward pass."""
     reducer._push_all_rebuilt_params()
     reducer._rebuild_buckets()
+
+
+def remove_ddp_hooks(ddp: Any) -> None:
+    """Let DDP take no more gradients: the hooks on its parameters go, which otherwise live as long as it does."""
+    ddp.reducer._remove_autograd_hooks()
 
 
 def ddp_times(ddp: Any) -> tuple[float, float] | None:

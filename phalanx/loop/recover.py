@@ -31,6 +31,7 @@ from phalanx.world import membership
 from phalanx.world.abort import leave_groups, raise_if_aborted, take_spent
 from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.gate import StepGate
+from phalanx.world.groups import forget_groups
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ class Recovering(Survivor):
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""
+        forget_groups()
         leave_groups()  # an exchange between neighbours that waits for a lost rank gets an error
         if self._neighbours is not None:
             self._neighbours.leave()

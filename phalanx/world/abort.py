@@ -11,6 +11,7 @@ made in a thread, which an abort leaves behind until it fails by itself. Waiting
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -29,7 +31,6 @@ import torch.distributed as dist
 from phalanx import torch_compat
 from phalanx.errors import CommunicationError
 from phalanx.host.signed_store import inner_method
-from phalanx.world.groups import forget_groups
 
 _DESCRIPTORS = "/proc/self/fd"
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
@@ -124,7 +125,7 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
         store = noting = AbortableStore(store, values)
         made.add_done_callback(lambda _: noting.stop_noting())
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    call = (made, lambda: make(store), device)
+    call = (made, functools.partial(_make_whole, make, store), device)
     threading.Thread(target=_fulfil, args=call, name="phalanx-new-group", daemon=True).start()
     while not made.done() and _aborted is None:
         wait([made], timeout=_POLL_SECONDS[1])
@@ -138,6 +139,16 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
         abort_collectives(_aborted)
         end_nccl()
     return made.result()
+
+
+def _make_whole(make: Callable[[Any], Any], store: Any) -> Any:
+    with torch_compat.new_communicators():
+        return make(store)
+
+
+def unsplit_groups() -> AbstractContextManager[None]:
+    """Return a context in which meshes, too, get groups whose making can be aborted, if ranks may be lost."""
+    return torch_compat.new_communicators() if _watching else contextlib.nullcontext()
 
 
 def _fulfil(made: Future[Any], make: Callable[[], Any], device: int | None) -> None:
@@ -220,7 +231,6 @@ def leave_groups() -> None:
     now = time.monotonic()
     while _left and now - _left[0][0] > _QUIET_SECONDS:
         _left.pop(0)
-    forget_groups()
     if dist.is_initialized():
         _left.append((now, [*_stores, *torch_compat.all_groups()]))  # a list frees its last first
         abort_collectives("this rank left")  # the others get an error too, instead of waiting for this one

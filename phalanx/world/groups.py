@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx import torch_compat
+from phalanx.world.abort import unsplit_groups
 from phalanx.world.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
@@ -34,7 +35,8 @@ def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     kept = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "dp_shard" and mesh.dp_replicate > 1)}
     key = (device_type, *kept.items())
     if not _is_alive(_MADE.get(key)):
-        _MADE[key] = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        with unsplit_groups():
+            _MADE[key] = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
     made: DeviceMesh = _MADE[key]
     return made
 

@@ -2,7 +2,7 @@
 
 python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
 
-With NCCL_FAULTS_DUMP=7 each rank prints its stacks 7 s after its start, to look for a hang.
+With NCCL_FAULTS_DUMP=3 each rank prints its stacks 3 s after an abort, unless it is in a new group by then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx.models.gpt import gpt
+from phalanx.world import membership
 
 WIDTH, CLASSES = 64, 4
 
@@ -43,10 +44,11 @@ class Faults(phalanx.Callback):
             join(*args, **options)
 
         dist.init_process_group = join_or_fail
+        if seconds := os.environ.get("NCCL_FAULTS_DUMP"):
+            dump_after_aborts(float(seconds))
 
     def on_fit_start(self, trainer: Any) -> None:
-        if seconds := os.environ.get("NCCL_FAULTS_DUMP"):
-            faulthandler.dump_traceback_later(float(seconds))
+        faulthandler.cancel_dump_traceback_later()
         torch.backends.cuda.matmul.allow_tf32 = False
         self.trainer = trainer
         for number, parameter in enumerate(trainer.model.parameters()):
@@ -89,6 +91,17 @@ class Faults(phalanx.Callback):
             raise RuntimeError("an error of this rank")
         if kind == "oom":
             torch.empty(2**45, dtype=torch.uint8, device=self.trainer.formation.device)
+
+
+def dump_after_aborts(seconds: float) -> None:
+    """Print the stacks of all threads this long after an abort."""
+    abort = membership.abort_collectives
+
+    def abort_and_watch(why: str) -> None:
+        faulthandler.dump_traceback_later(seconds, repeat=True)
+        abort(why)
+
+    membership.abort_collectives = abort_and_watch
 
 
 def build(name: str) -> tuple[nn.Module, TensorDataset]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from command import ROOT, clean_environment
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROGRAM = Path(__file__).with_name("nccl_faults.py")
@@ -120,8 +122,9 @@ def test_every_kind_of_loss(tmp_path, quiet):
     assert_close(quiet, hit)
     seconds = [event["seconds"] for event in hit.recovered()]
     print("recovered in", [f"{each:.2f}" for each in seconds])
-    assert "ProcessGroupNCCL" not in hit.output, "noise goes to the logs of the ranks"
-    assert gpu_processes() <= before
+    noise = [line for line in hit.output.splitlines() if re.search(r"ProcessGroupNCCL|^nccl|^Last error|^socket", line)]
+    assert noise == [], "noise goes to the logs of the ranks"
+    until(lambda: gpu_processes() <= before)  # a killed process gives its memory back after it has ended
     assert max(seconds) < 3.0
 
 
@@ -138,17 +141,19 @@ def test_during_evaluation(tmp_path):
     [
         ("mlp", {"strategy": "fsdp"}),
         ("gpt", {"strategy": "auto", "tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("mlp", {"strategy": "ring"}),
     ],
-    ids=["fsdp", "tensor x pipeline"],
+    ids=["fsdp", "tensor x pipeline", "ring"],
 )
-def test_shards_are_replaced(tmp_path, model, settings):
+def test_ranks_are_replaced(tmp_path, model, settings):
     plan = {"model": model, "settings": {**FOUR, **settings}}
-    quiet = Run(tmp_path / "quiet", [], **plan)
-    hit = Run(tmp_path / "hit", [["kill", 10, 1, "boundary"], ["kill", 18, 2, "boundary"]], **plan)
-    quiet.ended()
-    hit.ended()
-    assert len(hit.recovered()) == 2
+    quiet = Run(tmp_path / "quiet", [], **plan).ended()
+    hit = Run(tmp_path / "hit", [["kill", 10, 1, "boundary"], ["kill", 18, 2, "boundary"]], **plan).ended()
+    seconds = [event["seconds"] for event in hit.recovered()]
+    print("recovered in", [f"{event['seconds']:.2f} {event['parts']}" for event in hit.recovered()])
+    assert len(seconds) == 2
     assert_close(quiet, hit)
+    assert max(seconds) < 4.0, "3.2 s on one H200, where four ranks take turns, and 2.3 s under MPS"
 
 
 @pytest.mark.parametrize("lost", [1, 0], ids=["a machine", "the machine with the store"])
