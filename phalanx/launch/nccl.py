@@ -132,6 +132,9 @@ def sharing_gpus(
 
     A daemon that the user has named is used, and not ended. Where none starts, the ranks look for one in a folder
     without any: the daemon in the usual place may be another user's, which would let them wait.
+
+    Ranks that may be replaced take turns, without MPS: if one is killed with work outstanding, NVIDIA leaves the
+    other clients of a daemon in an undefined state. Illegal memory accesses and a dead daemon were seen.
     """
     if spec.ranks_per_gpu == 1:
         yield {}
@@ -143,6 +146,10 @@ def sharing_gpus(
         return
     with scratch_folder("mps") as folder:
         found = {_PIPES: str(folder), _LOGS: str(folder)}
+        if spec.max_restarts or spec.elastic is not None:
+            notice(_words(spec, "in turns: under MPS a killed rank can take others with it"))
+            yield found
+            return
         # CUDA_VISIBLE_DEVICES of a daemon would number the GPUs of its clients anew.
         daemon = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"} | found
         with _ended_with_this_process(daemon):

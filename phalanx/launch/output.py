@@ -30,8 +30,13 @@ _NOISE = re.compile(
     r"|terminate called (after throwing an instance of '(c10|gloo)::|recursively)|  what\(\):  \[(PG|enforce) "
 )
 """What the C++ code of torch and nccl prints around a lost rank or a hang: for the log. The launcher names a cause."""
-_AFTER_NOISE = re.compile(r"(frame )?#\d+:? \S|$")
-"""Other frames and empty lines, which belong to it only where they follow it: a program may print such lines."""
+_AFTER_NOISE = re.compile(
+    r"(frame )?#\d+:? \S|$"
+    r"|nccl\w+: |Last error:$|socket\w*: |Search for `cuda|CUDA kernel errors might be asynchronously reported"
+    r"|For debugging consider passing CUDA_LAUNCH_BLOCKING|Compile with `TORCH_USE_CUDA_DSA`"
+)
+"""Other frames, the rest of NCCL's and CUDA's messages and empty lines, which belong to it only if they follow it: a
+program may print such lines."""
 _END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
 _SIZE_BYTES = 8

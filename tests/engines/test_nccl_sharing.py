@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ REHEARSAL = os.environ.get("SHARING_REHEARSAL") == "cpu"
 ON_GPU = torch.cuda.is_available() and not REHEARSAL
 SHARED = ("--share-gpus",) if ON_GPU else ("--device", "cpu")
 GPUS = torch.cuda.device_count() if ON_GPU else 1
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 HAS_MPS = shutil.which("nvidia-cuda-mps-control") is not None
 
 pytestmark = pytest.mark.skipif(not ON_GPU and not REHEARSAL, reason="needs a GPU")
@@ -38,23 +40,26 @@ def used_memory() -> list[int]:
     return [int(line) for line in subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()]
 
 
-def daemons() -> list[str]:
-    """Return the processes of MPS, as text."""
-    found = (process.info for process in psutil.process_iter(["pid", "name", "cmdline", "status"]))
-    return [str(each) for each in found if "nvidia-cuda-mps" in each["name"] and each["status"] != "zombie"]
+def daemons(folder: str) -> list[str]:
+    """Return the processes of MPS whose pipes are in a folder, as text: other jobs of the machine have their own."""
+    listed = psutil.process_iter(["name", "status"])
+    mps = [one for one in listed if "nvidia-cuda-mps" in one.info["name"] and one.info["status"] != "zombie"]
+    return [str(one) for one in mps if one.environ().get(PIPES, "").startswith(folder)]
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_HOSTID"):
+    for name in (PIPES, "NCCL_HOSTID"):
         monkeypatch.delenv(name, raising=False)
-    memory, before = used_memory(), daemons()
-    yield
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (daemons() != before or used_memory() > [each + 300 for each in memory]):
-        time.sleep(0.2)
-    assert daemons() == before
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="s") as folder:  # short, for the sockets of MPS
+        monkeypatch.setenv("TMPDIR", folder)
+        memory = used_memory()
+        yield
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and (daemons(folder) or used_memory() > [each + 300 for each in memory]):
+            time.sleep(0.2)
+        assert daemons(folder) == []
     assert used_memory() <= [each + 300 for each in memory], f"MB in use, before: {memory}"
 
 

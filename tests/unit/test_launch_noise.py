@@ -25,6 +25,14 @@ first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f in /usr/lib/libc10.so)
 frame #1: <unknown function> + 0x1e5 (0x7f in /usr/lib/libstdc++.so.6)
 
+[rank0]:[E1118 23:12:20.817643675 ProcessGroupNCCL.cpp:612] [Rank 0] Collective WorkNCCL(SeqNum=38, OpType=ALLREDUCE, \
+NumelIn=1, NumelOut=1, Timeout(ms)=600000) raised the following async exception: NCCL error in: \
+ProcessGroupNCCL.cpp:2770
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer localhost<51690>
+Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2770 \
+(most recent call first):
 [W1120 10:11:12.131415161 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3, addr=[localhost]:4)
 host:123:456 [0] misc/socket.cc:881 NCCL WARN socketProgress: Connection closed by remote peer
 """
@@ -33,6 +41,7 @@ epoch 1
 
 loss 0.5 from train.py:9
 frame 7 of the video
+Last error: 0.2
 frame #8: two persons
 #1 loss from train.py:9
 host:123:456 [0] NCCL INFO Bootstrap: Using lo:127.0.0.1<0>
