@@ -110,7 +110,7 @@ class CommonSettings(TypedDict, total=False):
     check_replicas_every: int | None
     on_corruption: Literal["stop", "replace", "warn"]
     straggler_factor: float | None
-    on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
+    on_straggler: Literal["warn", "replace"]
     # Other spellings.
     num_gpus: int | tuple[int, int] | None
     gpus_per_node: int | None
