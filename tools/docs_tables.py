@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import GROUPS
+from phalanx.config.aliases import Aliases
 from phalanx.config.option import kinds
-from phalanx.config.renamed import Aliases
 from phalanx.config.run_fields import AdvancedOptions
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names

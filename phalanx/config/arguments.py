@@ -115,8 +115,6 @@ class CommonSettings(TypedDict, total=False):
     num_gpus: int | tuple[int, int] | None
     gpus_per_node: int | None
     progress: bool
-    verbosity: Literal["quiet", "normal", "verbose"]
-    console_ranks: Literal["0", "all"]
     cpus_per_worker: float
     resources_per_worker: str | None
     placement: str

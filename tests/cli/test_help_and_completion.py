@@ -14,7 +14,7 @@ import pytest
 from command import clean_environment, completions, phalanx
 
 from phalanx.cli.flags import COMMON, SECTIONS
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 
 NO_TORCH = (
     "import sys; from phalanx.cli import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
