@@ -148,7 +148,7 @@ def test_help_and_completion_are_quick_and_import_no_torch(words):
         ("runs show ", ["new", "old"]),
         ("resume o", ["old"]),
         ("ckpt pru", ["prune"]),
-        ("bench ", ["comm", "machine", "compression"]),
+        ("bench ", ["comm", "machine"]),
         ("bench comm --al", ["--algo"]),
         ("submit slurm --num-w", ["--num-workers"]),
         ("plan llama-70", ["llama-70b"]),
