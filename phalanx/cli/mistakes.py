@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from phalanx.config.names import is_known_elsewhere, like_flag, like_verb
+from phalanx.config.names import is_known_elsewhere, like_flag, like_option, like_verb
 from phalanx.errors import PhalanxError, nearest, unknown_name
 from phalanx.recipes import TABLES, find_recipe
 
@@ -120,7 +120,7 @@ def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
 
     try:
         named = find_recipe(recipe)
-        close = None if named is None else nearest(name, build_options(str(named.model["name"])), 0.75)
+        close = None if named is None else like_option(name, build_options(str(named.model["name"])), 0.75)
         return f"model.{close}" if close else ""
     except PhalanxError:  # of the recipe, which is reported where it is used
         return ""

@@ -47,9 +47,9 @@ def like_value(setting: str, value: str, allowed: Collection[str]) -> str | None
     return meant(value.lower(), table()["values"].get(setting, {})) or nearest(value, allowed)
 
 
-def like_option(name: str, allowed: Collection[str]) -> str | None:
+def like_option(name: str, allowed: Collection[str], cutoff: float = 0.6) -> str | None:
     """Return the allowed option of a model or data set that a name means or is closest to."""
-    return meant(_plain(name), table()["options"], allowed) or nearest(name, allowed)
+    return meant(_plain(name), table()["options"], allowed) or nearest(name, allowed, cutoff)
 
 
 def like_verb(word: str) -> str | None:

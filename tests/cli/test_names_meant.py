@@ -69,6 +69,7 @@ def test_an_option_of_a_model_is_known_by_the_names_of_others(given, meant):
     answer = phalanx("train", "text", "--set", f"model.{given}=8")
     assert f"unknown option '{given}'" in answer.err
     assert f"Did you mean '{meant}'?" in answer.err
+    assert f"Write: --set model.{meant}=8" in phalanx("train", "text", f"--{given}", "8").err
 
 
 @pytest.mark.parametrize(
