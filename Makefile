@@ -32,7 +32,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 $(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
-	$(UV) --editable .
+	$(UV) --editable '.[tensorboard]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.phalanx

@@ -174,10 +174,13 @@ def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | Non
     return matches[0] if matches else None
 
 
-def unknown_name(kind: str, given: str, allowed: Iterable[str], *, of: str = "") -> str:
-    """Return the message about an unknown name, `of` what it is one: the nearest first, then all that are allowed."""
+def unknown_name(kind: str, given: str, allowed: Iterable[str], *, of: str = "", close: str | None = None) -> str:
+    """Return the message about an unknown name, `of` what it is one: the nearest first, then all that are allowed.
+
+    `close`: the allowed name that was meant, if that is known.
+    """
     names = sorted(allowed)
-    close = nearest(given, names)
+    close = close or nearest(given, names)
     guess = f" Did you mean '{close}'?" if close else ""
     owner = f" of {of}" if of else ""
     return f"unknown {kind} '{given}'{owner}.{guess} Allowed: {', '.join(names)}."

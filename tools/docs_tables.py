@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import GROUPS
+from phalanx.config.aliases import Aliases
 from phalanx.config.option import kinds
-from phalanx.config.renamed import Aliases
 from phalanx.config.run_fields import AdvancedOptions
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
@@ -87,6 +87,7 @@ def recipes_table() -> str:
 _EXTRAS = {
     "deepspeed": "the [DeepSpeed](strategies.md#deepspeed) engine",
     "horovod": "the [Horovod](horovod.md) engine; compiles, so use the command below instead",
+    "tensorboard": "curves for [TensorBoard](monitoring.md#tensorboard); `make` installs it",
     "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
     "kubernetes": "[submitting to Kubernetes](clusters/kubernetes.md), Kubeflow and docker-compose",
     "monitor": "the [dashboard](runs.md#dashboard) and other tools that watch runs",

@@ -15,8 +15,8 @@ FILE = ROOT / "phalanx" / "config" / "arguments.py"
 sys.path.insert(0, str(ROOT))
 
 from phalanx.config import FIELDS, GROUPS  # noqa: E402
+from phalanx.config.aliases import ALIASES  # noqa: E402
 from phalanx.config.option import kinds  # noqa: E402
-from phalanx.config.renamed import ALIASES  # noqa: E402
 from phalanx.config.rules import FOLDERS  # noqa: E402
 
 HEAD = '''"""The settings as types of keyword arguments, for editors and type checkers; no program imports it.

@@ -49,7 +49,7 @@ GROUPS = {
         "strategies": "list how ranks can share the work, and when to use each way",
         "verify": "prove that a layout gives the result of one process, or that a run survives faults",
         "doctor": "check GPUs, network, memory, limits and versions of machines, and print a fix for each finding",
-        "bench": "measure collectives, links, this machine, and training under gradient compression",
+        "bench": "measure collectives, links and this machine",
         "learn": "build distributed training yourself: templates, graders on real ranks, hints, algorithms played",
     },
 }

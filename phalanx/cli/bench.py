@@ -1,20 +1,16 @@
-"""`phalanx bench`: measure collectives and links, this machine, and training under gradient compression."""
+"""`phalanx bench`: measure collectives and links, and this machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.config import DistributedConfig
-from phalanx.config.strategies import COMPRESSORS
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import PlainConsole, prestart
@@ -37,23 +33,18 @@ from phalanx.tools.bench.comm.report import (
     plot_rows,
     side_by_side,
 )
-from phalanx.tools.bench.compression.run import LINKS, RECIPES, bench_table, plot, probe, read_link, read_names
-from phalanx.tools.bench.compression.run import run_bench as run_recipes
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 
 SUBJECTS = {
     "comm": "collectives by algorithm and size, links between ranks",
     "machine": "this machine's kernels, memory and links, for phalanx plan --gpu measured",
-    "compression": "training under each compressor over slow links; which one is worth it on yours",
 }
-_HERE = "here"
-"""The link between two ranks of this machine, for the adviser."""
 
 
 def parser(subject: str) -> FlagParser:
     """Return the parser of a subject."""
-    return {"comm": _comm_parser, "machine": _machine_parser, "compression": _compression_parser}[subject]()
+    return {"comm": _comm_parser, "machine": _machine_parser}[subject]()
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     if subject not in SUBJECTS:
         raise UsageError(unknown_name("subject", subject, SUBJECTS, of="phalanx bench"))
     asked = parser(subject).parse_all(arguments[1:])
-    return {"comm": _comm, "machine": _machine, "compression": _compression}[subject](asked)
+    return {"comm": _comm, "machine": _machine}[subject](asked)
 
 
 def _machine_parser() -> FlagParser:
@@ -192,92 +183,3 @@ def _comm_plot(found: dict[str, Any], path: str) -> None:
         plot_rows([make_row(row) for row in found["rows"]], path)
     elif "latency_us" in found:
         plot_links(found["latency_us"], found["bandwidth_gbs"], path)
-
-
-_COMPRESSION = """Train recipes under each gradient compressor over slow links; show time to a target loss, and bytes.
-
-Two ranks, one in each of two network namespaces whose link the kernel limits, where root and the kernel allow; else an
-exchange that sleeps for as long as its bytes would take. Which of the two was used is printed. With --advise nothing
-is trained: a step and the compressors are timed, and each compressor's step is predicted for each link."""
-
-
-def _compression(asked: argparse.Namespace) -> int:
-    recipes = read_names(asked.recipes, "recipe", RECIPES)
-    compressors = read_names(asked.compressors, "compressor", COMPRESSORS)
-    compressors = compressors if "none" in compressors else ["none", *compressors]  # the reference for the others
-    links = [link.strip() for link in asked.links.split(",")]
-    for link in links:
-        if not (asked.advise and link == _HERE):
-            read_link(link)
-    settings = _compressor_settings(asked)
-    prestart()
-    say = partial(print, file=sys.stderr if asked.json else sys.stdout, flush=True)
-    if asked.advise:
-        records = _advise(recipes, compressors, links, asked, settings, say)
-    else:
-        records = run_recipes(recipes, compressors, links, steps=asked.steps, settings=settings, say=say)
-        say(bench_table(records))
-    if asked.json:
-        print_json(records)
-    if asked.plot and not asked.advise:
-        plot(records, asked.plot)
-        print(f"picture: {asked.plot}", file=sys.stderr)
-    return 0
-
-
-def _compression_parser() -> FlagParser:
-    parser = FlagParser(prog="phalanx bench compression", description=_COMPRESSION)
-    add = parser.add_argument
-    add("--recipes", default=",".join(RECIPES), metavar="NAMES", help=f"separated by commas [{','.join(RECIPES)}]")
-    add("--compressors", default=",".join(COMPRESSORS), metavar="NAMES", help="separated by commas [all of them]")
-    add("--links", default=",".join(LINKS), metavar="RATES", help=f"bits per second, by commas [{','.join(LINKS)}]; "
-        f"with --advise also '{_HERE}': measured between two ranks of this machine")  # fmt: skip
-    add("--steps", type=int, default=120, metavar="N", help="optimizer steps of each run [120]")
-    add("--compression-ratio", type=float, metavar="X", help="topk, randomk [0.01]")
-    add("--powersgd-rank", type=int, metavar="N", help="powersgd [4]")
-    add("--compression-warmup", type=int, metavar="N", help="steps before compression begins [0]")
-    add("--advise", action="store_true", help="predict which compressor is worth it, without training")
-    add("--ranks", type=int, default=2, metavar="N", help="--advise: ranks of the job [2]")
-    add("--latency-us", type=float, default=50.0, metavar="X", help="--advise: delay of a message [50]")
-    add_json_flag(parser, "the records")
-    add_output_flag(parser, "--plot", endings=(".svg",), help="draw the picture as SVG")
-    return parser
-
-
-def _compressor_settings(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the given settings of compressors, checked by the rules of the config."""
-    owners = {"compression_ratio": "topk", "powersgd_rank": "powersgd", "compression_warmup": "topk"}
-    given = {name: getattr(namespace, name) for name in owners if getattr(namespace, name) is not None}
-    for name, value in given.items():
-        DistributedConfig(**{"compression": owners[name], name: value})
-    for name, value in (("--steps", namespace.steps), ("--ranks", namespace.ranks - 1)):
-        if value < 1:
-            raise UsageError(f"{name} is too small: {value + (name == '--ranks')}")
-    return given
-
-
-def _advise(
-    recipes: list[str],
-    compressors: list[str],
-    links: list[str],
-    asked: argparse.Namespace,
-    settings: dict[str, Any],
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Print the adviser's answer for each recipe and link; return all predictions."""
-    from phalanx.tools.bench.compression.advise import LinkSpeed, advice, advise, measure_costs  # imports torch
-
-    measured = probe(recipes)
-    records = []
-    for recipe in recipes:
-        shapes = [tuple(shape) for shape in measured["recipes"][recipe]["shapes"]]
-        costs = measure_costs(compressors, shapes, asked.ranks, **settings)
-        job = {"compute_s": measured["recipes"][recipe]["compute_s"], "ranks": asked.ranks}
-        job["model_bytes"] = 4 * sum(math.prod(shape) for shape in shapes)
-        for text in links:
-            speed = measured["link"] if text == _HERE else {}
-            link = LinkSpeed(**speed) if speed else LinkSpeed(read_link(text), asked.latency_us / 1e6)
-            found = advise(link, costs=costs, **job)
-            say(advice(recipe, link, found, **job) + "\n")
-            records += [{"recipe": recipe, "link": text, **asdict(item)} for item in found]
-    return records

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.cli import VERBS
 from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 from phalanx.recipes import TABLES, Recipe, load_recipe, recipe_names
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
-from phalanx.config.meanings import unknown_value
+from phalanx.config.names import unknown_value
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
 from phalanx.tools.doctor.gpus import check_gpus, check_log, log_environment, read_log

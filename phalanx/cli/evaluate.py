@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.cli.flags import FlagParser, add_config_flags, given_flags
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 from phalanx.errors import UsageError
 from phalanx.recipes import read_changes
 

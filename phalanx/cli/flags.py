@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
-from phalanx.cli.mistakes import OLD_VERBS, explained, unknown_words
+from phalanx.cli.mistakes import explained, unknown_words
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
+from phalanx.config.aliases import NAMES, Aliases
+from phalanx.config.merging import join_words
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
-from phalanx.config.renamed import NAMES, Aliases
 from phalanx.config.run_fields import AdvancedOptions
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
@@ -46,7 +47,7 @@ _NEGATIVE = re.compile(r"-\d[\w.]*")
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
 _SHORT = {"-q": ("quiet", "errors, what ranks print and the result"), "-v": ("verbose", "every event")}
-"""Short flags that stand for a value of `verbosity`, and what is shown with each."""
+"""Short flags, the value of `console` that each stands for, and its output."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -224,8 +225,6 @@ def take_action(words: list[str], verb: str, actions: Mapping[str, Any], form: s
     """Take the action off the words after a verb; `form`: what follows `phalanx VERB` in a right command."""
     action = words.pop(0) if words and not words[0].startswith("-") else ""
     if action not in actions:
-        if now := OLD_VERBS.get(f"{verb} {action}"):
-            raise UsageError(f"'{verb} {action}' is now: {now}")
         given = unknown_name("action", action, actions, of=f"phalanx {verb}") if action else f"{verb} needs an action"
         raise UsageError(given, hint=f"Write: phalanx {verb} {form}, with one of {', '.join(actions)}")
     return action
@@ -326,7 +325,7 @@ def add_config_flags(parser: FlagParser) -> None:
         text = f"show {shown} (console={word})"
         add = parser.add_argument
         flags = (short, f"--{word}")
-        add(*flags, dest="verbosity", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
+        add(*flags, dest="console_word", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
     for title, group in (*SECTIONS.items(), (ALSO_ACCEPTED, Aliases)):
         section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
@@ -375,4 +374,7 @@ def resolve_flags(
 def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that flags set, with their values."""
     texts = {name: value for name, value in vars(namespace).items() if name in NAMES}
-    return {name: True if text == BARE else parse_text(NAMES[name], text) for name, text in texts.items()}
+    found = {name: True if text == BARE else parse_text(NAMES[name], text) for name, text in texts.items()}
+    if word := getattr(namespace, "console_word", ""):
+        found["console"] = join_words(str(found.get("console", "")), word)
+    return found

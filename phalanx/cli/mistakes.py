@@ -1,4 +1,4 @@
-"""What is said about words of a command line that no command or flag takes, or that are missing. No torch.
+"""Error messages for unknown or missing words of a command line. No torch.
 
 An option of a recipe's model given as a flag is the one exception: the model's module says whether it has it.
 """
@@ -10,38 +10,9 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from phalanx.config.meanings import is_known_elsewhere, like_flag
-from phalanx.config.renamed import REMOVED, removed
+from phalanx.config.names import is_known_elsewhere, like_flag, like_option, like_verb
 from phalanx.errors import PhalanxError, nearest, unknown_name
 from phalanx.recipes import TABLES, find_recipe
-
-OLD_VERBS = {
-    "cancel": "phalanx runs stop RUN",
-    "chaos": "phalanx verify RECIPE --faults N",
-    "ckpt verify": "phalanx ckpt check PATH",
-    "completion": 'eval "$(register-python-argcomplete phalanx)"',
-    "logs": "phalanx runs logs RUN",
-    "nccl-env": "phalanx doctor --nccl-env KIND",
-    "scale": "phalanx runs scale RUN N",
-    "simulate": "phalanx plan --failures RATE --gpus N",
-    "status": "phalanx runs show RUN",
-    "trace": "phalanx report RUN --profile",
-}
-"""What to write instead of verbs and actions that were renamed."""
-
-_VERBS_ELSEWHERE = {
-    "train --script FILE": "run launch torchrun",
-    "train RECIPE": "fit start",
-    "tune RECIPE --space FILE": "sweep search hpo optimize",
-    "evaluate RUN": "eval test validate",
-    "predict RUN": "infer inference generate",
-    "runs": "list ls ps experiments",
-    "ui": "dashboard board tensorboard",
-    "doctor": "env info check",
-    "bench": "benchmark",
-    "ckpt ls RUN": "checkpoint checkpoints",
-}
-"""What other programs call our verbs."""
 
 _EXAMPLES = {
     "RUN": ("last", "digits"),
@@ -62,10 +33,7 @@ _EXAMPLES = {
 
 def unknown_verb(word: str, rest: Sequence[str], verbs: Iterable[str]) -> str:
     """Return what is said about a command that does not exist."""
-    if word in OLD_VERBS:
-        return f"{word!r} is now: {OLD_VERBS[word]}"
-    meant = next((ours for ours, names in _VERBS_ELSEWHERE.items() if word in names.split()), None)
-    if meant is None:
+    if (meant := like_verb(word)) is None:
         return unknown_name("command", word, verbs)
     given = rest[0] if rest and not rest[0].startswith("-") else ""
     ours, _, place = meant.rpartition(" ")
@@ -118,9 +86,7 @@ def unknown_words(
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         name, _, value = word.partition("=")
         given = value or ("" if after.startswith("-") else after)
-        if message := removed(name.lstrip("-").replace("-", "_"), name, given):
-            found.append(message)
-        elif word.startswith("-"):
+        if word.startswith("-"):
             found.append(f"unknown flag '{name}'. {_meant_flag(name, given, flags, known)}".rstrip())
         elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
             own = " A script's own arguments go after --." if "script" in flags else ""
@@ -136,10 +102,10 @@ def _meant_flag(name: str, given: str, flags: Mapping[str, str], known: argparse
         if "set" in flags:
             return f"Write: {change}"
         return f"A run keeps its model; a new one takes it: phalanx train RECIPE {change}"
-    close = like_flag(plain, {*flags, *REMOVED})
+    close = like_flag(plain, flags)
     if close is None:
         return f"{other} has it." if (other := _verb_with(name)) else ""
-    return removed(close[2:].replace("-", "_"), close, given) or f"Did you mean {close}?"
+    return f"Did you mean {close}?"
 
 
 def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
@@ -154,7 +120,7 @@ def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
 
     try:
         named = find_recipe(recipe)
-        close = None if named is None else nearest(name, build_options(str(named.model["name"])), 0.75)
+        close = None if named is None else like_option(name, build_options(str(named.model["name"])), 0.75)
         return f"model.{close}" if close else ""
     except PhalanxError:  # of the recipe, which is reported where it is used
         return ""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import add_json_flag, add_output_flag
+from phalanx.cli.json_output import add_json_flag
 from phalanx.reliability import PRESETS
 
 _HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
@@ -17,7 +17,7 @@ with the smallest changes that would."""
 _EPILOG = """Examples:
   phalanx plan llama-70b --gpus 64 --gpu h100 --tokens 1T
   phalanx plan gpt2-1.5b --instance p4d.24xlarge --nodes 2 --what-if fewest-gpus --what-if gpu=h100
-  phalanx plan ./my-model/config.json --gpus 8 --gpu a100-40 --lora-rank 16 --html plan.html
+  phalanx plan ./my-model/config.json --gpus 8 --gpu a100-40 --lora-rank 16
   phalanx plan llama-7b --gpus 8 --gpu h100 --fast --memory
   phalanx plan --failures rsc-1 --gpus 1024,4096,16384"""
 COSTS = {"checkpoint_cost": "10s", "restart_cost": "5m", "recovery_cost": "10s"}
@@ -102,12 +102,6 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--what-if", action="append", default=[], metavar="QUESTION", help="largest-batch, longest-sequence, "
         "fewest-gpus, sharding, offload, recompute, fp8, gpu or gpu=NAME; may be given several times")  # fmt: skip
-    add(
-        "--engines",
-        action="store_true",
-        help="what each engine can do for this job: DeepSpeed, Horovod, Ray, TensorFlow",
-    )
-    add("--designs", action="store_true", help="compare GPUs per machine, adapters per GPU, and rail or tree networks")
     names = ", ".join(PRESETS)
     add(
         "--failures",
@@ -119,7 +113,6 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         what = name.removesuffix("_cost")
         add(f"--{what}-cost", metavar="TIME", help=f"--failures: what a {what} costs [{default}]")
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
-    add_output_flag(group, "--html", endings=(".html",), help="write a page with the same as pictures")
     add_json_flag(group, "the plan")  # type: ignore[arg-type]
 
 

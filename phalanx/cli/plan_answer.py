@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from phalanx.cli.json_output import print_json
@@ -21,15 +20,13 @@ from phalanx.reliability import HOUR, PRESETS, FailureRate, Process, best_interv
 from phalanx.runs.stored import RUNS, find_run
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
-from phalanx.tools.plan.guide import ENGINE_HEAD, engines
 from phalanx.tools.plan.learning import keep_factors
 from phalanx.tools.plan.model import ModelShape, TracedShape
-from phalanx.tools.plan.page import page
 from phalanx.tools.plan.planner import default_goal
 from phalanx.tools.plan.plans import PRECISIONS, Goal, Plan
 from phalanx.tools.plan.search import Constraints
-from phalanx.tools.plan.text import Section, count, plan_data, plan_text, rounded
-from phalanx.tools.plan.what_if import PlanCase, answer, designs
+from phalanx.tools.plan.text import count, plan_data, plan_text, rounded
+from phalanx.tools.plan.what_if import PlanCase, answer
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DEFAULT_TOKENS = 20
@@ -80,21 +77,11 @@ def calibrate_from(name: str) -> int:
 def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     subject = namespace.plan_model
     answers = [answer(question, case, plan) for question in namespace.what_if]
-    answers += [designs(case, plan)] if namespace.designs else []
-    rows = engines(case, plan) if namespace.engines else []
-    if namespace.html is not None:
-        Path(namespace.html).write_text(page(plan, subject, answers, rows), encoding="utf-8")
     if namespace.json:
-        named = [dict(zip(("engine", "runs", "why"), row, strict=True)) for row in rows]
-        more: dict[str, Any] = {"what_if": [each.data() for each in answers], "engines": named}
-        print_json({**plan_data(plan, subject), **{name: value for name, value in more.items() if value}})
+        answered = {"what_if": [each.data() for each in answers]} if answers else {}
+        print_json({**plan_data(plan, subject), **answered})
         return
-    limits = limits_words(plan)
-    sections = [plan_text(plan, subject), *limits, *(each.text() for each in answers)]
-    sections += [Section("engines for this job", [ENGINE_HEAD, *rows]).text()] if rows else []
-    print("\n\n".join(sections))
-    if namespace.html is not None:
-        print(f"\nThe same as pictures: {namespace.html}")
+    print("\n\n".join([plan_text(plan, subject), *limits_words(plan), *(each.text() for each in answers)]))
 
 
 def limits_words(plan: Plan) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.cli.json_output import add_json_flag
-from phalanx.config.renamed import of_earlier_run
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe
@@ -92,7 +91,7 @@ def resume_run(name: str, namespace: argparse.Namespace) -> int:
     shorter = os.path.relpath(stored.path)
     settings = resume_settings(stored if shorter.startswith("..") else StoredRun(Path(shorter)))
     # The settings of the run take the place of a recipe's, so that files, variables and flags win over them.
-    base, given = recipe or Recipe(stored.name, "", {}, {}), of_earlier_run(stored.record.settings)
+    base, given = recipe or Recipe(stored.name, "", {}, {}), stored.record.settings
     resolved = resolve_flags(namespace, dataclasses.replace(base, settings=given), settings)
     return start_run(recipe, resolved, target, as_json=namespace.json)
 

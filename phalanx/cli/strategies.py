@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config.meanings import unknown_value
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
+from phalanx.config.names import unknown_value
 from phalanx.config.strategies import TABLE, StrategyRow
 from phalanx.errors import UsageError
 from phalanx.strategies.registry import installed_strategies

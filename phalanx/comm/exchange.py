@@ -1,15 +1,13 @@
 """The collectives that gradient synchronisation and compression need, as one interface (`Exchange`), and the buckets of
 gradients that they average together.
 
-`TorchExchange` uses torch's process group. `ThrottledExchange` emulates a slow link for benchmarks where the kernel
-cannot shape traffic. Others: `SharedExchange` (`shm/`) and `ChannelExchange` (`collectives/hierarchical.py`).
+`TorchExchange` uses torch's process group. Others: `SharedExchange` (`shm/`) and `ChannelExchange`
+(`collectives/hierarchical.py`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -69,66 +67,6 @@ class TorchExchange(Exchange):
         received = torch.empty_like(tensor)
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
-
-
-_emulated: float | None = None
-
-
-class ThrottledExchange(Exchange):
-    """An exchange whose calls take at least as long as their bytes on a link of `bytes_per_second`."""
-
-    def __init__(self, inner: Exchange, bytes_per_second: float) -> None:
-        self._inner, self._rate = inner, bytes_per_second
-        self.rank, self.size, self.sent_bytes = inner.rank, inner.size, inner.sent_bytes
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        """Combine a tensor over the ranks, in place."""
-        with self._at_rate():
-            self._inner.all_reduce(tensor, op)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked by rank."""
-        with self._at_rate():
-            return self._inner.all_gather(tensor)
-
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Send row r to rank r; return the rows that were sent here."""
-        with self._at_rate():
-            return self._inner.all_to_all(tensor)
-
-    def close(self) -> None:
-        """Close the real exchange."""
-        self._inner.close()
-
-    @contextmanager
-    def _at_rate(self) -> Iterator[None]:
-        begin, before = time.perf_counter(), self.sent_bytes
-        yield
-        self.sent_bytes = self._inner.sent_bytes
-        due = begin + (self.sent_bytes - before) / self._rate
-        time.sleep(max(0.0, due - time.perf_counter()))
-
-
-@contextmanager
-def emulated_link(bytes_per_second: float) -> Iterator[None]:
-    """Limit the rate of every exchange that this process opens in the meantime."""
-    global _emulated
-    before, _emulated = _emulated, bytes_per_second
-    try:
-        yield
-    finally:
-        _emulated = before
-
-
-def is_emulated() -> bool:
-    """Whether exchanges are opened with a limited rate."""
-    return _emulated is not None
-
-
-def open_exchange(group: dist.ProcessGroup | None) -> Exchange:
-    """Return the exchange of a process group, slowed down where a link is emulated."""
-    exchange = TorchExchange(group)
-    return exchange if _emulated is None else ThrottledExchange(exchange, _emulated)
 
 
 @dataclass(frozen=True)

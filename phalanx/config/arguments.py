@@ -110,13 +110,11 @@ class CommonSettings(TypedDict, total=False):
     check_replicas_every: int | None
     on_corruption: Literal["stop", "replace", "warn"]
     straggler_factor: float | None
-    on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
+    on_straggler: Literal["warn", "replace"]
     # Other spellings.
     num_gpus: int | tuple[int, int] | None
     gpus_per_node: int | None
     progress: bool
-    verbosity: Literal["quiet", "normal", "verbose"]
-    console_ranks: Literal["0", "all"]
     cpus_per_worker: float
     resources_per_worker: str | None
     placement: str

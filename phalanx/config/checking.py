@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx.config import rules
+from phalanx.config.aliases import NAMES, rename
 from phalanx.config.backend_rules import BACKEND_RULES, engine_options, engine_rules
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
-from phalanx.config.meanings import like
+from phalanx.config.merging import join_words
+from phalanx.config.names import like
 from phalanx.config.option import plain, problem
-from phalanx.config.renamed import NAMES, REMOVED, count_ranks, join_words, removed, rename
+from phalanx.config.rank_counts import count_ranks, ranges
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import facts_of
@@ -32,7 +33,6 @@ _RULES = (
 """In this order, after those of the engines: a rule does not run where an earlier one found a field wrong that it
 needs."""
 _OF_TRAINERS = ("loss_fn", "scheduler", "training_step", "metrics", "callbacks", "augment", "hooks")
-_RANGE = re.compile(r"\d+:\d+")
 
 
 def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -41,7 +41,7 @@ def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[d
     `wrong_before`: names with a mistake that was found in one source.
     """
     values, mistakes = translate(given)
-    mistakes += [(name, unknown_field(name, value)) for name, value in values.items() if name not in FIELDS]
+    mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
     for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
         other = f"min_workers = {values['min_workers']}"
         mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
@@ -89,22 +89,9 @@ def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
 
 
-def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the pairs (least, most) of workers that were given; a sequence of another length is not one."""
-    found = {name: values[name] for name in ("num_workers", "num_gpus") if name in values}
-    for name, text in found.items():
-        if isinstance(text, str) and _RANGE.fullmatch(text):
-            found[name] = [int(part) for part in text.split(":")]
-    return {name: pair for name, pair in found.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}
-
-
-def unknown_field(name: str, given: Any = None) -> str:
-    """Return the message about an unknown setting, with the nearest known name."""
-    if message := removed(name.replace("-", "_"), name, given):
-        return message
-    close = like(name.replace("-", "_"), {*NAMES, *REMOVED})
-    if close in REMOVED:
-        return f"unknown setting '{name}'. {removed(close, close, given)}"
+def unknown_field(name: str) -> str:
+    """Return the message about an unknown setting, with the name that was meant."""
+    close = like(name.replace("-", "_"), NAMES)
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
     if own := nearest(name, _OF_TRAINERS, 0.8):
         guess = f" '{own}' is an argument of the trainer itself: Trainer(model, {own}=...)."

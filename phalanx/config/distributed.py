@@ -77,7 +77,7 @@ class DistributedConfig(Settings):
 
     def refuse_unused(self, given: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
-        from phalanx.config.renamed import rename
+        from phalanx.config.aliases import rename
 
         named = rename(given)[0]
         named |= split_options(named.get("engine_options"))
@@ -95,7 +95,8 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        from phalanx.config.renamed import merge, rename
+        from phalanx.config.aliases import rename
+        from phalanx.config.merging import merge
 
         renamed, mistakes = rename(changes)
         if mistakes:

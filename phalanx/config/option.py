@@ -136,7 +136,7 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
 
             if value in entry_points(group=group).names:
                 return None
-        from phalanx.config.meanings import like_value  # ranks, whose settings are correct, need no guesses
+        from phalanx.config.names import like_value  # ranks, whose settings are correct, need no guesses
 
         names = [choice for choice in choices if isinstance(choice, str)]
         close = like_value(field.name, value, names) if isinstance(value, str) else None

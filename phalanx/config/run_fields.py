@@ -147,9 +147,8 @@ class Elasticity:
     )
     on_straggler: str = option(
         "warn",
-        "straggler_factor: warn, give the slow rank fewer samples (rebalance), go on without it after the next loss of "
-        "a rank (exclude), or replace it (max_restarts)",
-        choices=("warn", "rebalance", "exclude", "replace"),
+        "straggler_factor: warn about the slow rank, or replace it (max_restarts)",
+        choices=("warn", "replace"),
         needs="straggler_factor",
     )
 

@@ -72,7 +72,6 @@ def debug(settings: Settings) -> Mistakes:
     "straggler_factor",
     "engine_options",
     "on_straggler",
-    "min_workers",
     *STRATEGY,
     *AXES,
 )
@@ -88,8 +87,6 @@ def rank_checks(settings: Settings) -> Mistakes:
             yield settings.mistake(
                 name, f" compares ranks that take each step with equal weights ({equal}), not {strategy!r}."
             )
-    if settings.on_straggler == "exclude" and settings.min_workers is None:
-        yield settings.mistake("on_straggler", " without min_workers: the run must be able to go on with fewer ranks.")
     for name in ("on_corruption", "on_straggler"):
         if getattr(settings, name) == "replace" and not settings.max_restarts:
             yield settings.mistake(name, " without max_restarts, which says how many ranks may be replaced.")

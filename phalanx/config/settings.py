@@ -31,6 +31,8 @@ from phalanx.errors import nearest
 if TYPE_CHECKING:
     from phalanx.config.profile import Profiling
 
+ENV_PREFIX = "PHALANX_"
+"""Of the environment variable of a setting."""
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%\w+)?\]")

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.aliases import NAMES, rename
 from phalanx.config.backend_rules import engine_rules, missing_engine
-from phalanx.config.checking import check, ranges, translate, unknown_field
-from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
-from phalanx.config.meanings import like
+from phalanx.config.checking import check, translate, unknown_field
+from phalanx.config.distributed import DistributedConfig
+from phalanx.config.merging import merge
+from phalanx.config.names import like
 from phalanx.config.option import kinds, parse_text, split_options
-from phalanx.config.renamed import ENV_PREFIX, NAMES, REMOVED, merge, of_earlier_run, removed, rename
-from phalanx.config.settings import FIELDS
+from phalanx.config.rank_counts import RANK_COUNTS, ranges
+from phalanx.config.settings import ENV_PREFIX, FIELDS
 from phalanx.errors import ConfigError, UsageError
 
 _LIMITS = ("epochs", "max_steps")
 """How long a run is; where both are given, the first that is reached ends it."""
-RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
     *("ALL_TESTS", "CONTROL_FD", "ENGINE", "EVENTS_FD", "FAILURES", "FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS"),
     *("FAULTS_RUN", "GATE", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
@@ -94,7 +95,7 @@ def resolve(
         if layer.keys() & RANK_COUNTS or layer.get("hosts"):
             replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
             values = {name: value for name, value in values.items() if name not in replaced}
-        mistakes += [f"{unknown_field(name, layer[name])} ({source})" for name in layer if name not in NAMES]
+        mistakes += [f"{unknown_field(name)} ({source})" for name in layer if name not in NAMES]
         values = merge(values, {name: value for name, value in layer.items() if name in NAMES})
     for engine in engine_rules(values):
         for name in engine.settled(values) if hasattr(engine, "settled") else ():
@@ -144,13 +145,10 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
         name = variable.removeprefix(ENV_PREFIX)
         if name == variable or name in NOT_SETTINGS or name.lower() in NAMES or _OF_KUBERNETES.search(name):
             continue
-        if message := removed(name.lower(), variable, environ[variable]):
-            found.append(message)
-        elif (close := like(name.lower(), {*NAMES, *REMOVED})) is not None:  # else it belongs to another program
+        if (close := like(name.lower(), NAMES)) is not None:  # else it belongs to another program
             setting, _, value = close.partition("=")
             meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
-            answer = removed(close, meant, environ[variable]) or f"Did you mean {meant}?"
-            found.append(f"unknown environment variable {variable}. {answer}")
+            found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
     return found
 
 
@@ -172,15 +170,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    found = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
-    # The file of a run that an earlier version wrote; a user's own file is reported by `resolve`.
-    return of_earlier_run(found) if found.keys() - FIELDS.keys() and _is_record(path) else found
-
-
-def _is_record(path: str | Path) -> bool:
-    """Whether a run wrote this file."""
-    with Path(path).open(encoding="utf-8") as file:
-        return file.readline().startswith(RECORD_HEADER)
+    return {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
 
 
 def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:

@@ -217,20 +217,6 @@ class ShardedLoader:
         self._micro_steps = int(state.get("micro_steps", 0))
         self._resuming, self._finished = True, False
 
-    def rebalance(self, shares: tuple[int, ...]) -> bool:
-        """Give each rank its number of samples of a micro-step; return whether this source can.
-
-        The next iteration continues in the epoch after the last whole step.
-        """
-        layout = self.layout
-        evenly = layout.blocks == layout.dp_size * layout.accumulation
-        if not isinstance(self._batches, MappedBatches) or not self._batches.cuts_batches or not evenly:
-            return False
-        self.layout = dataclasses.replace(layout, shares=shares)
-        self._batches.split_by(self.layout)
-        self._resuming = True
-        return True
-
     def reread(self, steps_back: int) -> Iterator[Any] | None:
         """Read this rank's micro-batches of an optimizer step again, on the host: 0 is the last whole step.
 

@@ -189,10 +189,6 @@ class MappedBatches(Batches):
             dist.all_gather_object(everywhere, everywhere[self._layout.dp_rank], group=self._group)
         return describe_problems(sorted(set(itertools.chain(*everywhere))), hints.problem)
 
-    def split_by(self, layout: BatchSplit) -> None:
-        """Distribute the samples in another way from the next iteration on."""
-        self._layout, self._planned = layout, None
-
     def micro_batches(self, epoch: int) -> int | None:
         """Micro-batches of this rank in the epoch."""
         return self.plan(epoch).micro_batches

@@ -87,8 +87,6 @@ class BatchSplit:
     get none; otherwise it is distributed evenly."""
     blocks_per_step: int = 0
     """Blocks of an optimizer step, where the ranks' micro-batches are more: those beyond are placeholders."""
-    shares: tuple[int, ...] = ()
-    """Samples of each rank in a micro-step, where a slow rank gets fewer; empty: `batch_size` each."""
 
     @property
     def micro_step(self) -> int:
@@ -107,9 +105,6 @@ class BatchSplit:
 
     def places(self) -> list[tuple[int, int]]:
         """Return where this rank's micro-batches begin in a step, and their samples: 0 for a placeholder."""
-        if self.shares:
-            before, own = sum(self.shares[: self.dp_rank]), self.shares[self.dp_rank]
-            return [(micro * self.micro_step + before, own) for micro in range(self.accumulation)]
         blocks = [micro * self.dp_size + self.dp_rank for micro in range(self.accumulation)]
         return [(block * self.batch_size, self.batch_size) if block < self.blocks else (0, 0) for block in blocks]
 

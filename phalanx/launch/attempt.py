@@ -79,9 +79,7 @@ class _RunningRanks:
     def _take_event(self, event: dict[str, Any]) -> None:
         self._start_watch.take_event(event, time.monotonic())
         self._context.console.handle(event)
-        if event.get("action") == "exclude" and self.elastic is not None:
-            self.elastic.exclude(event["ranks"])
-        elif event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
+        if event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
             self.evidence.note_late(event["rank"], event["text"])
             if self.elastic is None:
                 self.diagnosis.find_soon()

@@ -93,11 +93,6 @@ class ElasticControl:
         """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
         self._stall.end_late(self.role)
 
-    def exclude(self, ranks: list[int]) -> None:
-        """Go on without slow ranks after the next loss."""
-        if isinstance(self.role, LeaderRole):
-            self.role.members.exclude(ranks)
-
     # --- several machines ---------------------------------------------------------------------------------------
 
     def take_mail(self, mail: dict[str, Any]) -> None:

@@ -57,7 +57,6 @@ class Membership:
         self._failed_starts = self._without_step = 0
         self._last_step = -1
         self._said_short = False
-        self._unwanted: set[str] = set()
         """Slow processes, which the next loss of a rank ends as well."""
 
     # --- what ranks report --------------------------------------------------------------------------------------
@@ -193,27 +192,9 @@ class Membership:
             self.group.members.remove(state)
             self._report(RankLost(state.rank, how, decision.kind, decision.size, decision.why).to_dict())
         self.group.size = decision.size
-        self._dismiss_unwanted()
         ranks = ", ".join(f"rank {state.rank}" for state in lost)
         self._leave(f"{ranks} {how}", [state.rank for state in lost])
         self._later(decision.pause, self._fill)
-
-    def exclude(self, ranks: Iterable[int]) -> None:
-        """Go on without these slow ranks after the next loss of one, where the group may be that small."""
-        self._unwanted |= {member.key for member in self.group.members if member.rank in ranks}
-
-    def _dismiss_unwanted(self) -> None:
-        group = self.group
-        unwanted = [member for member in group.members if member.key in self._unwanted]
-        smaller = group.sizes.below(group.size - len(unwanted))
-        if not unwanted or not smaller:
-            return
-        group.size = group.sizes.most = smaller  # of the most: else new ranks would take their places
-        for member in unwanted:
-            group.members.remove(member)
-            self._report(RankLost(member.rank, "was slow", "shrink", smaller, "on_straggler = exclude").to_dict())
-            self._processes.send(member, {"abort": "it is excluded"})
-            group.dismiss(member)
 
     def _say(self, text: str) -> None:
         self._report(Message("warning", text).to_dict())

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint.group import gather_to_all
-from phalanx.data.loader import ShardedLoader
 from phalanx.errors import CorruptionError, ReplicaError, StragglerError
 from phalanx.loop.formation import Formation
 from phalanx.loop.optim import OptimizerSettings
@@ -23,8 +22,6 @@ from phalanx.observe.events import RankSuspected
 from phalanx.observe.step_clock import StepClock
 
 _CHUNK = 1 << 22
-_MOST_MORE = 1.25
-"""Upper limit of a fast rank's share, as a multiple of `batch_size`: its memory must hold it."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,8 +48,6 @@ class RankChecks:
         self._every = config.check_replicas_every
         self._on_corruption, self._on_straggler = config.on_corruption, config.on_straggler
         self._factor, self._window = config.straggler_factor, config.options.straggler_steps
-        self._shares: tuple[int, ...] | None = None
-        """How many samples of a micro-step each rank should take from now on."""
         self._checked = -1
         self._pace: OwnTime | None = None
         if self._factor is not None:
@@ -99,8 +94,6 @@ class RankChecks:
         finding = slow_ranks(times, self._factor)
         if finding is None:
             return
-        if self._on_straggler == "rebalance":
-            self._balance(times)
         if self._formation.is_main:
             finding = dataclasses.replace(finding, why=f"{finding.why} ({self._hosts(finding.ranks)})")
         self._report(step, finding, self._on_straggler)
@@ -112,23 +105,6 @@ class RankChecks:
         store = self._formation.world.store
         assert store is not None, "several ranks have a store"
         return ", ".join(f"rank {rank} is on {store.get(f'host/{rank}').decode()}" for rank in ranks)
-
-    def rebalance(self, loader: ShardedLoader, say: Callable[[str], None]) -> bool:
-        """Give slow ranks fewer samples of the same global batch, where that was found; return whether it changed."""
-        shares, self._shares = self._shares, None
-        if shares is None:
-            return False
-        able = loader.rebalance(shares)
-        what = f"samples of a micro-step by rank: {', '.join(map(str, shares))}"
-        say(what if able else "no rebalancing: only batches of a map-style data set can be cut otherwise")
-        return able
-
-    def _balance(self, times: list[float]) -> None:
-        layout = self._formation.loaders[0].sharded.layout
-        even = (layout.batch_size,) * layout.dp_size
-        most = max(layout.batch_size + 1, int(_MOST_MORE * layout.batch_size))
-        found = balanced_shares(times, layout.shares or even, most)
-        self._shares = found if found != (layout.shares or even) else None
 
     def _gather(self, value: torch.Tensor) -> list[Any]:
         """Return each rank's value: a sum of vectors in which every rank has set its own place."""
@@ -266,21 +242,6 @@ def slow_ranks(seconds: Sequence[float], factor: float) -> Finding | None:
     verb = "takes" if len(slow) == 1 else "take"
     why = f"{_named(tuple(slow))} {verb} {times} per step without waiting, the others {usual * 1000:.3g} ms"
     return Finding("straggler", tuple(slow), why)
-
-
-def balanced_shares(seconds: Sequence[float], shares: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return how many samples each rank should take for all to be equally long busy, at most `most`, at least one.
-
-    `seconds`: each rank's own time with the present `shares`; the sum of the shares stays the same.
-    """
-    total, speeds = sum(shares), [share / max(own, 1e-9) for own, share in zip(seconds, shares, strict=True)]
-    wanted = [min(float(most), max(1.0, total * speed / sum(speeds))) for speed in speeds]
-    found = [int(share) for share in wanted]
-    while (missing := total - sum(found)) != 0:
-        change = 1 if missing > 0 else -1
-        able = [rank for rank, share in enumerate(found) if (share < most if change > 0 else share > 1)]
-        found[max(able, key=lambda rank: change * (wanted[rank] - found[rank]))] += change
-    return tuple(found)
 
 
 def _named(ranks: tuple[int, ...]) -> str:

@@ -254,8 +254,7 @@ class PreparedLoader:
         """
         layout, samples = self.sharded.layout, self.sharded.current.samples
         self._most_samples = max(self._most_samples, samples)
-        own = layout.shares[layout.dp_rank] if layout.shares else layout.batch_size
-        return samples >= min(self._most_samples, own)
+        return samples >= min(self._most_samples, layout.batch_size)
 
     def steps_left(self, epochs: int | None) -> int | None:
         """Return the optimizer steps up to the end of the last epoch; None where that is not known beforehand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from phalanx.config import FIELDS, DistributedConfig, write_toml
 from phalanx.config.distributed import RECORD_HEADER
+from phalanx.observe.events import Message
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
 from phalanx.observe.written import note_written
@@ -18,6 +20,7 @@ from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 
 _NUMBERS = itertools.count(1)
+_NO_TENSORBOARD = "tensorboard: not installed, so no curves are written. Run: pip install 'phalanx[tensorboard]'"
 
 
 def agree_run_dir(world: World, make: Callable[[], Path], *, resumes: bool = False) -> Path:
@@ -75,6 +78,11 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
             say_to_user(f"metrics: {served.url}")
             sinks.append(served)
     folder = tensorboard_dir(config, run_dir)
+    if folder is None and _wants_tensorboard(config):
+        if to_launcher is None and not shown:
+            say_to_user(_NO_TENSORBOARD)
+        for sink in sinks:
+            sink.handle(Message("warning", _NO_TENSORBOARD, rank=0))
     if folder is not None:
         from phalanx.observe.tensorboard import TensorBoardSink
 
@@ -109,7 +117,11 @@ def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
 
 
 def tensorboard_dir(config: DistributedConfig, run_dir: Path) -> str | None:
-    """Return where TensorBoard files go, or None when none are wanted."""
-    if isinstance(config.tensorboard, str):
-        return str(config.tensorboard)
-    return str(run_dir) if config.tensorboard or config.options.tensorboard_histograms else None
+    """Return where TensorBoard files go; None if none are wanted, or TensorBoard is not installed."""
+    if not _wants_tensorboard(config) or importlib.util.find_spec("tensorboard") is None:
+        return None
+    return str(config.tensorboard) if isinstance(config.tensorboard, str) else str(run_dir)
+
+
+def _wants_tensorboard(config: DistributedConfig) -> bool:
+    return bool(config.tensorboard or config.options.tensorboard_histograms)

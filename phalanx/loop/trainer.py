@@ -202,9 +202,6 @@ class TrainLoop:
                 batches.close()
                 self._end_epoch(epoch, whole=False)
             yield info
-            if checks is not None and checks.rebalance(self.train_loader.sharded, report.say):
-                batches.close()
-                return  # the epoch continues with other shares
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
             if self.saving.due_after_epoch(epoch + 1) and not self.is_finished():

@@ -63,7 +63,8 @@ class TensorBoardSink:
             from tensorboard.compat.proto import event_pb2
             from tensorboard.plugins.hparams import plugin_data_pb2
         except ImportError as error:
-            raise UsageError(f"TensorBoard is not installed: {error}", hint="Run: pip install tensorboard") from error
+            hint = "Run: pip install 'phalanx[tensorboard]'"
+            raise UsageError(f"TensorBoard cannot be imported: {error}", hint=hint) from error
         self._messages: Any = event_pb2
         self._hparams_messages: Any = plugin_data_pb2
         # A name of the kind TensorBoard looks for; the nanoseconds keep two sinks of one second apart.

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.config.option import load_entry_point
 from phalanx.errors import UsageError, nearest, unknown_name
-from phalanx.recipes.imports import EARLIER, check_import, extend_path, import_path_of, is_import_path, load_import
+from phalanx.recipes.imports import check_import, extend_path, import_path_of, is_import_path, load_import
 
 __all__ = ["Recipe", "find_recipe", "load_recipe", "recipe_names"]
 
@@ -220,16 +220,6 @@ def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple
         else:
             nested[key] = value
     return own, nested
-
-
-def of_earlier_run(document: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that a run's files hold, with the present names of its options."""
-    model, data = document["model"], document["data"]
-    if model.get("name") in ("gpt", "llama", "moe", "vit"):
-        model = {EARLIER.get(name, name): value for name, value in model.items()}
-    if not is_import_path(str(data.get("name"))):
-        data = {EARLIER.get(name, name): value for name, value in data.items()}
-    return Recipe(**{**document, "model": model, "data": data})
 
 
 def folders() -> list[Path]:

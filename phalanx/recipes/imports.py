@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from phalanx.config.names import like_option
 from phalanx.errors import UsageError, unknown_name
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -110,15 +111,9 @@ def import_path_of(value: Any, what: str) -> str:
     return f"{module}:{name}"
 
 
-EARLIER = {"width": "hidden", "feed_width": "ffn_hidden", "block_size": "seq_len"}
-"""Options of the transformers and of text as earlier versions named them."""
-
-
 def unknown_option(what: str, given: str, allowed: Sequence[str]) -> UsageError:
-    """Return the error about an unknown option, with its present or the nearest name."""
-    if EARLIER.get(given) in allowed:
-        return UsageError(f"option '{given}' of {what} is now '{EARLIER[given]}'.")
-    return UsageError(unknown_name("option", given, allowed, of=what))
+    """Return the error about an unknown option, with the name that was meant."""
+    return UsageError(unknown_name("option", given, allowed, of=what, close=like_option(given, allowed)))
 
 
 def check_number(what: str, option: str, value: Any, kind: Any) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved
-from phalanx.config.renamed import ENV_PREFIX
 from phalanx.config.run_fields import OPTIONS, Monitoring
-from phalanx.config.settings import settings_with
+from phalanx.config.settings import ENV_PREFIX, settings_with
 from phalanx.engine import VARIABLE, engine_name, engine_of
 from phalanx.host.gpus import driver_version
 from phalanx.launch import CallTarget, LaunchSpec

@@ -25,7 +25,7 @@ from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.written import WRITTEN, read_written
-from phalanx.recipes import Recipe, of_earlier_run
+from phalanx.recipes import Recipe
 from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, read_record
 
 RUNS = Path("runs")
@@ -106,7 +106,7 @@ class StoredRun:
         document = dict(self.record.recipe)
         for name in ("presets", "callbacks", "paths"):
             document[name] = tuple(document.get(name, ()))
-        return with_kept_files(of_earlier_run(document), self.path.absolute() / MODEL_FILES)
+        return with_kept_files(Recipe(**document), self.path.absolute() / MODEL_FILES)
 
     @cached_property
     def _ends(self) -> list[dict[str, Any]]:

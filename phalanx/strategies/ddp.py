@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx import torch_compat
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor, build_compressor, merged_states
-from phalanx.comm.exchange import Exchange, is_emulated, open_exchange
+from phalanx.comm.exchange import Exchange, TorchExchange
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import CommStats, Strategy
@@ -143,14 +143,14 @@ class DDP(CompressesGradients):
             "gradient_as_bucket_view": True,  # gradients are in the buckets: nothing is copied
             "init_sync": self.world.env.generation == 0,  # after that rank 0 may be a new rank, without the state
         }
-        if self.config.compression == "none" and not is_emulated():
+        if self.config.compression == "none":
             wrapped = DistributedDataParallel(model, **options)
         else:
             from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 
             compressor = self.compressor_for(model)
             wrapped = FixedBuckets(model, **options)
-            exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
+            exchange = TorchExchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
             hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
             wrapped.register_comm_hook(None, hook.take)
             self._hooks[id(wrapped)] = hook
@@ -168,7 +168,7 @@ class DDP(CompressesGradients):
             return ""
         if backend is None or "nccl" not in backend:
             return f"the host averages gradients (communication_backend = {backend!r})"
-        if config.compression != "none" or is_emulated():
+        if config.compression != "none":
             return f"the host compresses gradients (compression = {config.compression!r})"
         return "find_unused_parameters looks for them in every step" if config.find_unused_parameters else ""
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.exchange import Exchange, is_emulated, open_exchange
+from phalanx.comm.exchange import Exchange, TorchExchange
 from phalanx.comm.reducer import GradientReducer, bytes_for
 from phalanx.comm.shm import share_gradients
 from phalanx.comm.shm.pages import group_text_gatherer
@@ -108,7 +108,7 @@ class RingDDP(CompressesGradients):
 
 def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> tuple[Exchange, torch.Tensor]:
     """Return how tensors are sent, and a buffer of `nbytes` for them; all ranks call this, in the same order."""
-    on_cpu = world.device.type == "cpu" and not is_emulated()
+    on_cpu = world.device.type == "cpu"
     if on_cpu:
         shared = share_gradients(
             group_text_gatherer(None), world.rank, world.world_size, nbytes, timeout=config.timeout
@@ -122,7 +122,7 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
         from phalanx.comm.collectives.hierarchical import ChannelExchange
 
         return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
-    return open_exchange(group), memory
+    return TorchExchange(group), memory
 
 
 class Auto(RingDDP):
@@ -181,7 +181,7 @@ class Auto(RingDDP):
         chosen = self.config.communication_backend not in (None, "phalanx")
         world = self.world
         on_cpus = world.device.type == "cpu" and world.env.on_one_machine
-        if not trained or chosen or not on_cpus or world.world_size == 1 or is_emulated():
+        if not trained or chosen or not on_cpus or world.world_size == 1:
             return None
         # DDP broadcasts rank 0's buffers before each forward pass, which may read them.
         if any(True for _ in model.buffers()) or any(

@@ -17,7 +17,7 @@ from phalanx import torch_compat
 from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import check_folder, local_path
-from phalanx.config.renamed import ENV_PREFIX
+from phalanx.config.settings import ENV_PREFIX
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus

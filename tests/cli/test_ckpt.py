@@ -220,7 +220,7 @@ def test_mistakes_are_answered_with_what_to_write(kept, tmp_path):
         return answer.err
 
     assert "Did you mean 'inspect'?" in refused("inspct", kept)
-    assert "'ckpt verify' is now: phalanx ckpt check PATH" in refused("verify", kept)
+    assert "unknown action 'verify' of phalanx ckpt" in refused("verify", kept)
     assert "ckpt needs an action" in refused()
     assert f"Did you mean {kept}?" in refused("ls", tmp_path / "kep")
     assert "there is no run 'nothing'" in refused("ls", "nothing")

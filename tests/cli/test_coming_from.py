@@ -11,7 +11,7 @@ import pytest
 from command import ROOT, finish, phalanx, start
 from long_proofs import long_proof
 
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 from phalanx.trainers.torch import TorchTrainer
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()

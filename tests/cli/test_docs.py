@@ -14,7 +14,7 @@ from phalanx.cli.config import parser as config_parser
 from phalanx.cli.parsers import PARSERS
 from phalanx.cli.plan import parser as plan_parser
 from phalanx.cli.strategies import parser as strategies_parser
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]

@@ -15,7 +15,7 @@ import pytest
 from browser import browser
 from command import ROOT
 
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
 

@@ -125,7 +125,6 @@ def test_names_of_labels_reach_a_hugging_face_folder(tmp_path):
         (("ui", "names", "--save", "kept.html"), "kept.html: it exists already"),
         (("ui", "names", "--save", "page.txt"), "Write: --save page.html"),
         (("report", "names", "--profile", "--svg", "kept.svg"), "kept.svg: it exists already"),
-        (("plan", "llama-7b", "--gpus", 8, "--html", "kept.html"), "kept.html: it exists already"),
         (("doctor", "--record", "kept.json"), "kept.json: it exists already"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from command import clean_environment, completions, phalanx
 
 from phalanx.cli.flags import COMMON, SECTIONS
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 
 NO_TORCH = (
     "import sys; from phalanx.cli import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
@@ -148,7 +148,7 @@ def test_help_and_completion_are_quick_and_import_no_torch(words):
         ("runs show ", ["new", "old"]),
         ("resume o", ["old"]),
         ("ckpt pru", ["prune"]),
-        ("bench ", ["comm", "machine", "compression"]),
+        ("bench ", ["comm", "machine"]),
         ("bench comm --al", ["--algo"]),
         ("submit slurm --num-w", ["--num-workers"]),
         ("plan llama-70", ["llama-70b"]),

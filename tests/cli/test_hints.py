@@ -15,8 +15,8 @@ import phalanx
 from phalanx.cli import VERBS
 from phalanx.cli.completion import _actions, _parser_of
 from phalanx.config import BACKENDS
+from phalanx.config.aliases import NAMES
 from phalanx.config.backend_rules import _options_of
-from phalanx.config.renamed import NAMES
 
 OF_OTHERS = {
     *("--cap-add", "--target"),  # docker

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from command import phalanx
 import phalanx as package
 from phalanx import DistributedConfig, PhalanxError
 from phalanx.config import resolve
-from phalanx.config.meanings import _SETTINGS, _VALUES, like, like_flag
+from phalanx.config.aliases import NAMES
+from phalanx.config.names import like, like_flag, like_option, table
 from phalanx.config.option import problem
-from phalanx.config.renamed import NAMES
 from phalanx.config.sources import NOT_SETTINGS
+from phalanx.models.registry import build_options
 
 OF_A_VERB = {"data", "resume", "time_limit"}
 """Names in the table that a flag of a verb brings."""
@@ -57,23 +60,61 @@ def test_a_value_of_another_library_is_answered_with_ours():
     assert "Did you mean 'bf16'?" in phalanx("train", "digits", "--mixed-precision", "bfloat16").err
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("n_embd", "hidden"), ("num_hidden_layers", "layers"), ("block_size", "seq_len")]
+)
+def test_an_option_of_a_model_is_known_by_the_names_of_others(given, meant):
+    assert like_option(given, build_options("gpt")) == meant
+    assert like_option(given, {"depth"}) is None
+    answer = phalanx("train", "text", "--set", f"model.{given}=8")
+    assert f"unknown option '{given}'" in answer.err
+    assert f"Did you mean '{meant}'?" in answer.err
+    assert f"Write: --set model.{meant}=8" in phalanx("train", "text", f"--{given}", "8").err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("fit", "digits"), "phalanx train digits"),
+        (("cancel", "last"), "phalanx runs stop"),
+        (("logs",), "phalanx runs logs RUN"),
+        (("torchrun", "train.py"), "phalanx train --script train.py"),
+    ],
+)
+def test_a_command_of_another_program_is_answered_with_ours(words, meant):
+    assert f"unknown command '{words[0]}'. Write: {meant}" in phalanx(*words).err
+
+
+def test_the_table_is_read_for_an_unknown_name_only():
+    code = (
+        "import sys; from phalanx.cli import main; from phalanx.config.names import table\n"
+        "main(sys.argv[1:]); print(table.cache_info())"
+    )
+    command = [sys.executable, "-c", code, "config", "show"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "misses=0" in known.stdout
+    command = [sys.executable, "-c", code, "train", "digits", "--lr", "1"]
+    unknown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "misses=1" in unknown.stdout
+
+
 def test_a_name_that_is_not_allowed_is_not_suggested():
     assert like("lr", {"epochs"}) is None
     assert like_flag("resume", {"resume", "run-dir"}) == "--resume"
 
 
 def test_the_table_names_settings_and_allowed_values_only():
-    for target in _SETTINGS:
+    for target in table()["settings"]:
         name, _, value = target.partition("=")
         assert name in NAMES.keys() | OF_A_VERB
         assert not value or problem(NAMES[name], value) is None
-    for name, words in _VALUES.items():
+    for name, words in table()["values"].items():
         for value in words:
             assert value in {"true", "false"} or problem(NAMES[name], value) is None
 
 
 def test_no_name_in_the_table_is_a_setting_itself():
-    assert not {word for words in _SETTINGS.values() for word in words.split()} & NAMES.keys()
+    assert not {word for words in table()["settings"].values() for word in words.split()} & NAMES.keys()
 
 
 @pytest.mark.parametrize(("given", "meant"), [("NUM_WORKER", "NUM_WORKERS"), ("LR", "LEARNING_RATE")])

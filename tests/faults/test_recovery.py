@@ -320,18 +320,6 @@ def test_workers_of_parameter_servers_are_replaced(tmp_path, lost, mode, fork_se
     assert all(torch.isfinite(tensor).all() for tensor in hit.values())
 
 
-class Killed(phalanx.Callback):
-    """Kills rank 2 once, at step 25."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def on_step_end(self, trainer, info):
-        if trainer.formation.rank == 2 and info.step == 25 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Odd(phalanx.Callback):
     """Changes one weight of a rank after a step, as a bad memory cell does; or makes a rank slow or sleep, once."""
 
@@ -350,29 +338,6 @@ class Odd(phalanx.Callback):
         if self.what == "sleep" and info.step == 12:
             time.sleep(60)
         self.mark.write_text(str(os.getpid()))
-
-
-@long_proof
-def test_a_slow_rank_is_excluded_with_the_next_loss(tmp_path, fork_server):
-    folder = tmp_path / "run"
-    trainer = phalanx.PyTorchDDPTrainer(
-        model=make_model(),
-        device="cpu",
-        run_dir=str(folder),
-        callbacks=[Odd(tmp_path / "mark", "slow"), Killed(tmp_path / "killed")],
-        max_steps=60,
-        batch_size=4,
-        num_workers=3,
-        min_workers=1,
-        strategy="ddp",
-        straggler_factor=3.0,
-        straggler_steps=10,
-        on_straggler="exclude",
-    )
-    trainer.fit(Rows())
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [(event["lost"], event["world_size"]) for event in recoveries(events)] == [([2], 1)]
-    assert [event["step"] for event in events if event["event"] == "run_ended"] == [60]
 
 
 @pytest.mark.parametrize(

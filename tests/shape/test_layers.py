@@ -154,8 +154,6 @@ def test_private_torch_is_used_in_one_module_only():
         ["train", "no-such-recipe"],
         ["verify", "no-such-model"],
         ["bench", "--help"],
-        ["bench", "compression", "--help"],
-        ["bench", "compression", "--links", "fast"],
         ["bench", "comm", "--help"],
         ["bench", "comm", "--algo", "rign"],
         ["data", "--help"],

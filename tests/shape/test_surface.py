@@ -14,8 +14,8 @@ import phalanx
 from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, add_config_flags
 from phalanx.config import BACKENDS
+from phalanx.config.aliases import NAMES
 from phalanx.config.fields import STRATEGIES as STRATEGY_NAMES
-from phalanx.config.renamed import NAMES
 from phalanx.recipes import load_recipe, recipe_names
 
 PROMISED = [

@@ -12,8 +12,7 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import FIELDS, read_settings, resolve, write_toml
-from phalanx.config.distributed import RECORD_HEADER, toml_value
-from phalanx.config.renamed import REMOVED, Removed
+from phalanx.config.distributed import toml_value
 from phalanx.errors import ConfigError, UsageError
 
 
@@ -227,7 +226,7 @@ def test_a_range_of_workers_and_another_smallest_number_contradict(monkeypatch, 
 
 ALIASES = [
     ({"progress": False}, {"console": "plain"}),
-    ({"verbosity": "quiet", "progress": False, "console_ranks": "all"}, {"console": "quiet plain all-ranks"}),
+    ({"progress": False}, {"console": "plain"}),
     ({"num_gpus": 4}, {"num_workers": 4, "device": "cuda"}),
     ({"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_workers": 8, "device": "cuda"}),
     ({"num_gpus": 4, "device": "cpu"}, {"num_workers": 4, "device": "cpu"}),
@@ -269,7 +268,7 @@ def test_aliases_mean_the_same_at_every_door(alias, meant, tmp_path, capsys):
 
 def test_words_of_the_console_are_joined_over_sources_and_checked():
     given = {"recipe": {"console": "quiet all-ranks"}, "environ": {"PHALANX_PROGRESS": "false"}}
-    resolved = resolve({"verbosity": "verbose"}, **given)
+    resolved = resolve({"console": "verbose"}, **given)
     assert resolved.config.console == "verbose plain all-ranks"
     assert resolved.config.shown == ("verbose", False, True)
     assert resolve({"console": "normal rank-0 progress"}, **given).config.shown == DistributedConfig().shown
@@ -322,33 +321,3 @@ def test_a_tracker_that_is_turned_on_keeps_its_name():
 def test_a_later_source_wins_over_an_alias_of_an_earlier_one():
     resolved = resolve({"mlflow": False}, recipe={"mlflow_tracking": True}, environ={"PHALANX_MLFLOW_EXPERIMENT": "x"})
     assert resolved.config.mlflow is False
-
-
-def test_settings_of_a_run_of_an_earlier_version_are_read(tmp_path):
-    at_default = ["stall_notice = 60.0", 'placement = "pack"', "mlflow_tracking = false", "stop_grace = 4.5"]
-    changed = ["epochs = 3", "num_nodes = 2", "gpus_per_node = 4", "keep_every = 7", 'mlflow_experiment = "mine"']
-    file = tmp_path / "config.toml"
-    file.write_text("\n".join([RECORD_HEADER, *at_default, *changed]))
-    config = resolve(read_settings(file), environ={}).config
-    assert config == resolve({}, file=file, environ={}).config
-    same = {"epochs": 3, "num_nodes": 2, "num_workers": 8, "device": "cuda", "keep_every": 7, "mlflow": "mine"}
-    assert config == DistributedConfig(**same)
-    file.write_text("\n".join(at_default))
-    with pytest.raises(ConfigError, match=r"stall_notice is 60 seconds: leave it out. \(file"):
-        resolve({}, file=file, environ={})
-
-
-def test_a_removed_setting_is_reported_at_every_door(monkeypatch, capsys):
-    """In the form in which it was given, with the value that was given; also where its name is misspelt."""
-    monkeypatch.setitem(REMOVED, "former_one", Removed("is now new_one", "new_one", "at {}", "3"))
-    for name in ("former_one", "formerr_one"):
-        variable, flag = f"PHALANX_{name.upper()}", f"--{name.replace('_', '-')}"
-        with pytest.raises(ConfigError, match="former_one is now new_one: write new_one = 'at 4', or leave it out"):
-            resolve({name: 4}, environ={})
-        with pytest.raises(ConfigError, match="PHALANX_FORMER_ONE is now new_one: write PHALANX_NEW_ONE='at 4'"):
-            resolve({}, environ={variable: "4"})
-        for words in ([flag, "4"], [f"{flag}=4"]):
-            assert main(["train", "digits", *words, "--epochs", "1"]) == 2
-            assert "--former-one is now new_one: write --new-one 'at 4', or" in capsys.readouterr().err
-    assert main(["train", "digits", "--former-one", "--epochs", "1"]) == 2
-    assert "write --new-one 'at 3'" in capsys.readouterr().err

@@ -45,7 +45,11 @@ def test_an_option_that_an_engine_ignores_is_refused_as_an_argument():
 def test_a_mistake_names_the_source_of_its_part(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('console = "quit"\n[engine_options]\nstop_grace = -1\nkeep_every = 0\n')
-    variables = {"PHALANX_MIN_DELTA": "-3", "PHALANX_ENGINE_OPTIONS": "bucket_cap_mb", "PHALANX_VERBOSITY": "loud"}
+    variables = {
+        "PHALANX_MIN_DELTA": "-3",
+        "PHALANX_ENGINE_OPTIONS": "bucket_cap_mb",
+        "PHALANX_MLFLOW_TRACKING": "loud",
+    }
     with pytest.raises(ConfigError) as caught:
         resolve({"keep_every": 5, "progress": False, "start_timeout": 0}, given_as="flag", file=file, environ=variables)
     origins = {problem.split()[0]: problem.rpartition(" (")[2] for problem in caught.value.problems}
@@ -54,7 +58,7 @@ def test_a_mistake_names_the_source_of_its_part(tmp_path):
         "stop_grace": f"file {file})",
         "min_delta": "environment PHALANX_MIN_DELTA)",
         "engine_options": "environment PHALANX_ENGINE_OPTIONS)",
-        "verbosity": "environment PHALANX_VERBOSITY)",
+        "mlflow_tracking": "environment PHALANX_MLFLOW_TRACKING)",
         "start_timeout": "flag)",
     }
 
@@ -124,7 +128,7 @@ def test_an_empty_table_of_options_clears_them(empty):
 
 
 def test_words_that_say_the_default_change_nothing():
-    for given in ({"progress": True}, {"verbosity": "normal"}, {"console": "progress rank-0"}):
+    for given in ({"progress": True}, {"console": "normal"}, {"console": "progress rank-0"}):
         assert DistributedConfig(**given) == DistributedConfig()
     assert resolve({"progress": True}, environ={"PHALANX_CONSOLE": "plain"}).config == DistributedConfig()
 

@@ -38,7 +38,7 @@ def test_unknown_names_get_the_nearest():
         load("digits", "vall")
     with pytest.raises(UsageError, match="Did you mean 'seq_len'"):
         load("text", seqlen=4)
-    with pytest.raises(UsageError, match="option 'block_size' of data set 'text' is now 'seq_len'"):
+    with pytest.raises(UsageError, match=r"unknown option 'block_size' of data set 'text'\. Did you mean 'seq_len'"):
         load("text", block_size=4)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError
-from phalanx.loop.checks import Finding, OwnTime, balanced_shares, hash_of, odd_replicas, slow_ranks
+from phalanx.loop.checks import Finding, OwnTime, hash_of, odd_replicas, slow_ranks
 from phalanx.observe.step_clock import StepClock
 
 CPU = torch.device("cpu")
@@ -90,21 +90,9 @@ def test_a_rank_has_its_own_time_and_not_the_wait_for_others():
         ({"on_corruption": "warn"}, "without check_replicas_every"),
         ({"check_replicas_every": 5, "on_corruption": "repair"}, "not one of"),
         ({"check_replicas_every": 5, "on_corruption": "replace"}, "without max_restarts"),
+        ({"straggler_factor": 2.0, "on_straggler": "rebalance"}, "not one of"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         DistributedConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shares", "most", "expected"),
-    [
-        ((1.0, 1.0, 2.0), (10, 10, 10), 20, (12, 12, 6)),
-        ((1.0, 1.0, 1e9), (10, 10, 10), 20, (15, 14, 1)),
-        ((1.0, 9.0), (8, 8), 10, (10, 6)),
-        ((0.0, 0.0), (3, 5), 8, (3, 5)),
-    ],
-)
-def test_shares_follow_speed_and_keep_the_global_batch(seconds, shares, most, expected):
-    assert balanced_shares(seconds, shares, most) == expected

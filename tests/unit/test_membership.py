@@ -407,21 +407,6 @@ def test_spare_ranks_for_which_there_is_no_room_are_reported_once():
     ]
 
 
-def test_a_slow_rank_is_left_out_with_the_next_loss_and_its_late_answer_is_not_taken():
-    case = Case(4, sizes=(4, 3, 2))
-    case.join(*case.ranks)
-    slow, lost = case.ranks[2], case.ranks[3]
-    case.members.exclude([slow.rank])
-    assert case.members.group.members == case.ranks, "nothing changes before a loss"
-    case.lose(lost)
-    assert slow not in case.members.group.members
-    assert [kind for key, kind in case.processes.sent if key == slow.key] == ["abort", "end"]
-    assert [report["lost"] for report in case.reports if report["event"] == "rank_lost"] == [3, 2]
-    case.ready(slow)
-    assert case.members.group.spares == []
-    assert case.processes.started == 1, "the lost one is replaced, the slow one is not"
-
-
 def test_a_machine_is_left_out_only_where_it_fails_far_more_often_than_the_others():
     assert fails_too_often(4, [0, 0])
     assert not fails_too_often(3, [0, 0])
@@ -429,14 +414,6 @@ def test_a_machine_is_left_out_only_where_it_fails_far_more_often_than_the_other
     assert fails_too_often(12, [1])
     assert fails_too_often(8, [1, 0])
     assert not fails_too_often(100, []), "the only machine"
-
-
-def test_a_slow_rank_stays_where_the_group_cannot_be_smaller():
-    case = Case(3)
-    case.join(*case.ranks)
-    case.members.exclude([0])
-    case.lose(case.ranks[2])
-    assert case.ranks[0] in case.members.group.members
 
 
 def test_a_rank_that_waits_for_the_release_is_not_late(three, monkeypatch):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 from curves import accumulator, scalars
 
+import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import UsageError
 from phalanx.host.gpus import GpuSensor
@@ -97,12 +101,42 @@ def test_histograms_count_every_finite_value(tmp_path):
 def test_weights_and_gradients_are_written_every_n_epochs(tmp_path):
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
     trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), num_workers=1, device="cpu", batch_size=4, epochs=4,
-                                loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path), verbosity="quiet",
+                                loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path), console="quiet",
                                 tensorboard_histograms=2)  # fmt: skip
     trainer.fit(data)
     reader = accumulator(tmp_path)
     assert [item.step for item in reader.Histograms("weights/weight")] == [4, 8]
     assert [item.step for item in reader.Histograms("gradients/bias")] == [1, 5]
+
+
+WITHOUT = """
+import torch
+from phalanx import Trainer
+
+data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+trainer = Trainer(torch.nn.Linear(4, 2), num_workers=1, device="cpu", batch_size=4, epochs=1, run_dir="run",
+                  loss_fn=torch.nn.CrossEntropyLoss(), tensorboard=True, tensorboard_histograms=1)
+trainer.fit(data)
+"""
+
+
+def test_a_run_without_tensorboard_goes_on_with_one_line(tmp_path):
+    """The packages of this environment but one, as links: `-S` leaves the environment's own folder out."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith("tensorboard"):
+            (packages / path.name).symlink_to(path)
+    environment = {**os.environ, "PYTHONPATH": f"{packages}:{Path(phalanx.__file__).parents[1]}"}
+    command = [sys.executable, "-S", "-c", WITHOUT]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout + done.stderr
+    assert text.count("tensorboard: not installed") == 1, text
+    assert "pip install 'phalanx[tensorboard]'" in text
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["tensorboard_dir"] for event in events if event["event"] == "run_started"] == [None]
+    assert [event["status"] for event in events if event["event"] == "run_ended"] == ["finished"]
 
 
 def test_tensorflow_is_never_imported(tmp_path):

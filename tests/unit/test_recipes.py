@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.config import resolve
 from phalanx.errors import UsageError
-from phalanx.recipes import load_recipe, of_earlier_run, recipe_names
+from phalanx.recipes import load_recipe, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -19,17 +19,6 @@ def test_a_recipe_asks_for_no_more_ranks_than_there_are_gpus(name):
 def test_a_preset_for_a_recipe_without_any_names_the_way_to_that_of_its_model():
     with pytest.raises(UsageError, match=r"names no presets[^\n]*\n.*--set model\.preset=resnet50$"):
         load_recipe("imagefolder").with_preset("resnet50")
-
-
-def test_a_run_of_an_earlier_version_has_the_present_names():
-    base = {"name": "x", "summary": ""}
-    model = {"name": "llama", "width": 64, "feed_width": 128, "block_size": 32, "layers": 2}
-    recipe = of_earlier_run({**base, "model": model, "data": {"name": "text", "block_size": "model"}})
-    assert recipe.model == {"name": "llama", "hidden": 64, "ffn_hidden": 128, "seq_len": 32, "layers": 2}
-    assert recipe.data == {"name": "text", "seq_len": "model"}
-    own = {"model": {"name": "convnet", "width": 8}, "data": {"name": "my.data:load", "block_size": 4}}
-    recipe = of_earlier_run({**base, **own})
-    assert (recipe.model, recipe.data) == (own["model"], own["data"]), "names of others stay"
 
 
 def test_the_length_that_is_given_replaces_that_of_the_recipe_in_the_other_unit():

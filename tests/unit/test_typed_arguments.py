@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from long_proofs import long_proof
 
+from phalanx.config.aliases import NAMES
 from phalanx.config.arguments import AllSettings, TrainerSettings
-from phalanx.config.renamed import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 

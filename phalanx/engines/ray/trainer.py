@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 from phalanx.errors import DataError, UsageError
 from phalanx.loop.hooks import Callback
 from phalanx.observe.history import History

@@ -1,1 +1,1 @@
-"""Benchmarks that run on ranks: collectives and gradient compression."""
+"""What `phalanx bench` runs: collectives on ranks, and the measurements of this machine."""

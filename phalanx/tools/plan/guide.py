@@ -1,20 +1,16 @@
-"""Which strategy to choose, in one screen; and which engines can train a plan."""
+"""Which strategy to choose, in one screen."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from phalanx.config import DistributedConfig
-from phalanx.config.backends import BACKENDS
-from phalanx.config.strategies import facts_of
-from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.planner import default_goal
 from phalanx.tools.plan.plans import Layout, Plan
 from phalanx.tools.plan.search import Constraints, search
-from phalanx.tools.plan.text import gpu_name, shorten
+from phalanx.tools.plan.text import gpu_name
 from phalanx.tools.plan.what_if import PlanCase
 
 _TREE = """\
@@ -118,53 +114,3 @@ def why(case: PlanCase, plan: Plan) -> str:
     if other.too_large:
         return f"{words} needs {other.too_large[0][0]:.0f} GiB per GPU of {found.memory_limit_gib:.0f}"
     return f"{words} cannot run this batch"
-
-
-ENGINE_HEAD = ("engine", "runs it", "how, or why not")
-_INSTEAD = {"deepspeed": "zero", "horovod": "ddp"}
-"""The kind of layout that an engine is limited to."""
-
-
-def engines(case: PlanCase, plan: Plan) -> list[tuple[str, str, str]]:
-    """Return `ENGINE_HEAD` of each engine: whether the rules of the settings take the plan, else what it could run."""
-    if plan.best is None:
-        return [(name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow")]
-    rows = [("pytorch-ddp", "yes", "as planned; every strategy, nothing beyond torch to install")]
-    rows.append(("ray", *_ask("ray", plan, "as planned; Ray allocates the machines: --backend ray --address HEAD")))
-    for name, kind in _INSTEAD.items():
-        taken, words = _ask(name, plan, f"the same by its own engine: --backend {name}")
-        rows.append((name, taken, words if taken == "yes" else f"{words}; {_instead(case, plan, kind)}"))
-    rows.append(("tensorflow", "no", "trains Keras models, each GPU with a whole copy; " + _instead(case, plan, "ddp")))
-    return rows
-
-
-def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
-    """Return whether the config of an engine takes the settings of a plan, with the reason."""
-    assert plan.best is not None
-    settings = {name: value for name, value in plan.settings.items() if name not in ("num_nodes", "gpus_per_node")}
-    settings |= {"backend": backend, "num_workers": plan.cluster.gpus}
-    settings.pop("num_gpus", None)
-    if backend in _INSTEAD:  # its own way to keep ranks in step, not one of ours under its launcher
-        settings["strategy"] = BACKENDS[backend][1]
-        if facts_of(settings["strategy"]).shards_by_engine and (stage := plan.best.layout.stage):
-            settings = {name: value for name, value in settings.items() if name not in ("sharding", "shard_size")}
-            settings["zero_stage"] = stage
-    try:
-        DistributedConfig(**settings)
-    except ConfigError as error:
-        return "no", shorten(error.problems[0], 90)
-    except UsageError as error:
-        return "no", shorten(error.message, 90)
-    return "yes", works
-
-
-def _instead(case: PlanCase, plan: Plan, kind: str) -> str:
-    """Return what the best layout of a kind would be."""
-    assert plan.best is not None
-    found = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=kind))
-    if found.fitting:
-        seconds, layout = found.fitting[0]
-        return f"{layout.title} would take {seconds / plan.best.estimate.step_seconds - 1:+.0%}"
-    if found.too_large:
-        return f"{kind} needs {found.too_large[0][0]:.0f} GiB per GPU on {gpu_name(plan)}"
-    return f"no layout of {kind} is possible with these GPUs and this batch"

@@ -44,7 +44,7 @@ class PartsBar:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the answer, for a terminal and for a page: a title, and what is below it."""
+    """A part of the answer: a title, and what is below it."""
 
     title: str
     rows: Sequence[Sequence[str]] = ()
@@ -70,10 +70,9 @@ def plan_text(plan: Plan, subject: str) -> str:
     return "\n\n".join(section.text() for section in sections(plan, subject))
 
 
-def sections(plan: Plan, subject: str, *, whole: bool = False) -> Iterator[Section]:
-    """Yield the parts of the answer; `whole`: all reasons of refusals, however long they are."""
-    cut = str if whole else shorten
-    refused = [(f"{number:,}", cut(reason)) for reason, number in plan.refused[: None if whole else _SHOWN_REFUSALS]]
+def sections(plan: Plan, subject: str) -> Iterator[Section]:
+    """Yield the parts of the answer."""
+    refused = [(f"{number:,}", shorten(reason)) for reason, number in plan.refused[:_SHOWN_REFUSALS]]
     why_not = Section("refused, as `phalanx train` would (number of layouts, reason)", refused)
     if plan.best is None:
         yield Section(f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)")
@@ -89,7 +88,7 @@ def sections(plan: Plan, subject: str, *, whole: bool = False) -> Iterator[Secti
     if plan.runners_up:
         yield Section(f"runners-up of {plan.searched:,} layouts, and why each lost", list(_others(plan)))
     yield from [why_not] if refused else []
-    rows = [(name, value, f"[{origin if whole else shorten(origin, 60)}]") for name, value, origin in plan.assumptions]
+    rows = [(name, value, f"[{shorten(origin, 60)}]") for name, value, origin in plan.assumptions]
     changes = [f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity]
     lines = [wrapped(f"sensitivity: {'; '.join(changes)}")] if changes else []
     if rows or lines:

@@ -1,4 +1,4 @@
-"""Other clusters, goals and constraints beside a plan: `--what-if`, and designs of a cluster."""
+"""Plans for other clusters, goals and constraints, next to the one that was asked for: `--what-if`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from phalanx.tools.plan.search import HEADROOM, Constraints
 from phalanx.tools.plan.text import seconds
 
 LONGEST = 1 << 22
-_ADAPTER_PRICE = 0.015
-"""Share of a machine's price per adapter that is added or removed, with its part of the switches: a rough rule."""
 
 
 @dataclass(frozen=True)
@@ -226,32 +224,3 @@ QUESTIONS: dict[str, Callable[[PlanCase, Plan, str], Answer]] = {
     "gpu": _other_gpu,
 }
 """The questions of `--what-if`."""
-
-
-def designs(case: PlanCase, plan: Plan) -> Answer:
-    """Compare designs of the cluster: GPUs per machine, adapters per GPU, rail or tree."""
-    cluster = case.cluster
-    link = presets.parts_of(cluster)[2]
-    line = link.gbps / link.reach * 8 * cluster.oversubscription  # Gbit/s per GPU
-
-    def variant(adapters: float, price: float, **changes: object) -> PlanCase:
-        changed = replace(cluster, **changes)  # type: ignore[arg-type]
-        changed = replace(changed, inter_node_gbps=adapters * line * changed.gpus_per_node)
-        if cluster.price_per_gpu_hour is not None:
-            changed = replace(changed, price_per_gpu_hour=cluster.price_per_gpu_hour * price)
-        return replace(case, cluster=changed)
-
-    sizes = [size for size in (4, 8, 16) if size != cluster.gpus_per_node and size < cluster.gpus]
-    cases = {f"{size} GPUs per machine": variant(1, 1, gpus_per_node=size) for size in sizes}
-    for adapters in (0.5, 2.0):
-        price = 1 + _ADAPTER_PRICE * cluster.gpus_per_node * (adapters - 1)
-        cases[f"{adapters:g} adapters per GPU"] = variant(adapters, price)
-    cases["tree, 2:1 oversubscribed"] = variant(1, 1 - _ADAPTER_PRICE, topology="tree", oversubscription=2.0)
-    cases["tree, 4:1 oversubscribed"] = variant(1, 1 - 2 * _ADAPTER_PRICE, topology="tree", oversubscription=4.0)
-    if cluster.nodes < 2:
-        return Answer("designs of the cluster", "one machine has no network: plan for more GPUs", ())
-    found = _variants("designs of the cluster", plan, cases)
-    sentence = (
-        f"prices: an adapter with its switches is taken as {_ADAPTER_PRICE:.1%} of a machine; the links keep their kind"
-    )
-    return replace(found, sentence=sentence)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from phalanx.config.aliases import NAMES
 from phalanx.config.distributed import toml_value
-from phalanx.config.renamed import NAMES
 from phalanx.errors import SearchFailedError
 from phalanx.observe import format
 from phalanx.observe.guard import guarded_streams

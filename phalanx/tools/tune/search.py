@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS
-from phalanx.config.renamed import NAMES
+from phalanx.config.aliases import NAMES
 from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.aliases import NAMES
 from phalanx.config.option import problem
-from phalanx.config.renamed import NAMES
 from phalanx.errors import ConfigError, UsageError, nearest, unknown_name
 from phalanx.tools.tune.domains import KINDS, Domain, from_ray, import_optuna, is_rays, random_trial
 from phalanx.tools.tune.trial import Objective, State, Trial

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
+from phalanx.config.aliases import NAMES
 from phalanx.config.checking import unknown_field
-from phalanx.config.renamed import NAMES
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target

@@ -335,7 +335,7 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
         means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
         raise UsageError(
             f"{means} does not give what one process gives, and is not meant to",
-            hint="It is judged by the loss it reaches: phalanx bench compression, or a run next to --strategy ring.",
+            hint="Judge it by the loss it reaches, next to a run with --strategy ring.",
         )
     env = read_rank_env()
     if env is not None and env.world_size > 1:
