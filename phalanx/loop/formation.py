@@ -30,6 +30,7 @@ from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
 from phalanx.checkpoint.group import from_rank_zero
 from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
+from phalanx.config.ways import refuse_in_loop
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
@@ -50,7 +51,6 @@ from phalanx.loop.prepare import (
 from phalanx.loop.script import continue_at, stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
-from phalanx.loop.trainer_settings import refuse_trainer_settings
 from phalanx.loop.values import Values, enter_loop, leave_loop
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
@@ -84,7 +84,8 @@ class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
-        refuse_trainer_settings(settings)
+        if settings:
+            refuse_in_loop(settings)
         if config is None:
             from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
 
