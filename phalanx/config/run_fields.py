@@ -276,6 +276,7 @@ class AdvancedOptions:
         "lr_scaling: the batch that learning_rate was chosen for (default: one rank's batch)",
         minimum=1,
         keras="ignored",
+        needs="lr_scaling",
         used_by="trainer",
         in_loop="scale the rate that you give the optimizer by f.world_size",
     )
@@ -336,7 +337,9 @@ class AdvancedOptions:
         used_by="trainer",
         in_loop="write them by torch.utils.tensorboard.SummaryWriter in your loop",
     )
-    bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0, keras="ignored")
+    bucket_cap_mb: float = option(
+        25.0, "ddp, ring: size of a gradient bucket in MB", above=0, keras="ignored", strategies=("ddp", "ring")
+    )
     scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0, keras="ignored")
     scaler_growth_interval: int = option(
         2000, "steps without overflow before the loss scale doubles", minimum=1, keras="ignored"

@@ -11,9 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import DistributedConfig, Formation, Trainer
-from phalanx.config import FIELDS
 from phalanx.errors import UsageError
-from phalanx.loop.trainer_settings import INSTEAD
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
 
@@ -68,14 +66,6 @@ def test_settings_that_a_factory_does_not_see_are_named(tmp_path, make):
         "learning_rate = 0.7, weight_decay = 0.3 have no effect on the optimizer that the given function" in text
         for text in said
     )
-
-
-@pytest.mark.parametrize("name", sorted(INSTEAD))
-def test_formation_refuses_what_only_a_trainer_does(name):
-    assert name in FIELDS
-    with pytest.raises(UsageError, match=f"{name} is a setting of the trainer's loop") as refused:
-        Formation(device="cpu", **{name: 1})
-    assert refused.value.hint == f"{name}: {INSTEAD[name]}"
 
 
 def test_a_shared_config_is_named_once(capfd):
