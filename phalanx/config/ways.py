@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from phalanx.config.backends import BACKENDS
 from phalanx.config.option import split_options
 from phalanx.config.renamed import rename
 from phalanx.config.run_fields import OPTIONS
@@ -90,10 +89,12 @@ def loop_note(config: Settings) -> str:
 def unused_by_script(given: Iterable[str], users: Collection[str], backend: str) -> dict[str, str]:
     """Return which of these settings have no effect for a script, each with what to write.
 
-    `users`: who uses settings there. An engine that resizes a run by itself does that for scripts, too.
+    `users`: who uses settings there. An engine may start ranks by further ones, `FOR_SCRIPTS` in its rules.
     """
-    resizes = backend in BACKENDS and BACKENDS[backend].resizes
-    unused = [name for name in given if not counts(name, users) and not (resizes and name == "min_workers")]
+    from phalanx.config.backend_rules import engine_rules  # not in ranks, whose settings are checked
+
+    of_engine = {name for rules in engine_rules({"backend": backend}) for name in getattr(rules, "FOR_SCRIPTS", ())}
+    unused = [name for name in given if not counts(name, users) and name not in of_engine]
     return {name: _for_script(name, users) for name in unused}
 
 

@@ -107,6 +107,8 @@ def buckets(settings: Settings) -> Mistakes:
 
 OPTIONS = HorovodOptions.__dataclass_fields__
 RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression, buckets)
+FOR_SCRIPTS = frozenset({"min_workers"})
+"""Horovod goes on with fewer ranks by itself, those of scripts too."""
 
 
 def unused(settings: Settings) -> Mistakes:
