@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from phalanx.config.option import split_options
-from phalanx.config.renamed import rename
+from phalanx.config.renamed import ENV_PREFIX, rename
 from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import UsageError
@@ -84,6 +84,29 @@ def loop_note(config: Settings) -> str:
     unused = [name for name in config.changed(*ALL) if used_by(name) == {"trainer"}]
     shown = "; ".join(f"{name} = {config.value(name)!r}: {in_loop(name)}" for name in unused)
     return f"not used by a loop of your own: {shown}" if unused else ""
+
+
+_BEFORE_RANKS = (
+    *("max_restarts", "spares", "heartbeat_timeout", "stall_timeout", "memory_frequency", "min_workers"),
+    *("nccl_env", "start_timeout", "stop_grace"),
+)
+"""Settings of the command that a trainer in a script cannot have either; the number of ranks it may name again."""
+
+
+def late_note(config: Settings, environ: Mapping[str, str]) -> str:
+    """Return a warning about a trainer's settings of the launch on ranks that run; empty if there are none.
+
+    Those that the command has set are in its variables, also if it had them from a config.
+    """
+    given = [name for name in config.changed(*_BEFORE_RANKS) if ENV_PREFIX + name.upper() not in environ]
+    options = split_options(environ.get(ENV_PREFIX + "ENGINE_OPTIONS"))
+    unused = unused_by_script([name for name in given if name not in options], IN_SCRIPT["Formation"], config.backend)
+    of_command = [name for name in given if counts(name, SCRIPT) and name not in options]
+    shown = [
+        *(f"{name}: {in_loop(name)}" for name in of_command),
+        *(f"{name}: {text}" for name, text in unused.items()),
+    ]
+    return f"not used by ranks that were started before the trainer: {'; '.join(shown)}" if shown else ""
 
 
 def unused_by_script(given: Iterable[str], users: Collection[str], backend: str) -> dict[str, str]:

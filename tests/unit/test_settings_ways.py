@@ -426,3 +426,17 @@ def test_a_formation_refuses_other_spellings_too(given, said):
     with pytest.raises(PhalanxError) as refused:
         Formation(device="cpu", **given)
     assert said in str(refused.value)
+
+
+def test_a_trainer_on_ranks_that_run_names_settings_of_the_launch(tmp_path, monkeypatch, capfd):
+    """The flag of the command is in a variable; the same settings are used where the trainer starts the ranks."""
+    monkeypatch.chdir(tmp_path)
+    started = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "PHALANX_NCCL_ENV": "gcp"}
+    for name, value in {**started, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}.items():
+        monkeypatch.setenv(name, value)
+    fit({"max_restarts": 2, "heartbeat_timeout": 5.0, "nccl_env": "gcp", "num_workers": 2})
+    note = "warning: not used by ranks that were started before the trainer: max_restarts: give it to the command that"
+    error = capfd.readouterr().err
+    assert note in error
+    assert "heartbeat_timeout: leave it out: lost ranks are replaced one by one for a recipe" in error
+    assert "nccl_env" not in error
