@@ -24,7 +24,7 @@ _WARM_STEPS = 2
 def main() -> None:
     """Measure this rank."""
     request = json.loads(sys.argv[1])
-    with phalanx.Formation(console="plain", **request["settings"]) as formation:
+    with phalanx.Formation(**request["settings"]) as formation:
         held = _measure(formation, request["model"], on_meta=request["on_meta"])
         gathered: list[Any] = [None] * formation.world_size
         if formation.world_size > 1:

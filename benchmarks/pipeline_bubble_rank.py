@@ -77,7 +77,7 @@ def main() -> None:
     ranks, count = request["ranks"], request["microbatches"]
     settings = {"pipeline_parallel": ranks, "pipeline_schedule": request["schedule"], "microbatches": count}
     busy = Busy()
-    with phalanx.Formation(device="cpu", console="plain", **settings) as formation:
+    with phalanx.Formation(device="cpu", **settings) as formation:
         model = nn.Sequential(*(Unit(request["seconds"]) for _ in range(2 * ranks)))
         wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         batch = torch.zeros(count, 4), torch.zeros(count, 4)

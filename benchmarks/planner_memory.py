@@ -156,7 +156,7 @@ def _measure_one(
     from phalanx.models.registry import build
 
     family, preset = model.split(":")
-    settings: dict[str, Any] = {"device": "cuda", "strategy": "ddp", "compile": compile, "console": "plain"}
+    settings: dict[str, Any] = {"device": "cuda", "strategy": "ddp", "compile": compile}
     settings |= {"activation_checkpointing": {"none": False, "full": True}.get(recompute, recompute)}
     settings |= {} if precision == "fp32" else {"mixed_precision": precision}
     settings |= {"lora_rank": lora} if lora else {}

@@ -119,12 +119,11 @@ def new_communicators() -> Iterator[None]:
     torch splits the default communicator if a device is bound to it. A split cannot be aborted, and in a group that was
     formed after an abort it crashes (SIGSEGV in torch 2.11 with NCCL 2.28).
     """
-    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
-    device = None if group is None else group.bound_device_id
-    if device is None:
+    if not dist.is_initialized():
         yield
         return
-    group.bound_device_id = None
+    group = dist.distributed_c10d._get_default_group()
+    device, group.bound_device_id = group.bound_device_id, None
     try:
         yield
     finally:

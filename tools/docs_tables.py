@@ -23,6 +23,7 @@ from phalanx.recipes import load_recipe, recipe_names
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "settings": "docs/configuration.md",
+    "ways": "docs/configuration.md",
     "events": "docs/monitoring.md",
     "recipes": "docs/quickstart.md",
     "extras": "docs/install.md",
@@ -130,8 +131,14 @@ def lines_table() -> str:
     return str(runpy.run_path(str(ROOT / "tools" / "lines.py"))["table"](digits=-2))
 
 
+def ways_table() -> str:
+    """Return the settings that do not count in every way to train."""
+    return str(runpy.run_path(str(ROOT / "tools" / "settings_ways.py"))["table"]())
+
+
 TABLES = {
     "settings": settings_table,
+    "ways": ways_table,
     "events": events_table,
     "recipes": recipes_table,
     "extras": extras_table,

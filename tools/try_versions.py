@@ -23,7 +23,7 @@ OWN_LOOP = """
 import torch
 from phalanx import Formation
 
-f = Formation(num_workers=2)
+f = Formation()
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer, loader = f.prepare(

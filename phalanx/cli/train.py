@@ -30,6 +30,7 @@ from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
 from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
+from phalanx.runs.script_settings import check_script_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
 from phalanx.runs.stored import RUNS, StoredRun, find_run
@@ -124,6 +125,7 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
             _ = one_folder(place, name) if name in OF_FOLDERS else find_places(place)
     if target is not None:
         target.check()
+        check_script_settings(target, resolved)
 
 
 def show_plan(

@@ -1,7 +1,8 @@
 """Rules of backends: which settings and strategies go with each, and the rules that engines bring.
 
-The rules of an engine are in its package, `rules.py`: `RULES`, and optionally `unused` and `reconcile`. They are loaded
-where its backend, its strategy or a setting of it is chosen.
+The rules of an engine are in its package, `rules.py`: `RULES`, and optionally `unused`, `reconcile` and `FOR_SCRIPTS`
+(settings by which it starts the ranks of a script). They are loaded where its backend, its strategy or a setting of it
+is chosen.
 """
 
 from __future__ import annotations

@@ -56,25 +56,42 @@ class Resources:
         minimum=1,
         scope="machine",
         keras="used",
+        used_by="command",
     )
-    num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", keras="used")
+    num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", keras="used", used_by="command")
     node_rank: int | None = option(
-        None, "which machine this is, from 0 (with num_nodes > 1)", minimum=0, scope="machine", keras="used"
+        None,
+        "which machine this is, from 0 (with num_nodes > 1)",
+        minimum=0,
+        scope="machine",
+        keras="used",
+        used_by="command",
     )
     rdzv_endpoint: str | None = option(
-        None, "host:port of the rendezvous (with num_nodes > 1)", scope="machine", keras="used"
+        None, "host:port of the rendezvous (with num_nodes > 1)", scope="machine", keras="used", used_by="command"
     )
     device: str = option(
-        "auto", "where the ranks compute", choices=("auto", "cuda", "cpu"), scope="machine", keras="used"
+        "auto",
+        "where the ranks compute",
+        choices=("auto", "cuda", "cpu"),
+        scope="machine",
+        keras="used",
+        used_by="command ranks",
     )
     share_gpus: bool = option(
         False,
         "let several ranks run on each GPU over nccl, to debug a job for more GPUs: its speed says nothing",
         backends=("pytorch-ddp", "pytorch-fsdp"),
         scope="machine",
+        used_by="command ranks",
     )
     threads_per_rank: int | None = option(
-        None, "CPU threads of each rank (default: cores / ranks)", minimum=1, scope="machine", keras="used"
+        None,
+        "CPU threads of each rank (default: cores / ranks)",
+        minimum=1,
+        scope="machine",
+        keras="used",
+        used_by="command ranks",
     )
 
 
@@ -88,6 +105,7 @@ class Parallelism:
         choices=tuple(BACKENDS),
         entry_points="phalanx.engines",
         keras="used",
+        used_by="command ranks",
     )
     strategy: str = option(
         "auto",
@@ -190,23 +208,76 @@ class Training:
         None, "samples per rank and micro-batch (default: that of the DataLoader)", minimum=1, keras="used"
     )
     epochs: int | None = option(
-        None, "passes over the data (default: 1, or what max_steps needs)", minimum=1, keras="used"
+        None,
+        "passes over the data (default: 1, or what max_steps needs)",
+        minimum=1,
+        keras="used",
+        used_by="value trainer",
+        in_loop="write it in your loop: for epoch in range(3)",
     )
-    max_steps: int | None = option(None, "stop after this many optimizer steps, in any epoch", minimum=1, keras="used")
-    learning_rate: float = option(1e-3, "peak learning rate, before lr_scaling", above=0, keras="used")
-    optimizer: str = option("adamw", "optimizer, when none is given in Python", choices=OPTIMIZERS, keras="used")
+    max_steps: int | None = option(
+        None,
+        "stop after this many optimizer steps, in any epoch",
+        minimum=1,
+        keras="used",
+        used_by="value trainer",
+        in_loop="leave your loop when f.step has reached it",
+    )
+    learning_rate: float = option(
+        1e-3,
+        "peak learning rate, before lr_scaling",
+        above=0,
+        keras="used",
+        used_by="value trainer",
+        in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",
+    )
+    optimizer: str = option(
+        "adamw",
+        "optimizer, when none is given in Python",
+        choices=OPTIMIZERS,
+        keras="used",
+        used_by="value trainer",
+        in_loop="make it, and prepare it: optimizer = f.prepare(torch.optim.AdamW(model.parameters()))",
+    )
     momentum: float = option(
-        0.9, "momentum of sgd, lars and rmsprop, beta1 of adam, adamw and lamb", minimum=0, keras="used"
+        0.9,
+        "momentum of sgd, lars and rmsprop, beta1 of adam, adamw and lamb",
+        minimum=0,
+        keras="used",
+        used_by="value trainer",
+        in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     )
-    weight_decay: float = option(0.0, "decay of weights (decoupled for adamw and lamb)", minimum=0, keras="used")
+    weight_decay: float = option(
+        0.0,
+        "decay of weights (decoupled for adamw and lamb)",
+        minimum=0,
+        keras="used",
+        used_by="value trainer",
+        in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",
+    )
     lr_schedule: str = option(
-        "constant", "shape of the learning rate after warm-up", choices=LR_SCHEDULES, keras="ignored"
+        "constant",
+        "shape of the learning rate after warm-up",
+        choices=LR_SCHEDULES,
+        keras="ignored",
+        used_by="trainer",
+        in_loop="make a torch scheduler and prepare it: scheduler = f.prepare(scheduler)",
     )
     warmup: int | float = option(
-        0, "warm-up: a number of steps (500), or a share of the run (0.1)", minimum=0, keras="ignored"
+        0,
+        "warm-up: a number of steps (500), or a share of the run (0.1)",
+        minimum=0,
+        keras="ignored",
+        used_by="trainer",
+        in_loop="make a torch scheduler and prepare it: scheduler = f.prepare(scheduler)",
     )
     lr_scaling: str = option(
-        "none", "scale learning_rate with the global batch", choices=("none", "linear", "sqrt"), keras="ignored"
+        "none",
+        "scale learning_rate with the global batch",
+        choices=("none", "linear", "sqrt"),
+        keras="ignored",
+        used_by="trainer",
+        in_loop="scale the rate that you give the optimizer by f.world_size",
     )
     seed: int = option(0, "seed of weights, sample order and dropout", minimum=0, keras="used")
     deterministic: bool = option(False, "use deterministic kernels only (slower)", keras="ignored")
@@ -220,32 +291,47 @@ class Training:
         minimum=0,
         keras="ignored",
         expects="a number of epochs (2), '500 steps', a share of an epoch (0.25 or '25%'), or 0: never",
+        used_by="trainer",
+        in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
     )
     limit_val_batches: int | float | None = option(
         None,
         "evaluate on the first batches only: this many per rank (50), or a share of them (0.1)",
         above=0,
         keras="ignored",
+        used_by="trainer",
+        in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
     )
     sanity_val_batches: int = option(
-        2, "before the first step, try evaluation on this many batches per rank (0: do not)", minimum=0, keras="ignored"
+        2,
+        "before the first step, try evaluation on this many batches per rank (0: do not)",
+        minimum=0,
+        keras="ignored",
+        used_by="trainer",
+        in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
     )
     fast_dev_run: bool | int = option(
         False,
         "try this many batches of training (true: 1) and evaluation, and keep nothing",
         minimum=0,
         keras="ignored",
+        used_by="trainer",
+        in_loop="leave your loop after a few batches",
     )
     max_time: int | float | str | None = option(
         None,
         "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run counts anew",
         above=0,
         keras="ignored",
+        used_by="trainer",
+        in_loop="leave your loop when the time is over",
     )
     early_stopping: str | None = option(
         None,
         "end training when this metric no longer improves: val/loss, max:val/f1 (metrics: see keep_best)",
         keras="ignored",
+        used_by="trainer",
+        in_loop="leave your loop when the metric no longer improves",
     )
     patience: int = option(
         3,
@@ -253,6 +339,8 @@ class Training:
         minimum=1,
         keras="ignored",
         needs="early_stopping",
+        used_by="trainer",
+        in_loop="leave your loop when the metric no longer improves",
     )
 
 
@@ -270,13 +358,22 @@ class Optimization:
     gradient_accumulation_steps: int = option(
         1, "micro-batches added up for one optimizer step", minimum=1, scope="split", keras="ignored"
     )
-    gradient_clipping: float | None = option(None, "largest global gradient norm", above=0, keras="ignored")
+    gradient_clipping: float | None = option(
+        None,
+        "largest global gradient norm",
+        above=0,
+        keras="ignored",
+        used_by="trainer",
+        in_loop="call f.clip_grad_norm(1.0) before optimizer.step()",
+    )
     compile: bool = option(False, "compile the model with torch.compile", keras="ignored")
     capture: bool | None = option(
         None,
         "launch a whole training step as one CUDA graph, which small steps gain by (default: where nothing in the step "
         "needs the host)",
         keras="ignored",
+        used_by="trainer",
+        in_loop="leave it out: the steps of your loop are not recorded as CUDA graphs",
     )
     channels_last: bool = option(
         False,
@@ -305,6 +402,8 @@ class Optimization:
         above=0,
         keras="ignored",
         below=1,
+        used_by="trainer",
+        in_loop="average the weights by torch.optim.swa_utils.AveragedModel",
     )
     on_nonfinite: str = option(
         "stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"), keras="ignored"
@@ -355,9 +454,15 @@ class Communication:
         choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
         scope="machine",
         keras="ignored",
+        used_by="command",
     )
     timeout: float = option(
-        600.0, "seconds a rank waits for the others before it gives up", above=0, scope="machine", keras="used"
+        600.0,
+        "seconds a rank waits for the others before it gives up",
+        above=0,
+        scope="machine",
+        keras="used",
+        used_by="command ranks",
     )
 
 

@@ -52,6 +52,8 @@ def option(
     keras: str = "",
     engine: str = "",
     expects: str = "",
+    used_by: str = "ranks",
+    in_loop: str = "",
 ) -> Any:
     """Declare a configuration field: its default, its one help text, what it allows and where it is used.
 
@@ -61,10 +63,15 @@ def option(
     `implies`: the strategy that it chooses where none is named. `needs`: the setting without which it has no effect.
     `keras`: "used" by Keras models, "ignored" (allowed in a file for several backends), or refused. `engine`: its rules
     are asked where the setting is given. `expects`: what to write, where a text has a form of its own.
+
+    `used_by`: any of "command" (`phalanx train` or the launcher, for scripts too), "recovery" (the launcher, for ranks
+    of a trainer alone), "ranks" (what `Formation` prepares, so loops of the user's too), "trainer" (its loop alone) and
+    "value" (a number that the user's code may read from a config). `ways` derives from it where a setting counts.
+    `in_loop`: what to write in a loop of the user's instead.
     """
     allowed = {"choices": choices, "minimum": minimum, "above": above, "below": below, "entry_points": entry_points}
     users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "implies": implies, "keras": keras}
-    users |= {"needs": needs, "engine": engine, "expects": expects}
+    users |= {"needs": needs, "engine": engine, "expects": expects, "used_by": used_by.split(), "in_loop": in_loop}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
 
 

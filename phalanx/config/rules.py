@@ -196,6 +196,8 @@ def strategy_settings(settings: Settings) -> Mistakes:
     """Report settings that the strategy does not use, and axes that it cannot have."""
     strategy = settings.resolved_strategy
     for name in settings.changed(*_OF_STRATEGIES):
+        if settings.framework == "keras" and {**FIELDS, **OPTIONS}[name].metadata["keras"] == "ignored":
+            continue  # the engine names it, with what to write
         if strategy not in _OF_STRATEGIES[name]:
             names = " or ".join(repr(user) for user in _OF_STRATEGIES[name])
             yield settings.mistake(

@@ -18,6 +18,8 @@ class Checkpointing:
         "checkpoint_frequency or max_restarts is set)",
         scope="machine place",
         keras="used",
+        used_by="command trainer",
+        in_loop="name the folder where you save: f.save(directory)",
     )
     checkpoint_frequency: int | str | None = option(
         None,
@@ -25,6 +27,8 @@ class Checkpointing:
         "'auto 12h': with this mean time between failures (else: as seen in this run, or on a published cluster)",
         keras="used",
         expects="a number of epochs (10), '500 steps', 'auto', or 'auto 12h'",
+        used_by="trainer",
+        in_loop="call f.save(directory) in your loop",
     )
     checkpoint_kind: str = option(
         "sharded",
@@ -35,6 +39,8 @@ class Checkpointing:
         True,
         "write while training goes on; skip: leave a checkpoint out while the one before is being written",
         choices=(False, True, "skip"),
+        used_by="trainer",
+        in_loop="call f.save_async(directory), which returns before the files are written",
     )
     keep_last: int | None = option(
         3, "how many checkpoints of this run to keep (none: all)", minimum=1, keras="ignored"
@@ -45,12 +51,23 @@ class Checkpointing:
         "metric of early_stopping), train/loss, val/accuracy, "
         "min:val/<name> or max:val/<name>; false: only the last ones",
         keras="ignored",
+        used_by="trainer",
+        in_loop="call f.save(directory) when the metric is the best",
     )
     load_best_at_end: bool = option(
-        False, "after the last step, load the checkpoint of keep_best: the model then has its weights", keras="ignored"
+        False,
+        "after the last step, load the checkpoint of keep_best: the model then has its weights",
+        keras="ignored",
+        used_by="trainer",
+        in_loop="call f.load(path) with the path of the best checkpoint, after your loop",
     )
     resume_from_checkpoint: bool | str = option(
-        False, "true: the newest complete one of checkpoint_dir, if any; or a path", scope="machine place", keras="used"
+        False,
+        "true: the newest complete one of checkpoint_dir, if any; or a path",
+        scope="machine place",
+        keras="used",
+        used_by="command trainer",
+        in_loop="call f.load(directory, required=False) before your loop",
     )
 
 
@@ -59,10 +76,18 @@ class Monitoring:
     """What is logged and shown."""
 
     run_dir: str | None = option(
-        None, "folder of this run: config, logs, events (default: runs/<name>-<time>)", scope="place", keras="used"
+        None,
+        "folder of this run: config, logs, events (default: runs/<name>-<time>)",
+        scope="place",
+        keras="used",
+        used_by="command ranks",
     )
     name: str | None = option(
-        None, "name of the run (default: the recipe, script or model)", scope="place", keras="used"
+        None,
+        "name of the run (default: the recipe, script or model)",
+        scope="place",
+        keras="used",
+        used_by="command ranks",
     )
     tensorboard: bool | str = option(
         False,
@@ -86,17 +111,22 @@ class Monitoring:
         "serve metrics for Prometheus on this port of the loopback interface, 0: a free one; '0.0.0.0:9400' lets other "
         "machines read them (extra: phalanx[monitor])",
         minimum=0,
+        used_by="command",
     )
     debug: str | None = option(
         None,
         "nan: check the output and the gradient of every module, and end with the first one that is not finite (slow)",
         choices=(None, "nan"),
+        used_by="trainer",
+        in_loop="call torch.autograd.set_detect_anomaly(True)",
     )
     profile: bool | str = option(
         False,
         "record a trace of some steps for phalanx report --profile: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of "
         "all ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
         keras="ignored",
+        used_by="trainer",
+        in_loop="run some steps under torch.profiler.profile()",
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1, keras="used")
     console: str = option(
@@ -104,6 +134,7 @@ class Monitoring:
         "what the console shows, in words: quiet (-q: errors, what ranks print and the result), normal or verbose (-v: "
         "every event); plain (no progress bar or lines); all-ranks (the output of every rank, not only of rank 0)",
         keras="used",
+        used_by="command",
     )
 
 
@@ -117,39 +148,55 @@ class Elasticity:
         "restart from the newest checkpoint",
         minimum=0,
         keras="used",
+        used_by="command",
     )
-    spares: int = option(0, "ranks that are started in advance and wait to replace a lost one", minimum=0)
+    spares: int = option(
+        0, "ranks that are started in advance and wait to replace a lost one", minimum=0, used_by="recovery"
+    )
     heartbeat_timeout: float = option(
-        10.0, "seconds after which a rank that is stopped, or a machine that is silent, counts as lost", above=0
+        10.0,
+        "seconds after which a rank that is stopped, or a machine that is silent, counts as lost",
+        above=0,
+        used_by="recovery",
     )
     preemption_file: str | None = option(
         None,
         "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)",
         scope="machine",
+        used_by="trainer",
+        in_loop="look for the file in your loop, then call f.save(directory) and sys.exit(75)",
     )
     check_replicas_every: int | None = option(
         None,
         "ddp, ring, horovod: compare a hash of the ranks' weights every n steps and before saves",
         minimum=1,
         scope="layout",
+        used_by="trainer",
+        in_loop="leave it out: only a trainer compares its ranks",
     )
     on_corruption: str = option(
         "stop",
         "check_replicas_every: stop the run before the weights are saved, replace the odd rank (max_restarts), or warn",
         choices=("stop", "replace", "warn"),
         needs="check_replicas_every",
+        used_by="trainer",
+        in_loop="leave it out: only a trainer compares its ranks",
     )
     straggler_factor: float | None = option(
         None,
         "ddp, ring, horovod: report a rank that is this many times slower than the others (2)",
         above=1,
         scope="layout",
+        used_by="trainer",
+        in_loop="leave it out: only a trainer compares its ranks",
     )
     on_straggler: str = option(
         "warn",
         "straggler_factor: warn about the slow rank, or replace it (max_restarts)",
         choices=("warn", "replace"),
         needs="straggler_factor",
+        used_by="trainer",
+        in_loop="leave it out: only a trainer compares its ranks",
     )
 
 
@@ -162,12 +209,14 @@ class Engines:
         "ray: the cluster to run on: ray://head:10001, head:6379 or auto (default: a local one, for this run)",
         backends=("ray",),
         scope="machine",
+        used_by="command",
     )
     min_workers: int | None = option(
         None,
         "elastic: continue with as few ranks as this when others are lost (num_workers = 2:8)",
         minimum=1,
         scope="layout",
+        used_by="recovery",
     )
     hosts: str | None = option(
         None,
@@ -175,6 +224,7 @@ class Engines:
         "over ssh; horovod: for horovodrun (default: this machine)",
         backends=("horovod", "pytorch-ddp", "pytorch-fsdp", "deepspeed"),
         scope="machine",
+        used_by="command",
     )
     engine_options: str | None = option(
         None,
@@ -183,6 +233,7 @@ class Engines:
         "those of every engine, which are flags too (--help advanced)",
         scope="machine",
         keras="used",
+        used_by="command ranks",
     )
 
 
@@ -196,26 +247,44 @@ class AdvancedOptions:
         above=0,
         scope="machine",
         keras="used",
+        used_by="command",
     )
     stall_timeout: float | None = option(
-        None, "with max_restarts: replace a rank that keeps the others waiting for this many seconds", above=0
+        None,
+        "with max_restarts: replace a rank that keeps the others waiting for this many seconds",
+        above=0,
+        used_by="recovery",
     )
     stop_grace: float = option(
-        4.5, "seconds between asking ranks to stop and killing them", above=0, scope="machine", keras="used"
+        4.5,
+        "seconds between asking ranks to stop and killing them",
+        above=0,
+        scope="machine",
+        keras="used",
+        used_by="command",
     )
     preemption_margin: float = option(
-        60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
+        60.0,
+        "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)",
+        minimum=0,
+        used_by="trainer",
+        in_loop="call f.save(directory) and sys.exit(75) before the time limit",
     )
     base_batch_size: int | None = option(
         None,
         "lr_scaling: the batch that learning_rate was chosen for (default: one rank's batch)",
         minimum=1,
         keras="ignored",
+        needs="lr_scaling",
+        used_by="trainer",
+        in_loop="scale the rate that you give the optimizer by f.world_size",
     )
     decay_norms: bool = option(
         True,
         "weight_decay: also of biases and norms, that is of parameters with one dimension (lars and lamb never do)",
         keras="ignored",
+        used_by="trainer",
+        in_loop="give the optimizer a group of biases and norms with weight_decay=0",
     )
     lora_dropout: float = option(0.0, "dropout before the adapters of LoRA", minimum=0, needs="lora_rank", below=1)
     lora_base: str | None = option(
@@ -231,6 +300,8 @@ class AdvancedOptions:
         minimum=0,
         keras="ignored",
         needs="early_stopping",
+        used_by="trainer",
+        in_loop="leave your loop when the metric no longer improves",
     )
     compression_warmup: int = option(0, "steps before compression begins", minimum=0)
     outer_learning_rate: float = option(0.7, "diloco: rate of the outer Nesterov step", above=0, strategies=("diloco",))
@@ -242,9 +313,15 @@ class AdvancedOptions:
         10,
         "fsdp with max_restarts: every n steps each rank keeps a copy of its shards in another rank's memory",
         minimum=1,
+        used_by="recovery",
     )
     straggler_steps: int = option(
-        50, "straggler_factor: compare the ranks' own times over this many steps", minimum=1, needs="straggler_factor"
+        50,
+        "straggler_factor: compare the ranks' own times over this many steps",
+        minimum=1,
+        needs="straggler_factor",
+        used_by="trainer",
+        in_loop="leave it out: only a trainer compares its ranks",
     )
     reference_throughput: float | None = option(
         None,
@@ -256,8 +333,12 @@ class AdvancedOptions:
         0,
         "write histograms of weights, gradients, norms, update ratios to TensorBoard every n epochs (0: never)",
         minimum=0,
+        used_by="trainer",
+        in_loop="write them by torch.utils.tensorboard.SummaryWriter in your loop",
     )
-    bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0, keras="ignored")
+    bucket_cap_mb: float = option(
+        25.0, "ddp, ring: size of a gradient bucket in MB", above=0, keras="ignored", strategies=("ddp", "ring")
+    )
     scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0, keras="ignored")
     scaler_growth_interval: int = option(
         2000, "steps without overflow before the loss scale doubles", minimum=1, keras="ignored"

@@ -106,6 +106,30 @@ def spares(settings: Settings) -> Mistakes:
         yield settings.mistake("spares", f" with num_nodes = {settings.num_nodes}: they wait on one machine only.")
 
 
+@rule("heartbeat_timeout", "max_restarts", "min_workers", "engine_options", *STRATEGY, *AXES)
+def lost_ranks(settings: Settings) -> Mistakes:
+    """Report settings of recovery in place where no lost rank is replaced, or none needs its state from another."""
+    for name in settings.changed("heartbeat_timeout", "stall_timeout", "memory_frequency"):
+        if settings.recovery == "restart":
+            how = f"backend = {settings.backend!r} and strategy = {settings.resolved_strategy!r}"
+            yield settings.mistake(name, f" with {how}, where all ranks start again after a loss. Leave {name} out.")
+        elif not settings.max_restarts and settings.min_workers is None:
+            yield settings.mistake(name, " without max_restarts: no lost rank is replaced. Set it, such as 3.")
+        elif name == "memory_frequency" and settings.recovery != "replace":
+            how = f"strategy = {settings.resolved_strategy!r}, whose ranks hold whole copies"
+            yield settings.mistake(name, f" with {how}: leave {name} out.")
+
+
+@rule("mixed_precision", "engine_options")
+def loss_scale(settings: Settings) -> Mistakes:
+    """Report settings of fp16's loss scale for another precision; true may be fp16, by the device."""
+    if settings.mixed_precision in ("fp16", True) or settings.framework != "torch":
+        return
+    for name in settings.changed("scaler_init_scale", "scaler_growth_interval"):
+        precision = f" with mixed_precision = {settings.mixed_precision!r}"
+        yield settings.mistake(name, f"{precision}, which scales no loss: write 'fp16', or leave {name} out.")
+
+
 @rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")
 def ema_decay(settings: Settings) -> Mistakes:
     """Check that this rank's weights are those of the run after every step."""
@@ -230,6 +254,8 @@ RUN_RULES = (
     debug,
     rank_checks,
     spares,
+    lost_ranks,
+    loss_scale,
     ema_decay,
     profile,
     budget,

@@ -30,6 +30,7 @@ from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
 from phalanx.checkpoint.group import from_rank_zero
 from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
+from phalanx.config.ways import refuse_in_loop
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
@@ -50,7 +51,6 @@ from phalanx.loop.prepare import (
 from phalanx.loop.script import continue_at, stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
-from phalanx.loop.trainer_settings import refuse_trainer_settings
 from phalanx.loop.values import Values, enter_loop, leave_loop
 from phalanx.strategies.base import claim_layout
 from phalanx.strategies.registry import build_strategy
@@ -84,7 +84,8 @@ class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
-        refuse_trainer_settings(settings)
+        if settings:
+            refuse_in_loop(settings)
         if config is None:
             from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
 
@@ -220,20 +221,41 @@ class Formation(Prepared):
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
+        self.require_weight(weight, "f")
         self._record.begin()
         self.gradients.backward(loss, weight)
         self._record.add_loss(loss, weight)
 
-    def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
-        """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
+    def train_batch(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: LossFn | None = None,
+        *,
+        weight: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline.
+
+        `weight`: the units (such as tokens) that the loss averages; by default as `loss_weighting` says.
+        """
         self._record.begin()
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
+        by_labels = self.weighs_labels(forward, batch)
+        share = forward.units(batch) if weight is None and by_labels else weight
+        if weight is None and self._has_shares:
+            weight = share
         self.clock.enter("forward")
-        passes = BatchPasses(self.gradients, self.precision, forward, self.clock)
+        passes = BatchPasses(self.gradients, self.precision, forward, self.clock, weight, by_labels=by_labels)
         loss = self.strategy.train_batch(model, batch, passes)
         self.clock.enter("other")
-        self._record.add_loss(loss)
+        self._record.add_loss(loss, share)
         return loss
+
+    @property
+    def _has_shares(self) -> bool:
+        """Whether a step has several micro-batches, over ranks that add up their labels in every step."""
+        blocks = self.world.blocks(self.config.gradient_accumulation_steps)
+        return blocks > 1 and self.config.resolved_server_mode == "sync"
 
     def clip_grad_norm(
         self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None

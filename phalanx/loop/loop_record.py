@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
+from phalanx.config.ways import loop_note
 from phalanx.data.order import BatchSplit
 from phalanx.loop.hooks import StepInfo
 from phalanx.loop.prepare import Prepared
 from phalanx.loop.recorders import open_sinks, own_run_dir
 from phalanx.loop.reporting import Reporter
-from phalanx.loop.trainer_settings import unused_note
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
@@ -76,7 +76,7 @@ class LoopRecord:
         formation, gradients = self._formation, self._formation.gradients
         gradients.on_step = self._step_done
         self._pass = (gradients.batches, gradients.steps)
-        note = unused_note(formation.config)
+        note = loop_note(formation.config)
         if not self._is_recorded:
             if note and formation.is_main:
                 say_to_user(f"warning: {note}")

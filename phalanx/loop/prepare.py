@@ -144,6 +144,14 @@ class Prepared:
         weighting = self.config.loss_weighting
         return weighting == "tokens" or (weighting == "auto" and forward.is_mean_over_labels(batch))
 
+    def require_weight(self, weight: float | torch.Tensor | None, of: str) -> None:
+        """Raise for a backward call without a weight if micro-batches are to be weighed by labels, which it has."""
+        if weight is None and self.config.loss_weighting == "tokens":
+            raise UsageError(
+                "loss_weighting = 'tokens' weighs losses by their labels, and backward gets a loss without them",
+                hint=f"Write {of}.backward(loss, weight=number_of_labels), or leave loss_weighting out.",
+            )
+
 
 _END = object()
 _MEASURED_BATCHES = 128

@@ -27,7 +27,7 @@ class Weighing(NamedTuple):
 
 
 class BatchPasses:
-    """What `Strategy.train_batch` needs from the loop. `weight`: how many units the batch's loss is the mean of."""
+    """What `Strategy.train_batch` needs from the loop."""
 
     def __init__(
         self,
@@ -36,7 +36,11 @@ class BatchPasses:
         forward: Forward,
         clock: StepClock,
         weight: float | torch.Tensor | None = None,
+        *,
+        by_labels: bool,
     ) -> None:
+        """`weight`: how many units the batch's loss is the mean of; `by_labels`: whether its parts count by labels."""
+        self._by_labels = by_labels
         self._gradients = gradients
         self._clock = clock
         self._forward = forward
@@ -65,9 +69,8 @@ class BatchPasses:
         self._gradients.leave()
 
     def weigh(self, batch: Any) -> float | torch.Tensor:
-        """Return the weight of a part of the batch: its labels where there are any, else its samples."""
-        forward = self._forward
-        return forward.units(batch) if forward.is_mean_over_labels(batch) else float(count_rows(self.target(batch)))
+        """Return the weight of a part of the batch: its labels that count, or its samples."""
+        return self._forward.units(batch) if self._by_labels else float(count_rows(self.target(batch)))
 
 
 class StepOutcome(NamedTuple):
@@ -120,7 +123,7 @@ def add_micro_batch(
     gradients = formation.gradients
     share = forward.share(batch, gradients.current.samples, by_labels=weighing.by_labels)
     weight = share if weighing.gradients else None
-    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, weight)
+    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, weight, by_labels=weighing.by_labels)
     return formation.strategy.train_batch(model, batch, passes), share
 
 

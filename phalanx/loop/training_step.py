@@ -73,6 +73,7 @@ class TrainingStep:
             part = getattr(model, name)
             made = given if isinstance(given, torch.optim.Optimizer) else given(list(part.parameters()))
             self.optimizers[name] = formation.prepare(made)
+        self._weight: float | torch.Tensor | None = None
         self.number = 0
         """The number of the step that is being taken, from 1."""
         self.groups: Any = _AllGroups(list(self.optimizers.values()))
@@ -84,6 +85,8 @@ class TrainingStep:
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
+        self._formation.require_weight(weight, "step")
+        self._weight = weight
         self._formation.clock.enter("backward")
         self._formation.gradients.backward(loss, weight)
         self._formation.clock.enter("forward")
@@ -96,6 +99,10 @@ class TrainingStep:
         """Record numbers of your own, at this step; see `phalanx.log`."""
         log(values, value, step=self.number, reduce=reduce)
 
+    def _share(self, samples: int) -> float | torch.Tensor:
+        """Return how much a micro-batch counts in the loss of its step: as its backward calls said, or its samples."""
+        return float(samples) if self._weight is None or not samples else self._weight
+
     def take(
         self, batches: Iterator[Any], loss_log: LossLog, reseed: Callable[[int, int], None] | None
     ) -> StepOutcome | None:
@@ -105,13 +112,14 @@ class TrainingStep:
         clock.enter("data")
         for batch in batches:
             clock.enter("forward")
+            self._weight = None
             if reseed is not None:
                 reseed(number, gradients.current.offset)
             with self._formation.autocast():
                 loss, others = _loss_and_others(self._run(self, batch))
             if others and gradients.current.samples:
                 self.log(others)
-            loss_log.add(number, loss.detach(), float(gradients.current.samples))
+            loss_log.add(number, loss.detach(), self._share(gradients.current.samples))
             if gradients.boundary:
                 break
             clock.enter("data")

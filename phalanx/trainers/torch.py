@@ -18,6 +18,7 @@ from phalanx.config import BACKENDS, FIELDS, DistributedConfig, resolve
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.option import check_folder, local_path
 from phalanx.config.settings import ENV_PREFIX
+from phalanx.config.ways import late_note
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
@@ -248,7 +249,10 @@ class TorchTrainer:
     def _run_or_send(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run here when this is a rank already or one rank is enough; else start the ranks."""
         __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
-        if read_rank_env() is not None:
+        if (env := read_rank_env()) is not None:
+            note = late_note(config, os.environ) if action == "fit" and env.rank == 0 else ""
+            if note:
+                say_to_user(f"warning: {note}")
             return run_job(Job(action, task, config), in_place=True)
         if action != "fit":
             config = config.with_trusted(**_REPORTS_OFF)

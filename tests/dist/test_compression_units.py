@@ -24,7 +24,7 @@ def steps(batches, scale=None, **settings):
         reductions += 1
         return plain(*args, **options)
 
-    with Formation(device="cpu", progress=False, **settings) as formation:
+    with Formation(device="cpu", **settings) as formation:
         model = nn.Linear(2, 1, bias=False)
         nn.init.zeros_(model.weight)
         if scale is not None:  # the config refuses fp16 on a CPU; torch's scaler itself works there

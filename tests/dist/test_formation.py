@@ -36,7 +36,7 @@ def make_data(samples: int) -> TensorDataset:
 
 
 def make_formation(**settings) -> Formation:
-    return Formation(**{"device": "cpu", "progress": False, **settings})
+    return Formation(**{"device": "cpu", **settings})
 
 
 def plain_loop(samples: int, global_batch: int, clip: float | None = None) -> dict:

@@ -15,7 +15,7 @@ STRATEGIES = ["local-sgd", "diloco"]
 
 
 def alone(strategy: str, **settings: Any) -> Formation:
-    return Formation(device="cpu", strategy=strategy, sync_every=4, timeout=10, progress=False, **settings)
+    return Formation(device="cpu", strategy=strategy, sync_every=4, timeout=10, **settings)
 
 
 def save_and_load(formation: Formation, optimizer: torch.optim.Optimizer, folder: str) -> list[dict[str, torch.Tensor]]:

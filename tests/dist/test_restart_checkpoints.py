@@ -19,7 +19,7 @@ def policy_under(
     before = dict(os.environ)
     os.environ.update(launcher)
     try:
-        with Formation(device="cpu", progress=False) as formation:
+        with Formation(device="cpu") as formation:
             policy = CheckpointPolicy(formation, folders[formation.rank])
             policy.check_directory()
             return policy.directory, policy.every, formation.notes

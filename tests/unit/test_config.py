@@ -230,10 +230,10 @@ ALIASES = [
     ({"num_gpus": 4}, {"num_workers": 4, "device": "cuda"}),
     ({"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_workers": 8, "device": "cuda"}),
     ({"num_gpus": 4, "device": "cpu"}, {"num_workers": 4, "device": "cpu"}),
-    ({"base_batch_size": 32}, {"engine_options": {"base_batch_size": 32}}),
+    ({"keep_every": 32}, {"engine_options": {"keep_every": 32}}),
     (
-        {"bucket_cap_mb": 2.5, "scaler_growth_interval": 7},
-        {"engine_options": "bucket_cap_mb=2.5,scaler_growth_interval=7"},
+        {"stop_grace": 2.5, "keep_every": 7},
+        {"engine_options": "stop_grace=2.5,keep_every=7"},
     ),
     ({"mlflow_tracking": True}, {"mlflow": True}),
     ({"backend": "ray", "placement": "spread"}, {"backend": "ray", "engine_options": {"placement": "spread"}}),

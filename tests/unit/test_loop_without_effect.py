@@ -11,9 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import DistributedConfig, Formation, Trainer
-from phalanx.config import FIELDS
 from phalanx.errors import UsageError
-from phalanx.loop.trainer_settings import INSTEAD
 
 DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
 
@@ -70,14 +68,6 @@ def test_settings_that_a_factory_does_not_see_are_named(tmp_path, make):
     )
 
 
-@pytest.mark.parametrize("name", sorted(INSTEAD))
-def test_formation_refuses_what_only_a_trainer_does(name):
-    assert name in FIELDS
-    with pytest.raises(UsageError, match=f"{name} is a setting of the trainer's loop") as refused:
-        Formation(device="cpu", **{name: 1})
-    assert refused.value.hint == f"{name}: {INSTEAD[name]}"
-
-
 def test_a_shared_config_is_named_once(capfd):
     config = DistributedConfig(device="cpu", batch_size=4, gradient_clipping=1.0, warmup=10)
     with Formation(config) as f:
@@ -87,7 +77,8 @@ def test_a_shared_config_is_named_once(capfd):
             f.backward((model(inputs) - targets).square().mean())
             optimizer.step()
     error = capfd.readouterr().err
-    assert error.count("not used by a loop of your own: gradient_clipping = 1.0: call f.clip_grad_norm(1.0)") == 1
+    assert error.count("not used by a loop of your own: ") == 1
+    assert "gradient_clipping = 1.0: call f.clip_grad_norm(1.0)" in error
     assert "warmup = 10: make a torch scheduler" in error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.option import option, read_options, split_options
+from phalanx.config.option import option, read_options
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 
@@ -94,8 +94,21 @@ def compression(settings: Settings) -> Mistakes:
         yield settings.mistake("compression", " with backend = 'horovod', which has 'fp16' only.")
 
 
+@rule("strategy", "backend", "engine_options")
+def buckets(settings: Settings) -> Mistakes:
+    """Report the size of a buffer that Horovod has instead."""
+    if settings.changed("bucket_cap_mb"):
+        yield settings.mistake(
+            "bucket_cap_mb",
+            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD (bytes) in the "
+            "environment instead.",
+        )
+
+
 OPTIONS = HorovodOptions.__dataclass_fields__
-RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression)
+RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression, buckets)
+FOR_SCRIPTS = frozenset({"min_workers"})
+"""Horovod goes on with fewer ranks by itself, those of scripts too."""
 
 
 def unused(settings: Settings) -> Mistakes:
@@ -105,10 +118,4 @@ def unused(settings: Settings) -> Mistakes:
             "num_nodes",
             " with backend = 'horovod': horovodrun starts the ranks of all machines from one of them. Name the "
             "machines instead: hosts = 'node1:8,node2:8'.",
-        )
-    if "bucket_cap_mb" in split_options(settings.engine_options):
-        yield settings.mistake(
-            "bucket_cap_mb",
-            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD "
-            "(bytes) in the environment instead.",
         )

@@ -51,4 +51,6 @@ def resources(settings: Settings) -> Mistakes:
 
 
 RULES = (resources,)
+FOR_SCRIPTS = frozenset({"min_workers"})
+"""Ray goes on with fewer ranks by itself, those of scripts too."""
 OPTIONS = RayClusterOptions.__dataclass_fields__

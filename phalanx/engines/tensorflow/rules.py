@@ -43,6 +43,8 @@ def keras(settings: Settings) -> Mistakes:
 
 
 RULES = (keras,)
+FOR_SCRIPTS = frozenset({"strategy", "num_servers"})
+"""They decide the roles of the ranks, which `TF_CONFIG` tells a script."""
 
 
 def unused(settings: Settings) -> Mistakes:

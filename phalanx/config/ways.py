@@ -1,0 +1,137 @@
+"""Which setting counts in which way to train, by what `option` declares of each; elsewhere it is refused.
+
+A trainer and a recipe use every setting that their backend follows (`backend_rules`, and the rules of engines). A loop
+of the user's, with `Formation`, uses those that ranks do: its ranks run already, and what a trainer's loop does is the
+user's code. For a script, `phalanx train` itself uses those of the command; the others count if a trainer or a
+`Formation` in the script reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from phalanx.config.aliases import rename
+from phalanx.config.option import split_options
+from phalanx.config.run_fields import OPTIONS
+from phalanx.config.settings import ENV_PREFIX, FIELDS, Settings
+from phalanx.errors import UsageError
+
+ALL = {**FIELDS, **OPTIONS}
+"""Every setting, and every option that all engines have."""
+
+LOOP = frozenset({"ranks"})
+"""Who uses settings in a loop of the user's."""
+SCRIPT = frozenset({"command"})
+"""Who uses them for a script with neither a trainer nor a `Formation`."""
+IN_SCRIPT = {"Formation": frozenset({"command", "ranks"}), "trainer": frozenset({"command", "ranks", "trainer"})}
+"""Who uses them for a script, by what of Phalanx is in it."""
+_NOT_REPLACED = (
+    "leave it out: lost ranks are replaced one by one for a recipe and for Trainer.fit; with --max-restarts, all "
+    "ranks of a script start again"
+)
+
+
+def used_by(name: str) -> frozenset[str]:
+    """Return who uses a setting; see `option`."""
+    return frozenset(ALL[name].metadata["used_by"])
+
+
+def counts(name: str, users: Collection[str]) -> bool:
+    """Whether a setting has an effect where only these use settings."""
+    return name == "engine_options" or not used_by(name).isdisjoint(users)
+
+
+def in_loop(name: str) -> str:
+    """Return what to write in a loop of the user's for a setting that does not count there."""
+    if text := str(ALL[name].metadata["in_loop"]):
+        return text
+    if "command" in used_by(name):
+        flag = name.replace("_", "-")
+        return f"give it to the command that starts the ranks: phalanx train --script loop.py --{flag} ..."
+    return _NOT_REPLACED
+
+
+def given_names(given: Mapping[str, Any]) -> list[str]:
+    """Return the settings and options that are given, by whatever spelling, and are not at their defaults."""
+    values, _ = rename(given)
+    options = split_options(values.pop("engine_options", None))
+    named = [name for name, value in values.items() if name in FIELDS and value != FIELDS[name].default]
+    counted = ["num_workers"] if any(values.get(name) is not None for name in ("num_gpus", "gpus_per_node")) else []
+    return list(dict.fromkeys([*named, *counted, *(name for name in options if name in OPTIONS)]))
+
+
+def refuse_in_loop(given: Mapping[str, Any]) -> None:
+    """Raise for settings that are given to a `Formation` and would have no effect there."""
+    unused = [name for name in given_names(given) if not counts(name, LOOP)]
+    if not unused:
+        return
+    of_command = [name for name in unused if not counts(name, {"trainer"})]
+    own = [name for name in unused if name not in of_command]
+    parts = [
+        (own, "the trainer's loop, and this loop is yours"),
+        (of_command, "what starts the ranks, and a Formation joins ranks that run"),
+    ]
+    said = [f"{_are_settings(names)} of {where}" for names, where in parts if names]
+    raise UsageError("; ".join(said), hint=_hints(unused))
+
+
+def loop_note(config: Settings) -> str:
+    """Return a warning about such settings in a config, which a trainer may share; empty if there are none.
+
+    Settings of the command may have started these ranks, and a value may be read from the config.
+    """
+    unused = [name for name in config.changed(*ALL) if used_by(name) == {"trainer"}]
+    shown = "; ".join(f"{name} = {config.value(name)!r}: {in_loop(name)}" for name in unused)
+    return f"not used by a loop of your own: {shown}" if unused else ""
+
+
+_BEFORE_RANKS = (
+    *("max_restarts", "spares", "heartbeat_timeout", "stall_timeout", "memory_frequency", "min_workers"),
+    *("nccl_env", "start_timeout", "stop_grace"),
+)
+"""Settings of the command that a trainer in a script cannot have either; the number of ranks it may name again."""
+
+
+def late_note(config: Settings, environ: Mapping[str, str]) -> str:
+    """Return a warning about a trainer's settings of the launch on ranks that run; empty if there are none.
+
+    Those that the command has set are in its variables, also if it had them from a config.
+    """
+    given = [name for name in config.changed(*_BEFORE_RANKS) if ENV_PREFIX + name.upper() not in environ]
+    options = split_options(environ.get(ENV_PREFIX + "ENGINE_OPTIONS"))
+    unused = unused_by_script([name for name in given if name not in options], IN_SCRIPT["Formation"], config.backend)
+    of_command = [name for name in given if counts(name, SCRIPT) and name not in options]
+    shown = [
+        *(f"{name}: {in_loop(name)}" for name in of_command),
+        *(f"{name}: {text}" for name, text in unused.items()),
+    ]
+    return f"not used by ranks that were started before the trainer: {'; '.join(shown)}" if shown else ""
+
+
+def unused_by_script(given: Iterable[str], users: Collection[str], backend: str) -> dict[str, str]:
+    """Return which of these settings have no effect for a script, each with what to write.
+
+    `users`: who uses settings there. An engine may start ranks by further ones, `FOR_SCRIPTS` in its rules.
+    """
+    from phalanx.config.backend_rules import engine_rules  # not in ranks, whose settings are checked
+
+    of_engine = {name for rules in engine_rules({"backend": backend}) for name in getattr(rules, "FOR_SCRIPTS", ())}
+    unused = [name for name in given if not counts(name, users) and name not in of_engine]
+    return {name: _for_script(name, users) for name in unused}
+
+
+def _for_script(name: str, users: Collection[str]) -> str:
+    if "recovery" in used_by(name):
+        return _NOT_REPLACED
+    if "ranks" in users:
+        return in_loop(name)
+    return "leave it out, or let a Trainer or a Formation of Phalanx train in the script, which reads it"
+
+
+def _are_settings(names: Collection[str]) -> str:
+    return f"{', '.join(names)} {'is a setting' if len(names) == 1 else 'are settings'}"
+
+
+def _hints(names: Iterable[str]) -> str:
+    return "\n  ".join(f"{name}: {in_loop(name)}" for name in names)
