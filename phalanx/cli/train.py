@@ -117,8 +117,8 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
         if recipe.needs_data and "root" not in recipe.data:
             raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data path/to/them")
         if (isinstance(place, list) or Path(place).is_absolute()) and resolved.config.launcher == "local":
-            from phalanx.data.sets import OF_FOLDERS
-            from phalanx.data.sets.places import find_places, one_folder
+            from phalanx.zoo.data import OF_FOLDERS
+            from phalanx.zoo.data.places import find_places, one_folder
 
             # Before the ranks start, which takes seconds.
             name = str(recipe.data["name"])
@@ -349,7 +349,7 @@ def _run_as_rank(
         os.environ.update(_rank_environment(resolved, resolved.config))
         run_target(target, sys.path)
         return 0
-    from phalanx.trainers.recipe import run_recipe
+    from phalanx.zoo.recipe import run_recipe
 
     run_recipe(recipe, resolved.config, None, checked=False)
     return 0

@@ -18,7 +18,7 @@ from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
 from phalanx.loop.compiling import CompileWatch
 from phalanx.loop.prepare import Prepared
-from phalanx.models.contract import CountsFlops, implements
+from phalanx.model import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import Event, Goodput, RanksReported
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events

@@ -26,7 +26,7 @@ from phalanx.loop.loss_log import Losses, LossLog, totals
 from phalanx.loop.prepare import Prepared
 from phalanx.loop.recorders import tensorboard_dir
 from phalanx.loop.values import OWN_CURVES, ValueLog, Values, as_events, checked, reduced
-from phalanx.models.contract import recorded_dimensions
+from phalanx.model import recorded_dimensions
 from phalanx.observe.events import (
     LOGGED,
     CheckpointSaved,

@@ -29,6 +29,19 @@ from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.written import note_written
 from phalanx.version import __version__
 
+TEXT_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+"""Files of tokenizers and processors, as patterns; "*.model" is SentencePiece's."""
+
 FILE = "run.json"
 CHANGES = "changes.diff"
 """What `git diff HEAD` gave when the run began: with the commit, the code that it ran."""
@@ -150,8 +163,6 @@ def _keep_model_files(recipe: Mapping[str, Any], kept: Path) -> None:
     folder = Path(str(recipe.get("model", {}).get("name", "")))
     if not folder.is_absolute() or not (folder / "config.json").is_file() or kept.exists():
         return
-    from phalanx.recipes.token_data import TEXT_FILES  # few runs need it
-
     kept.mkdir()
     note_written(kept.parent, kept)
     for pattern in ("config.json", "generation_config.json", *TEXT_FILES):

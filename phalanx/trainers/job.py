@@ -262,9 +262,9 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
     """Return the profile of a run that asks for one, or runs on a GPU, perhaps under nsys."""
     if formation.config.profiling is None and formation.device.type != "cuda":
         return None
-    from phalanx.tool import tool
+    from phalanx.features import feature
 
-    return tool("step-profile").wanted(formation, run_dir)
+    return feature("step-profile").wanted(formation, run_dir)
 
 
 def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:

@@ -195,7 +195,7 @@ class TorchTrainer:
         if path.suffix not in _SAVED_AS:
             raise UsageError(
                 f"save('{path}'): {unknown_name('ending', path.suffix or '(none)', _SAVED_AS)}",
-                hint="A Hugging Face folder is written by phalanx.models.save_pretrained(model, folder).",
+                hint="A Hugging Face folder is written by phalanx.zoo.models.save_pretrained(model, folder).",
             )
         save_weights(self.model, path, here=here)
         return path

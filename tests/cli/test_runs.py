@@ -16,10 +16,10 @@ from command import Answer, phalanx, start
 
 import phalanx as px
 from phalanx.errors import UsageError
-from phalanx.models import build
 from phalanx.runs.record import discard_unused
 from phalanx.runs.stored import StoredRun, find_run, list_runs
 from phalanx.trainers.export import export_model
+from phalanx.zoo.models import build
 
 FAST = ("--device", "cpu", "--num-workers", 2, "--no-tensorboard", "--no-progress")
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data.sets import READERS, load, load_splits, named_data, names, takes
-from phalanx.data.sets.files import files
 from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.loop.forward import implied_loss
-from phalanx.models import build
 from phalanx.recipes import Recipe
-from phalanx.trainers.recipe_parts import recipe_model, recipe_parts
+from phalanx.zoo.data import READERS, load, load_splits, named_data, names, takes
+from phalanx.zoo.data.files import files
+from phalanx.zoo.models import build
+from phalanx.zoo.recipe_parts import recipe_model, recipe_parts
 
 ROWS = 50
 

@@ -27,7 +27,7 @@ from phalanx import torch_compat, torch_compiler, torch_flash, torch_records
 from phalanx.comm.backend import PhalanxGroup
 from phalanx.comm.compress.hook import FixedBuckets
 from phalanx.host.versions import NEWEST_TORCH
-from phalanx.models.sync_norm import SyncedBatchNorm
+from phalanx.loop.sync_norm import SyncedBatchNorm
 from phalanx.strategies import tensor_parallel
 
 NEEDS_CUDA = {"end_failed_capture"}
