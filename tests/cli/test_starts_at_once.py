@@ -72,11 +72,15 @@ def start_twice(folder: Path, *words: str) -> list[list[int]]:
     return [sorted(map(int, line.split())) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("replaces", [False, True], ids=["a new folder", "a folder whose run is replaced"])
-def test_one_of_two_starts_in_a_folder_wins(tmp_path, replaces):
+@pytest.mark.parametrize(
+    "more",
+    [None, ["--overwrite"], ["--resume-from-checkpoint", "true"]],
+    ids=["a new folder", "a run that is replaced", "a run that is resumed"],
+)
+def test_one_of_two_starts_in_a_folder_wins(tmp_path, more):
     words = ["train", "--script", "script.py", "--run-dir", "run-{round}", "--device", "cpu", "--num-workers", "1"]
-    if replaces:
-        words.append("--overwrite")
+    if more is not None:
+        words += more
         for number in range(ROUNDS):
             (tmp_path / f"run-{number}").mkdir()
             old = RunRecord(["phalanx", "train"], str(tmp_path), {}, script="script.py", outcome="finished")
