@@ -28,7 +28,7 @@ from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
+from phalanx.runs.record import RunRecord, claim_run_dir, discard_unused, end_record, make_run_dir
 from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
 from phalanx.runs.script_settings import check_script_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
@@ -93,7 +93,20 @@ def start_run(
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
     check_run_dir(resolved.config, overwrite=overwrite, settled=recipe is not None)
-    return _launch(recipe, resolved, target, layout, as_json=as_json, labels=labels or {})
+    config = resolved.config.with_trusted(device=layout.device)
+    if recipe is None:  # a script may have other settings inside
+        check_packages(config)
+    else:
+        check_before_start(config)
+    run_dir = make_run_dir(config, target_name(recipe, target))
+    if config.node_rank:  # of several machines, the first one writes the record
+        return _launch(recipe, resolved, target, layout, run_dir, as_json=as_json)
+    with claim_run_dir(run_dir):
+        replaced = check_run_dir(config, overwrite=overwrite, settled=recipe is not None)
+        if replaced is not None:
+            replaced.clear()
+        _record(resolved, recipe, target, labels or {}).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+        return _launch(recipe, resolved, target, layout, run_dir, as_json=as_json)
 
 
 def _run_on_hosts(words: list[str], *, dry: bool) -> int:
@@ -227,19 +240,12 @@ def _launch(
     resolved: Resolved,
     script: ScriptTarget | ModuleTarget | None,
     layout: JobLayout,
+    run_dir: Path,
     *,
     as_json: bool,
-    labels: Mapping[str, Any],
 ) -> int:
     """Start the ranks, and return the exit code."""
     config = resolved.config.with_trusted(device=layout.device)
-    if recipe is None:  # a script may have other settings inside
-        check_packages(config)
-    else:
-        check_before_start(config)
-    run_dir = make_run_dir(config, target_name(recipe, script))
-    if not config.node_rank:  # of several machines, the first one
-        _record(resolved, recipe, script, labels).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
     events = run_dir / EVENTS
     before = events.stat().st_size if events.exists() else 0
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):

@@ -5,11 +5,13 @@ how the command that started it ended.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -220,6 +222,66 @@ def _environment() -> dict[str, str]:
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     driver = driver_version() if names else ""
     return {name: value for name, value in {**found, "GPUs": gpus, "driver": driver}.items() if value}
+
+
+CLAIM = ".started-by"
+"""A file that the process which started the run holds locked until the run ends; the kernel unlocks it."""
+
+
+@contextmanager
+def claim_run_dir(run_dir: Path) -> Iterator[None]:
+    """Let no other process start or resume a run in a folder during the block; raise if one does already.
+
+    What the folder holds is checked within: a process that checked before may have been overtaken since.
+    """
+    descriptor = _locked(run_dir / CLAIM)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # the folder was removed; another run may have begun in a new one
+                if os.path.samestat((run_dir / CLAIM).stat(), os.fstat(descriptor)):
+                    (run_dir / CLAIM).unlink()
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """Lock a file and write this process into it; return its descriptor; None on a file system without locks."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"the run's folder {path.parent} cannot be used: {path.name}: {error.strerror}",
+                hint="Set run_dir to a folder you can write to.",
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with os.fdopen(descriptor) as file:
+                raise _started_by_another(path.parent, file.read().strip()) from None
+        except OSError:
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+            return descriptor
+        os.close(descriptor)  # its holder has ended, and has removed it, since it was opened
+
+
+def _started_by_another(run_dir: Path, holder: str) -> UsageError:
+    pid, _, host = holder.partition(" ")
+    process = f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "") if pid else "another process"
+    end = "Stop it first, with Ctrl-C or SIGTERM. Or give another run_dir."
+    if host not in ("", socket.gethostname()):
+        end += f" If it has ended there, say so: phalanx runs stop {shlex.quote(str(run_dir))} --ended"
+    return UsageError(f"{process} runs in run_dir = '{run_dir}'; nothing was changed", hint=end)
+
+
+def release_claim(run_dir: Path) -> None:
+    """Forget the process that started a run: it is known to have ended, also if its host was lost with the lock."""
+    (run_dir / CLAIM).unlink(missing_ok=True)
 
 
 def make_run_dir(config: DistributedConfig, name: str) -> Path:

@@ -33,7 +33,7 @@ from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import FILE as RECORD
-from phalanx.runs.record import RunRecord, discard_unused, keep_recipe, make_run_dir
+from phalanx.runs.record import RunRecord, claim_run_dir, discard_unused, keep_recipe, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
@@ -158,13 +158,20 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     folder = before or job.run_dir
     placed = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
-    if formation.is_main:
-        save_config(job.config, run_dir)
-        if not (_is_given(job) and (run_dir / RECORD).exists()):  # else the process that started the ranks wrote it
+    started = _is_given(job) and (run_dir / RECORD).exists()  # by the process that started the ranks
+    with claim_run_dir(run_dir) if formation.is_main and not started else nullcontext():
+        if formation.is_main:
+            save_config(job.config, run_dir)
+        if formation.is_main and not started:
             record = RunRecord.of_this_process(job.config.given(), recipe=job.recipe)
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
-        elif job.recipe is not None:
+        elif formation.is_main and job.recipe is not None:
             keep_recipe(run_dir, job.recipe)
+        return _fit_in(run_dir, formation, job, survivor)
+
+
+def _fit_in(run_dir: Path, formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
+    """Train in the folder of a run that has begun."""
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
     profile = stopped = loop = None

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -31,7 +32,7 @@ from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
+from phalanx.runs.record import RunRecord, claim_run_dir, discard_unused, end_record, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
@@ -39,7 +40,7 @@ from phalanx.trainers.job import Job, came_back, run_job
 from phalanx.trainers.session import settle_strategy
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
-from phalanx.world.mesh import plan_layout
+from phalanx.world.mesh import JobLayout, plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
@@ -278,17 +279,23 @@ class TorchTrainer:
                 "last --profile",
                 stacklevel=5,
             )
-        run_dir = make_run_dir(config, task.name) if action == "fit" else None
-        if run_dir is not None:
+        job = Job(action, task, config_here, checked=True, note=note, gives_back=True)
+        if action != "fit":
+            return self._send(job, layout, None)
+        run_dir = make_run_dir(config, task.name)
+        with claim_run_dir(run_dir):
             RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+            return self._send(replace(job, run_dir=run_dir), layout, run_dir)
+
+    def _send(self, job: Job, layout: JobLayout, run_dir: Path | None) -> JobResult:
+        """Start the ranks, and take back what they have trained; `run_dir`: of a fit."""
+        __tracebackhide__ = True
         from phalanx.runs.start import send_job  # the parent's side: a rank does not load it
 
+        config, task = job.config, job.task
         try:
-            result: JobResult = send_job(
-                Job(action, task, config_here, run_dir, checked=True, note=note, gives_back=True),
-                layout,
-                data=engine_of(config_here).datasets(task.train, task.val),
-            )
+            data = engine_of(config).datasets(task.train, task.val)
+            result: JobResult = send_job(job, layout, data=data)
         except KeyboardInterrupt:
             if run_dir is None:
                 raise

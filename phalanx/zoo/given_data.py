@@ -42,6 +42,8 @@ def given_table(
     find_files(place)  # a wrong path is refused before anything is built
     reader = _reader(recipe, place)
     sizes = {"size": recipe.model.get("image_size"), "channels": recipe.model.get("channels")}
+    if "text" in changes:  # another column of texts
+        learned = {name: value for name, value in learned.items() if name != "inputs"}
     known = {**{name: value for name, value in sizes.items() if value is not None}, **own, **learned}
     table = {"name": reader, "root": place, **{n: value for n, value in known.items() if takes(reader, n)}}
     table = with_tokenizer(table, tokenizer_of(recipe)) if recipe.data else table

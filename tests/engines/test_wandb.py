@@ -93,7 +93,9 @@ def test_a_run_is_kept_offline_and_a_resumed_one_continues_it():
 
     others = Path("run/wandb/offline-run-20260101_000000-others")
     others.mkdir()
-    check_run_dir(DistributedConfig(run_dir="run"), overwrite=True)
+    replaced = check_run_dir(DistributedConfig(run_dir="run"), overwrite=True)
+    assert replaced is not None
+    replaced.clear()
     assert list(Path("run/wandb").iterdir()) == [others], "data of other runs stay"
 
 

@@ -104,7 +104,9 @@ def test_overwriting_removes_everything_that_checkpoints_leave():
     run = make_run(Path("runs/again"), ended())
     for name in ("step-00000001", ".chunks-run", ".writing-x", ".removing-x", ".copying-step-00000001"):
         (run.path / "checkpoints" / name / "ab").mkdir(parents=True)
-    check_run_dir(DistributedConfig(run_dir="runs/again"), overwrite=True)
+    replaced = check_run_dir(DistributedConfig(run_dir="runs/again"), overwrite=True)
+    assert replaced is not None
+    replaced.clear()
     assert not (run.path / "checkpoints").exists()
 
 
@@ -124,7 +126,9 @@ def test_overwriting_leaves_what_other_programs_and_runs_have_written(monkeypatc
     (second / "notes.txt").write_text("mine")
     (run.path / "written.txt").open("a").write("../outside\nwandb/../../outside\n")
     Path("outside").write_text("mine")
-    check_run_dir(DistributedConfig(run_dir="exp"), overwrite=True)
+    replaced = check_run_dir(DistributedConfig(run_dir="exp"), overwrite=True)
+    assert replaced is not None
+    replaced.clear()
     left = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
     assert left == sorted([*mine, "fit-2/notes.txt"])
     assert Path("outside").exists()

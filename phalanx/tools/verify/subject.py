@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ class Parts:
     loss_fn: Any = None
     augment: Any = None
     """What makes a model's input of a batch, as in evaluation: two layouts see equal images."""
+    callbacks: Sequence[Any] = ()
 
 
 class Subject(Protocol):

@@ -89,23 +89,23 @@ def files(
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
-    table = read_table(kind, chosen)
+    table, shown = read_table(kind, chosen), str(chosen[0]) if len(chosen) == 1 else place.shown
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
     if text is not None and target is None and inputs is None and class_names is None:
-        check_columns(table, [text], place.shown)
-        return _windows(_tokens(_joined(table, text, place.shown), tokenizer), seq_len, part, val_fraction, tokenizer)
+        check_columns(table, [text], shown)
+        return _windows(_tokens(_joined(table, text, shown), tokenizer), seq_len, part, val_fraction, tokenizer)
     if not needs_target:
         target = None
     elif target is None:
         target = next((name for name in TARGETS if name in table.column_names), None)
     if target is not None:
-        check_columns(table, [target], place.shown)
+        check_columns(table, [target], shown)
         target_type = target_type or target_type_of(table.features[target])
         if class_names is None and target_type == "class":
             training = of_split(place.folder, place.files, "train")[0]
             class_names = classes_of(kind, training, table, target, of_texts=text is not None)
     shape = TableShape(inputs, target, target_type, list(class_names or ()), text, tokenizer, seq_len)
-    rows = TableDataset(table, place.shown, shape, needs_target=needs_target)
+    rows = TableDataset(table, shown, shape, needs_target=needs_target)
     if split == "train":
         rows.note_left_out()
     return held_out_part(rows, part, val_fraction)

@@ -28,6 +28,7 @@ _TARGET_TYPES = ("class", "number")
 _MOST_CLASSES = 1000
 """Whole numbers up to here may be labels; a higher one is taken for a quantity's, whose loss the user must name."""
 _LONGEST_SHOWN = 60
+_MOST_SHOWN = 10
 
 
 def read_tokenizer(folder: str) -> Any:
@@ -180,20 +181,14 @@ class TableDataset(Dataset[Any]):
         if self._tokenizer is None:
             for name in self._inputs:
                 self._check_numbers(name)
+        if self._labels and shape.target is not None:
+            self._check_labels(shape.target)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What other tables for the same model must have, by name; of texts, which have their own option, the target.
-
-        A checkpoint keeps them.
-        """
-        named = {"inputs": self._inputs} if self._tokenizer is None else {}
-        return {**named, **self._of_target} if named else {}
-
-    @property
-    def _of_target(self) -> dict[str, Any]:
-        target = self._shape.target
-        return {} if target is None else {"target": target, "target_type": self._shape.target_type}
+        """What other tables for the same model must have, by name; a checkpoint keeps them."""
+        target, kind = self._shape.target, self._shape.target_type
+        return {"inputs": self._inputs, **({} if target is None else {"target": target, "target_type": kind})}
 
     def note_left_out(self) -> None:
         """Let the run begin with a note about columns that are not used."""
@@ -227,6 +222,33 @@ class TableDataset(Dataset[Any]):
                 f"{given}, which is not a number",
                 hint="Correct the file, or leave the column out of data.inputs.",
             )
+
+    def _check_labels(self, target: str) -> None:
+        """Refuse a label that the training data do not have, before a step is taken."""
+        unknown = {value for value in self._table.unique(target) if self._is_unknown(value)}
+        if not unknown:
+            return
+        index = next(number for number, value in enumerate(self._table[target]) if value in unknown)
+        value = self._name_of(self._table[index][target])
+        numbered = _is_number(value) and all(name.isdecimal() for name in self._labels)
+        is_quantity = numbered and not float(value).is_integer()
+        correct = "Correct the file. A new label needs a new model, which is trained with it."
+        labels = [*list(self._labels)[:_MOST_SHOWN], *(["..."] if len(self._labels) > _MOST_SHOWN else [])]
+        raise DataError(
+            f"row {index + 1} of {self._shown} holds {value!r} in the column '{target}', and the labels of the "
+            f"training data are {', '.join(labels)}",
+            hint="For quantities write: --set data.target_type=number" if is_quantity else correct,
+        )
+
+    def _is_unknown(self, value: Any) -> bool:
+        return value is not None and self._name_of(value) not in self._labels
+
+    def _name_of(self, value: Any) -> str:
+        """Return the name of a label: by it, not by a number that each file may give, labels are compared."""
+        names = getattr(self._table.features[str(self._shape.target)], "names", None)
+        if names is not None and isinstance(value, int):
+            return str(names[value])
+        return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
     def _check_left_out(self, *, needs_target: bool) -> None:
         """Refuse to leave out, without a word, numbers with a wrong cell, and what is probably the target."""
@@ -283,14 +305,8 @@ class TableDataset(Dataset[Any]):
         if not is_class:
             found = self._as_tensor(value, target, index)
             return found.float() if found.ndim == 0 else found
-        if isinstance(value, bool | str):
-            if str(value) in self._labels:
-                return torch.tensor(self._labels[str(value)])
-            known = ", ".join(list(self._labels)[:10]) or "whole numbers"
-            raise DataError(
-                f"row {index + 1} of {self._shown}: the label {str(value)!r} is not in the training data, whose labels "
-                f"are {known}."
-            )
+        if self._labels:
+            return torch.tensor(self._labels[self._name_of(value)])
         found = self._as_tensor(value, target, index)
         if found.is_floating_point() and not bool((found == found.round()).all()):
             raise DataError(
