@@ -310,15 +310,20 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
     return path
 
 
-def discard_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> None:
-    """Remove the folder of a run that took no step or is a fast_dev_run, unless run_dir is set or an error names it.
+def is_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> bool:
+    """Whether a run took no step or is a fast_dev_run, run_dir is not set, and the error names no file of the run.
 
-    Logs that the error names are moved to a temporary folder.
+    Logs do not count: `discard` keeps those that the error names.
     """
+    named = f"{error} {getattr(error, 'hint', '')}".replace(str(run_dir / "logs"), "")
+    if config.run_dir is not None or str(run_dir) in named:
+        return False
+    return bool(config.fast_dev_run) or not _took_step(run_dir)
+
+
+def discard(run_dir: Path, error: BaseException | None = None) -> None:
+    """Remove the folder of a run; logs that the error names are moved to a temporary folder."""
     logs = run_dir / "logs"
-    named = f"{error} {getattr(error, 'hint', '')}".replace(str(logs), "")
-    if config.run_dir is not None or str(run_dir) in named or (_took_step(run_dir) and not config.fast_dev_run):
-        return
     if isinstance(error, PhalanxError) and str(logs) in error.message and logs.is_dir():
         kept = open_scratch("logs")
         shutil.copytree(logs, kept, dirs_exist_ok=True)

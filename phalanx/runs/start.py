@@ -197,13 +197,13 @@ def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None =
         except (KeyboardInterrupt, errors.PreemptedError) as stop:
             result = read_result(folder) if (folder / RESULT_NAME).exists() else None
             if not isinstance(result, JobResult) or result.history is None:
-                raise
+                raise stop.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
             result.stopped = result.stopped or errors.PreemptedError(str(stop) or "stopped by Ctrl-C at the end")
             return result
-        except errors.RankFailedError as error:
-            if (folder / RESULT_NAME).exists():
+        except errors.PhalanxError as error:
+            if isinstance(error, errors.RankFailedError) and (folder / RESULT_NAME).exists():
                 error.partial_result = read_result(folder)
-            raise
+            raise error.with_traceback(None)  # noqa: B904
         may_have_none = spec.starter is None and spec.elastic is not None and spec.num_nodes > 1
         return read_result(folder, may_have_none=may_have_none)
 
