@@ -41,7 +41,17 @@ CORE = {
     "trainers": 6,
 }
 """What trains a model. It names tools and engines in tables only (`features.py`, `config/backends.py`)."""
-LAYERS = {**CORE, "speed": 7, "zoo": 8, "tools": 9, "engines": 10, "worker": 11, "cli": 11, "__main__": 11}
+LAYERS = {
+    **CORE,
+    "speed": 7,
+    "trackers": 7,
+    "zoo": 8,
+    "tools": 9,
+    "engines": 10,
+    "worker": 11,
+    "cli": 11,
+    "__main__": 11,
+}
 SIDEWAYS = {
     ("config", "errors"),
     ("config", "lazy"),
