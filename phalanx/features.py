@@ -17,7 +17,7 @@ FEATURES = {
     "check-metrics": "phalanx.trackers:check_metrics",
     "choose-strategy": "phalanx.tools.plan.auto:choose_strategy",
     "fp8": "phalanx.speed.fp8",
-    "histograms": "phalanx.trackers:histograms",
+    "histograms": "phalanx.trackers:histogram_callbacks",
     "lora": "phalanx.zoo.models.lora",
     "metrics": "phalanx.trackers:open_metrics",
     "nf4": "phalanx.zoo.models.lora.nf4",

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import FIELDS, DistributedConfig, write_toml
-from phalanx.loop.hooks import Callback
 from phalanx.observe.sinks import EventStream, Sink
 
 if TYPE_CHECKING:
+    from phalanx.loop.hooks import Callback
     from phalanx.trackers.prometheus import MetricsSink
 
 _COMPARED = ("batch_size", "learning_rate", "optimizer", "weight_decay", "strategy", "mixed_precision", "seed")
@@ -43,7 +43,7 @@ def open_trackers(
         yield WandbSink(run_dir, project, config.name or run_dir.name, config.to_dict(), resumes=resumes)
 
 
-def histograms(events: EventStream, every: int) -> Iterator[Callback]:
+def histogram_callbacks(events: EventStream, every: int) -> Iterator[Callback]:
     """Yield the callback that writes histograms to TensorBoard, if this rank has its sink."""
     from phalanx.trackers.histograms import HistogramCallback
     from phalanx.trackers.tensorboard import TensorBoardSink
