@@ -16,6 +16,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import PreemptedError
+from phalanx.features import feature
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
@@ -238,11 +239,7 @@ def came_back(task: TrainTask, history: History | None = None) -> str:
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
     """Yield the callbacks that settings ask for."""
     if config.options.tensorboard_histograms:
-        from phalanx.observe.tensorboard import TensorBoardSink
-        from phalanx.trainers.histograms import HistogramCallback
-
-        if (board := events.find(TensorBoardSink)) is not None:
-            yield HistogramCallback(board, config.options.tensorboard_histograms)
+        yield from feature("histograms")(events, config.options.tensorboard_histograms)
     if config.debug == "nan":
         from phalanx.loop.numbers import NumberWatch
 
@@ -265,8 +262,6 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
     """Return the profile of a run that asks for one, or runs on a GPU, perhaps under nsys."""
     if formation.config.profiling is None and formation.device.type != "cuda":
         return None
-    from phalanx.features import feature
-
     return feature("step-profile").wanted(formation, run_dir)
 
 

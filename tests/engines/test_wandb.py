@@ -103,7 +103,7 @@ def test_a_run_of_the_calling_process_is_joined_and_left_open(tmp_path):
     import wandb
 
     from phalanx.observe import events
-    from phalanx.observe.wandb import WandbSink
+    from phalanx.trackers.wandb import WandbSink
 
     with wandb.init(project="theirs", dir=tmp_path) as theirs:
         sink = WandbSink(tmp_path, "mine")
@@ -119,7 +119,7 @@ def test_a_run_of_the_calling_process_is_joined_and_left_open(tmp_path):
 
 
 def test_without_wandb_the_extra_is_named_before_training(monkeypatch):
-    from phalanx.observe.wandb import import_wandb
+    from phalanx.trackers.wandb import import_wandb
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"pip install 'phalanx\[wandb\]'"):

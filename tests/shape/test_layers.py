@@ -41,7 +41,8 @@ CORE = {
     "trainers": 6,
 }
 """What trains a model. It names tools and engines in tables only (`features.py`, `config/backends.py`)."""
-LAYERS = {**CORE, "speed": 7, "zoo": 8, "tools": 9, "engines": 10, "worker": 11, "cli": 11, "__main__": 11}
+FEATURE_ROOMS = {"speed": 7, "trackers": 7}
+LAYERS = {**CORE, **FEATURE_ROOMS, "zoo": 8, "tools": 9, "engines": 10, "worker": 11, "cli": 11, "__main__": 11}
 SIDEWAYS = {
     ("config", "errors"),
     ("config", "lazy"),

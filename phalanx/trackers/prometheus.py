@@ -230,11 +230,6 @@ class MetricsSink(Sink):
         return {} if found is None else {0: found}
 
 
-def open_metrics(run: str, log_dir: Path | None, address: tuple[str, int] | None) -> MetricsSink | None:
-    """Return the endpoint at a host and port; None without them."""
-    return None if address is None else MetricsSink(run, log_dir, *address)
-
-
 def import_client() -> Any:
     """Import Prometheus's client; UsageError where it is not installed."""
     try:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.loop.hooks import Callback
-from phalanx.observe.tensorboard import Histogram, TensorBoardSink
 from phalanx.strategies.base import local
+from phalanx.trackers.tensorboard import Histogram, TensorBoardSink
 
 _BINS = 64
 
