@@ -26,6 +26,7 @@ from phalanx.loop.loss_log import LossLog
 from phalanx.loop.prepare import Prepared
 from phalanx.loop.recording import Pulled, RecordedStep, StepCalls, StepParts, rates_of, takes_rate_on_device
 from phalanx.loop.step import StepOutcome, Weighing
+from phalanx.loop.train_state import TrainState
 from phalanx.observe.call_ring import GRADIENTS
 from phalanx.torch_compat import pytree
 
@@ -331,17 +332,16 @@ class CapturedStep:
         self._leave_small(False)
 
 
-def captured_step(loop: Any) -> CapturedStep | None:
-    """Return what takes the steps of a `TrainLoop`, or None where none of them can be captured; says why not."""
-    formation = loop.formation
+def captured_step(state: TrainState, *, is_watched: bool) -> CapturedStep | None:
+    """Return what takes the steps of a training loop, or None if none of them can be captured; says why not."""
+    formation = state.formation
     why = why_not(formation)
     if why:
         if formation.config.capture or (formation.config.capture is None and formation.device.type == "cuda"):
-            loop.report.say(not_captured(why), "warning" if formation.config.capture else "info")
+            state.report.say(not_captured(why), "warning" if formation.config.capture else "info")
         return None
-    is_watched = loop.hooks.has_users or loop.yields_steps
     step = CapturedStep(
-        formation, loop.model, loop.optimizer, loop.report.loss_log, loop.report.say, is_watched=is_watched
+        formation, state.model, state.optimizer, state.report.loss_log, state.report.say, is_watched=is_watched
     )
     formation.undo_later(step.drop)  # a graph with collectives must not outlive the process group
     return step

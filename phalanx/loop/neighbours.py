@@ -45,7 +45,7 @@ class Neighbours(Callback):
         """Keep the state where it is due."""
         if info.step % self._every == 0:
             assert self._memory is not None, "joined before"
-            self._memory.keep(kept(trainer), wait=False)
+            self._memory.keep(kept(trainer.state, trainer.evaluation), wait=False)
 
     def restore(self, formation: Formation) -> dict[str, Any] | None:
         """Load the newest step that the ranks hold completely; return the loop's part of it."""

@@ -113,7 +113,7 @@ class Survivor:
     def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
         """Return the state of the last complete step; None where it was lost with other ranks."""
         try:
-            return capture(loop, committed) or self._captured
+            return capture(loop.state, loop.evaluation, committed) or self._captured
         except (CommunicationError, OSError, EOFError) as error:
             loop.report.say(f"the state is not in memory any more: {error}", "warning")
             return None
@@ -222,7 +222,7 @@ class Recovering(Survivor):
         if self._change is None:
             take_spent()  # the first group is start-up
         else:
-            loop.regrouped = True
+            loop.state.regrouped = True
             loop.hooks.add(_ReportRecovery(self._change, max(self.step, self._step_before)))
 
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
@@ -299,7 +299,7 @@ class _ReportRecovery(Callback):
             self._report(trainer)
             from phalanx.loop.checks import compare_ranks
 
-            compare_ranks(trainer)
+            compare_ranks(trainer.formation, trainer.model)
 
     def on_fit_end(self, trainer: TrainLoop) -> None:
         """Report a change after the last step."""
