@@ -22,7 +22,7 @@ from phalanx.world.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.prepare import PreparedLoader
+    from phalanx.loop.loader import PreparedLoader
     from phalanx.loop.task import TrainTask
     from phalanx.loop.train_state import TrainState
 

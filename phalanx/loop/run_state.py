@@ -87,7 +87,7 @@ class RunState:
         return self.content.step
 
 
-class Committed(Callback):
+class StepBoundary(Callback):
     """Notes after each step what an interrupted step changes: how far the data were read, and the buffers."""
 
     def __init__(self) -> None:
@@ -124,18 +124,18 @@ class Committed(Callback):
                 foreach_copy_(self._copies, self._buffers)
 
 
-def capture(state: TrainState, evaluation: Evaluation, committed: Committed) -> RunState | None:
+def capture(state: TrainState, evaluation: Evaluation, boundary: StepBoundary) -> RunState | None:
     """Return the state after the last complete step; None before the run has begun. Without communication.
 
     Its tensors are those in use, not copies.
     """
     formation = state.formation
-    if committed.step < 0:
+    if boundary.step < 0:
         return None
     content = snapshot_of(formation, loop_state(state, evaluation) | _identity(formation), alone=True)
-    if formation.step == committed.step:  # else the step was taken, and only its report failed
-        content.shared["loaders"] = committed.loaders
-        committed.put_buffers_back()
+    if formation.step == boundary.step:  # else the step was taken, and only its report failed
+        content.shared["loaders"] = boundary.loaders
+        boundary.put_buffers_back()
     if state.hooks.unreported is not None:
         info = {item.name: getattr(state.hooks.unreported, item.name) for item in dataclasses.fields(StepInfo)}
         info["loss_tensor"] = info["loss_tensor"].detach().cpu()
@@ -195,7 +195,7 @@ def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None
 
 
 @dataclass(frozen=True)
-class _Described:
+class _TensorSpec:
     """Shape and dtype of a tensor that a rank allocates before it is broadcast."""
 
     shape: torch.Size
@@ -203,13 +203,13 @@ class _Described:
     on_host: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Described:
+    def of(cls, tensor: torch.Tensor) -> _TensorSpec:
         return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
 
 
 def _share_tensors(formation: Formation, into: dict[str, Any] | None, source: int) -> dict[str, Any]:
     """Broadcast a rank's tree of tensors and plain values, into the tensors of `into` where it has such ones."""
-    described = pytree.tree_map_only(torch.Tensor, _Described.of, into)
+    described = pytree.tree_map_only(torch.Tensor, _TensorSpec.of, into)
     described = _broadcast(formation, described, source)
     leaves, structure = pytree.tree_flatten(described)
     held, own_structure = pytree.tree_flatten(into)
@@ -222,9 +222,9 @@ def _share_tensors(formation: Formation, into: dict[str, Any] | None, source: in
 
 def _share(formation: Formation, leaf: Any, held: Any, source: int) -> Any:
     """Return the source's value for a leaf of the tree."""
-    if not isinstance(leaf, _Described):
+    if not isinstance(leaf, _TensorSpec):
         return leaf
-    known = isinstance(held, torch.Tensor) and (formation.rank == source or _Described.of(held) == leaf)
+    known = isinstance(held, torch.Tensor) and (formation.rank == source or _TensorSpec.of(held) == leaf)
     if known and formation.rank == source:
         value = held.detach().to(formation.device).contiguous()
     else:

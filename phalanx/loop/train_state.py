@@ -11,9 +11,9 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Hooks
+from phalanx.loop.loader import PreparedLoader
 from phalanx.loop.optim import LRSchedule, OptimizerSettings
 from phalanx.loop.optimizer_binding import OwnSchedule
-from phalanx.loop.prepare import PreparedLoader
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.stopping import RunControl
 from phalanx.loop.task import TrainTask

@@ -21,7 +21,7 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import CheckpointWriter
-from phalanx.loop.step import StepOutcome, Weighing, train_step
+from phalanx.loop.step import StepOutcome, Weighting, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
 from phalanx.loop.train_state import TrainState, count_steps, max_epochs
@@ -349,7 +349,7 @@ class ModelCall:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self.weighing = Weighing()
+        self.weighting = Weighting()
         self._captured: CapturedStep | None = None
         self._begun = False
 
@@ -388,7 +388,7 @@ class ModelCall:
             return state.own_step.take(batches, state.report.loss_log, reseed)
         assert forward is not None, "decided on the first batch"
         if captured is not None and not captured.is_off:
-            return captured.take(forward, batches, weighing=self.weighing, measure_norm=measure_norm, reseed=reseed)
+            return captured.take(forward, batches, weighting=self.weighting, measure_norm=measure_norm, reseed=reseed)
         return train_step(
             state.formation,
             state.model,
@@ -396,7 +396,7 @@ class ModelCall:
             forward,
             batches,
             state.report.loss_log,
-            weighing=self.weighing,
+            weighting=self.weighting,
             clip=state.config.gradient_clipping,
             measure_norm=measure_norm,
             reseed=reseed,
@@ -412,7 +412,7 @@ class ModelCall:
             by_labels = state.formation.weighs_labels(forward, first)
             # Without a wait for each other in every step, ranks cannot add up the labels of all.
             has_shares = state.train_loader.sharded.layout.blocks > 1 and state.config.resolved_server_mode == "sync"
-            self.weighing = Weighing(by_labels, by_labels and has_shares)
+            self.weighting = Weighting(by_labels, by_labels and has_shares)
             if not state.continues and state.own_step is None:
                 state.report.say(forward.note)
             state.report.first_batch(task.model, first)
