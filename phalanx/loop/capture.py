@@ -19,13 +19,14 @@ from torch import nn
 
 from phalanx import torch_compat
 from phalanx.errors import first_line
+from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
-from phalanx.loop.host_state import HostUse, HostWatch
+from phalanx.loop.host_state import HostProbe, HostWatch
 from phalanx.loop.loss_log import LossLog
-from phalanx.loop.prepare import Prepared
-from phalanx.loop.recording import Pulled, RecordedStep, StepCalls, StepParts, rates_of, takes_rate_on_device
-from phalanx.loop.step import StepOutcome, Weighing
+from phalanx.loop.recording import RecordedStep, StepBatches, StepCalls, StepParts, rates_of, takes_rate_on_device
+from phalanx.loop.step import StepOutcome, Weighting
+from phalanx.loop.train_state import TrainState
 from phalanx.observe.call_ring import GRADIENTS
 from phalanx.torch_compat import pytree
 
@@ -42,20 +43,20 @@ _PATIENCE = 50
 """So many steps may pass without two equal ones in a row."""
 
 
-def why_not(prepared: Prepared) -> str:
+def why_not(formation: Formation) -> str:
     """Return why the steps of a run cannot be captured, as far as its settings tell; empty where they can."""
-    config = prepared.config
+    config = formation.config
     reasons = {
         "that was asked for (capture = False)": config.capture is False,
-        f"a CUDA graph needs a GPU, and the device is {prepared.device.type}": prepared.device.type != "cuda",
-        (why := prepared.strategy.why_not_captured): bool(why),
-        "a captured step has one model and one optimizer": len(prepared.optimizers) != 1 or len(prepared.models) != 1,
+        f"a CUDA graph needs a GPU, and the device is {formation.device.type}": formation.device.type != "cuda",
+        (why := formation.strategy.why_not_captured): bool(why),
+        "a captured step has one model and one optimizer": len(formation.optimizers) != 1 or len(formation.models) != 1,
         "on_nonfinite = 'skip' looks at every gradient on the host": config.on_nonfinite == "skip",
         "debug looks into the calls of the modules": config.debug is not None,
-        "profile shows the phases of a step": prepared.clock.on_enter is not None,
-        "lost ranks are replaced, and a step waits on the GPU until it is complete": prepared.gradients.gate
+        "profile shows the phases of a step": formation.clock.on_enter is not None,
+        "lost ranks are replaced, and a step waits on the GPU until it is complete": formation.gradients.gate
         is not None,
-        f"a step has more than {_MOST_MICRO_BATCHES} micro-batches": prepared.world.accumulation(
+        f"a step has more than {_MOST_MICRO_BATCHES} micro-batches": formation.world.accumulation(
             config.gradient_accumulation_steps
         )
         > _MOST_MICRO_BATCHES,
@@ -63,13 +64,13 @@ def why_not(prepared: Prepared) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def own_stream(prepared: Prepared) -> Callable[[], None] | None:
+def own_stream(formation: Formation) -> Callable[[], None] | None:
     """Let a run of several ranks leave CUDA's default stream, on which no graph can be recorded; return the undo.
 
     torch's DDP keeps the nodes that add gradients up, and each of them stays on the stream on which it was made.
     """
-    device, config = prepared.device, prepared.config
-    if prepared.world_size == 1 or config.capture is False or prepared.strategy.why_not_captured:
+    device, config = formation.device, formation.config
+    if formation.world_size == 1 or config.capture is False or formation.strategy.why_not_captured:
         return None
     before = torch.cuda.current_stream(device)
     own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -88,7 +89,7 @@ class CapturedStep:
 
     def __init__(
         self,
-        prepared: Prepared,
+        formation: Formation,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         log: LossLog,
@@ -97,11 +98,11 @@ class CapturedStep:
         is_watched: bool = False,
     ) -> None:
         """`is_watched`: code of the user runs after steps, and may change what a recording depends on."""
-        self._prepared, self._model, self._optimizer, self._log, self._say = prepared, model, optimizer, log, say
-        self._parts = StepParts(prepared, model, optimizer, log)
+        self._formation, self._model, self._optimizer, self._log, self._say = formation, model, optimizer, log, say
+        self._parts = StepParts(formation, model, optimizer, log)
         self._is_watched = is_watched
-        self._clip, self._ranks = prepared.config.gradient_clipping, prepared.world_size
-        self._probed = _PROBED_COMPILED if prepared.config.compile else _PROBED
+        self._clip, self._ranks = formation.config.gradient_clipping, formation.world_size
+        self._probed = _PROBED_COMPILED if formation.config.compile else _PROBED
         if self._ranks > 1:
             self._probed = _PROBED_RANKS
         self._stream: Any = None
@@ -122,12 +123,12 @@ class CapturedStep:
         forward: Forward,
         batches: Iterator[Any],
         *,
-        weighing: Weighing,
+        weighting: Weighting,
         measure_norm: bool = False,
         reseed: Callable[[int, int], None] | None = None,
     ) -> StepOutcome | None:
         """Take a step, as `train_step` does; None when the epoch has none left."""
-        gradients, clock = self._prepared.gradients, self._prepared.clock
+        gradients, clock = self._formation.gradients, self._formation.clock
         step = gradients.steps + 1
         clock.enter("data")
         pulled, is_whole = self._pull(batches)
@@ -145,7 +146,7 @@ class CapturedStep:
                 recording.put(pulled)
                 count_replayed(gradients, len(pulled.infos))
                 return self._replay(recording, graph, step, pulled, measure_norm)
-        calls = StepCalls(self._parts, forward, pulled, step, weighing, reseed=reseed)
+        calls = StepCalls(self._parts, forward, pulled, step, weighting, reseed=reseed)
         if not is_whole:
             calls.run_passes()
             clock.enter("other")
@@ -168,18 +169,18 @@ class CapturedStep:
         return self._clip is not None or self._ranks > 1
 
     def _replay(
-        self, recording: RecordedStep, graph: torch.cuda.CUDAGraph, step: int, pulled: Pulled, measure_norm: bool
+        self, recording: RecordedStep, graph: torch.cuda.CUDAGraph, step: int, pulled: StepBatches, measure_norm: bool
     ) -> StepOutcome:
         GRADIENTS.began = time.time()
         graph.replay()
         loss = recording.log_losses(step, pulled.infos)
-        self._prepared.clock.enter("other")
+        self._formation.clock.enter("other")
         norm = recording.norm if measure_norm or self._clip is not None else None
         return StepOutcome(loss.clone() if self._is_watched else loss, norm)
 
-    def _pull(self, batches: Iterator[Any]) -> tuple[Pulled, bool]:
+    def _pull(self, batches: Iterator[Any]) -> tuple[StepBatches, bool]:
         """Return the micro-batches up to the next boundary, and whether there is one."""
-        gradients, pulled = self._prepared.gradients, Pulled([], [])
+        gradients, pulled = self._formation.gradients, StepBatches([], [])
         for batch in batches:
             pulled.infos.append(gradients.current)
             pulled.batches.append(batch)
@@ -187,7 +188,7 @@ class CapturedStep:
                 return pulled, True
         return pulled, False
 
-    def _to_record(self, pulled: Pulled, *, by_one: bool) -> RecordedStep | None:
+    def _to_record(self, pulled: StepBatches, *, by_one: bool) -> RecordedStep | None:
         """Return the recording that this step is to be a part of; None: it runs without."""
         recording = self._recording
         if recording is not None and recording.follow_rates():
@@ -216,14 +217,14 @@ class CapturedStep:
         if self._ranks > 1:  # nccl sets up what a graph needs on all ranks together
             if self._tried <= self._probed:
                 return False
-            may_record = bool(self._prepared.reduce(float(may_record), "min") > 0)
+            may_record = bool(self._formation.reduce(float(may_record), "min") > 0)
         if may_record or (not self._why and self._ranks == 1 and self._tried <= _PATIENCE):
             return may_record
         why = "the shapes of the batches, or the learning rate, change too often"
         self.turn_off(self._why or (why if self._ranks == 1 else "a step of another rank cannot be captured"))
         return False
 
-    def _new_recording(self, pulled: Pulled) -> RecordedStep:
+    def _new_recording(self, pulled: StepBatches) -> RecordedStep:
         assert self._loss is not None, "a step was taken"
         recording = self._recording = RecordedStep(pulled, self._loss, self._optimizer, self._log)
         if self._varies and takes_rate_on_device(self._optimizer):
@@ -233,13 +234,13 @@ class CapturedStep:
         return recording
 
     def _new_watch(self) -> HostWatch:
-        return HostWatch(self._prepared.unwrap(self._model), self._optimizer, self._loss_fn)
+        return HostWatch(self._formation.unwrap(self._model), self._optimizer, self._loss_fn)
 
     def _leave_small(self, leave: bool) -> None:
         """Let loaders leave small batches on the host, or move them; and fetch ahead, unless a callback may notice."""
-        for loader in self._prepared.loaders:
+        for loader in self._formation.loaders:
             loader.sharded.leaves_small = leave
-            loader.ranks_fetching_ahead = self._prepared.world.env.ranks_here if leave and not self._is_watched else 0
+            loader.ranks_fetching_ahead = self._formation.world.env.ranks_here if leave and not self._is_watched else 0
 
     def _take_eagerly(self, calls: StepCalls, measure_norm: bool) -> StepOutcome:
         """Take a step without a recording; look at what it does on the host where it is the one before a recording."""
@@ -247,7 +248,7 @@ class CapturedStep:
             return calls.run(measure_norm)
         if any(not isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(calls.pulled.batches)):
             self._why = "a batch holds more than tensors"
-        use = HostUse(self._prepared.unwrap(self._model), self._optimizer, calls.loss_fn)
+        use = HostProbe(self._formation.unwrap(self._model), self._optimizer, calls.loss_fn)
         with use.watching():
             outcome = calls.run(measure_norm)
         self._loss_fn = calls.loss_fn
@@ -259,10 +260,10 @@ class CapturedStep:
 
     def _too_large(self) -> str:
         """Return why a step that needs much of the device's memory is not captured, unless that was asked for."""
-        device = self._prepared.device
-        if device.type != "cuda" or self._prepared.config.capture:
+        device = self._formation.device
+        if device.type != "cuda" or self._formation.config.capture:
             return ""
-        total = torch.cuda.get_device_properties(device).total_memory / self._prepared.world.ranks_per_gpu
+        total = torch.cuda.get_device_properties(device).total_memory / self._formation.world.ranks_per_gpu
         used = torch.cuda.max_memory_allocated(device)
         if used <= _MOST_MEMORY * total:
             return ""
@@ -279,7 +280,7 @@ class CapturedStep:
 
     def _record(self, recording: RecordedStep, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a step; None where that is not possible: then nothing has changed."""
-        device, gradients = self._prepared.device, self._prepared.gradients
+        device, gradients = self._formation.device, self._formation.gradients
         if gradients.scale is not None:  # after the last eager step: in the graph, each step does it at its end
             gradients.scale.update()
         if self._stream is None:  # with DDP the one on which it was made
@@ -297,7 +298,7 @@ class CapturedStep:
                     failed = error
                     torch.cuda.set_stream(before)  # torch has left it, and ends the capture before it comes back
                     torch_compat.end_failed_capture(device, recording.pool)
-                if self._ranks > 1 and float(self._prepared.reduce(float(failed is None), "min")) == 0:
+                if self._ranks > 1 and float(self._formation.reduce(float(failed is None), "min")) == 0:
                     failed = failed or RuntimeError("a step of another rank cannot be captured")
                 if failed is not None:
                     raise failed
@@ -319,7 +320,7 @@ class CapturedStep:
 
     def turn_off(self, why: str) -> None:
         """Take all steps without a recording from here on, and say why."""
-        self._say(not_captured(why), "warning" if self._prepared.config.capture else "info")
+        self._say(not_captured(why), "warning" if self._formation.config.capture else "info")
         self.drop()
         self.is_off = True
 
@@ -331,17 +332,16 @@ class CapturedStep:
         self._leave_small(False)
 
 
-def captured_step(loop: Any) -> CapturedStep | None:
-    """Return what takes the steps of a `TrainLoop`, or None where none of them can be captured; says why not."""
-    formation = loop.formation
+def captured_step(state: TrainState, *, is_watched: bool) -> CapturedStep | None:
+    """Return what takes the steps of a training loop, or None if none of them can be captured; says why not."""
+    formation = state.formation
     why = why_not(formation)
     if why:
         if formation.config.capture or (formation.config.capture is None and formation.device.type == "cuda"):
-            loop.report.say(not_captured(why), "warning" if formation.config.capture else "info")
+            state.report.say(not_captured(why), "warning" if formation.config.capture else "info")
         return None
-    is_watched = loop.hooks.has_users or loop.yields_steps
     step = CapturedStep(
-        formation, loop.model, loop.optimizer, loop.report.loss_log, loop.report.say, is_watched=is_watched
+        formation, state.model, state.optimizer, state.report.loss_log, state.report.say, is_watched=is_watched
     )
     formation.undo_later(step.drop)  # a graph with collectives must not outlive the process group
     return step

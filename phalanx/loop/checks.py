@@ -116,23 +116,23 @@ class RankChecks:
         self._emit(RankSuspected(step, finding.kind, list(finding.ranks), finding.why, action))
 
 
-def compare_ranks(loop: Any) -> None:
+def compare_ranks(formation: Formation, model: nn.Module) -> None:
     """Raise where ranks that have formed a new group are not equal, and say in what; all ranks call this."""
-    own = _comparable(loop)
+    own = _comparable(formation, model)
     for name, here in own.items():
         everywhere = gather_to_all(here)
         if (odd := next((rank for rank, each in enumerate(everywhere) if each != everywhere[0]), None)) is not None:
             values = f": rank 0 has {everywhere[0]}, rank {odd} {everywhere[odd]}"
             raise ReplicaError(
-                f"after the ranks had changed, step {loop.step} left them with different {name}{values}",
+                f"after the ranks had changed, step {formation.step} left them with different {name}{values}",
                 hint="Callbacks must do the same on every rank; what they remember must be in their state_dict(), "
                 "which a new rank receives.",
             )
 
 
-def _comparable(loop: Any) -> dict[str, Any]:
+def _comparable(formation: Formation, model: nn.Module) -> dict[str, Any]:
     """Return what all ranks must have equal: values themselves, of tensors a hash."""
-    formation, optimizers = loop.formation, loop.formation.optimizers
+    optimizers = formation.optimizers
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parts: dict[str, Any] = {  # not buffers: statistics of BatchNorm are those of each rank's own batches
         "learning rates": [float(group["lr"]) for group in groups],
@@ -144,7 +144,7 @@ def _comparable(loop: Any) -> dict[str, Any]:
         states = [held for optimizer in optimizers for held in optimizer.state.values()]
         moments = [each for held in states for each in held.values() if isinstance(each, torch.Tensor)]
         average = {} if formation.average is None else formation.average.parameters()
-        parts["weights"] = int(hash_of(loop.model.parameters(), formation.device))
+        parts["weights"] = int(hash_of(model.parameters(), formation.device))
         parts["states of the optimizer"] = int(
             hash_of((each.to(formation.device) for each in moments), formation.device)
         )

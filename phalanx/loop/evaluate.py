@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,9 @@ from phalanx.world.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.prepare import PreparedLoader
+    from phalanx.loop.loader import PreparedLoader
+    from phalanx.loop.task import TrainTask
+    from phalanx.loop.train_state import TrainState
 
 
 @contextmanager
@@ -87,68 +89,75 @@ def evaluate(
     return sums.result(unclear)
 
 
+def validation_loader(formation: Formation, task: TrainTask, train_loader: PreparedLoader) -> PreparedLoader | None:
+    """Return this rank's share of the validation data, if the task has any."""
+    config = formation.config
+    if task.val is None:
+        if config.eval_every not in (0, "0", FIELDS["eval_every"].default):
+            formation.notes.append(
+                f"eval_every = {config.eval_every!r}: there is no validation data, so nothing is evaluated"
+            )
+        return None
+    loader = formation.prepare_loader(task.val, training=False).augmented(task.augment)
+    every = config.evaluate_every
+    if every is not None and every[1] == "times" and train_loader.sharded.num_samples is None:
+        raise UsageError(
+            f"eval_every = {config.eval_every!r} is a share of an epoch, but the training data has no length",
+            hint="Write a number of steps: eval_every='500 steps'.",
+        )
+    return loader
+
+
 class Evaluation:
     """Evaluates the model of a training loop on its validation data, if it has any."""
 
-    def __init__(self, loop: Any) -> None:
-        """`loop`: the `TrainLoop`, which has one of these."""
-        self._loop = loop
-        self._loader: PreparedLoader | None = None
-        if loop.task.val is not None:
-            task = loop.task
-            self._loader = loop.formation.prepare_loader(task.val, training=False).augmented(task.augment)
-        elif loop.config.eval_every not in (0, "0", FIELDS["eval_every"].default):
-            given = loop.config.eval_every
-            loop.formation.notes.append(f"eval_every = {given!r}: there is no validation data, so nothing is evaluated")
+    def __init__(self, state: TrainState, check_losses: Callable[[], None]) -> None:
+        """`check_losses`: reads and reports the losses so far, and raises if one was not finite."""
+        self._state, self._loader, self._check_losses = state, state.val_loader, check_losses
         self._last: tuple[int, dict[str, float]] = (-1, {})
-        self._every = None if self._loader is None else loop.config.evaluate_every
+        self._every = None if self._loader is None else state.config.evaluate_every
         self._done = 0
         """How many evaluations were due up to the last one: see `_due`."""
         self.within_epochs = self._every is not None and self._every[1] != "epochs"
         """Whether evaluations may be due before the end of an epoch."""
-        if self._every is not None and self._every[1] == "times" and loop.train_loader.sharded.num_samples is None:
-            raise UsageError(
-                f"eval_every = {loop.config.eval_every!r} is a share of an epoch, but the training data has no length",
-                hint="Write a number of steps: eval_every='500 steps'.",
-            )
 
     def try_out(self) -> None:
         """Measure a few batches before the first step: what is wrong with evaluation must not show after an epoch.
 
         Nothing of it stays. All ranks call this, and after a loss of ranks it was done before.
         """
-        loop, batches = self._loop, self._loop.config.sanity_val_batches
-        is_new = not loop.continues and (loop.step == 0 or loop.config.resume_from_checkpoint)
+        state, batches = self._state, self._state.config.sanity_val_batches
+        is_new = not state.continues and (state.step == 0 or state.config.resume_from_checkpoint)
         if self._every is None or not batches or not is_new:
             return
         assert self._loader is not None, "only with validation data"
-        task, own = loop.task, self._loader.sharded.own_metrics
+        task, own = state.task, self._loader.sharded.own_metrics
         unclear: list[str] = []
         with _as_before(own if task.metrics is None else task.metrics):
             found = self._measured(batches, unclear)
         names = None if unclear else ["train/loss", *(f"val/{name}" for name in found)]
-        check_metrics(loop.config, has_val=True, known=names)
+        check_metrics(state.config, has_val=True, known=names)
 
     def _due(self) -> int:
         """Return how many evaluations should have been made by now; in samples, so equal with any number of ranks."""
         assert self._every is not None, "asked only where something is evaluated"
-        (count, unit), loader = self._every, self._loop.train_loader
+        (count, unit), loader = self._every, self._state.train_loader
         if unit == "times":
             return int(count * loader.epoch + count * loader.sharded.samples_done // (loader.sharded.num_samples or 1))
-        return int((self._loop.step if unit == "steps" else loader.epoch) // count)
+        return int((self._state.step if unit == "steps" else loader.epoch) // count)
 
     def after_step(self) -> None:
         """Evaluate within an epoch where it is due."""
         if self._due() > self._done:
-            self._loop.losses_checked()
-            if self._last[0] != self._loop.step:  # else a callback has measured these weights
+            self._check_losses()
+            if self._last[0] != self._state.step:  # else a callback has measured these weights
                 self.run()
             self._done = self._due()
 
     def complete(self) -> None:
         """Do what follows the last step, and ranks were lost in. After an epoch `after_epoch` does it."""
-        loop = self._loop
-        if self.within_epochs and loop.step and not loop.train_loader.is_consumed and not loop.is_finished():
+        state = self._state
+        if self.within_epochs and state.step and not state.train_loader.is_consumed and not state.is_finished():
             self.after_step()
 
     def after_epoch(self, epoch: int, *, last: bool) -> dict[str, float]:
@@ -163,40 +172,41 @@ class Evaluation:
         """Return what a checkpoint holds."""
         return {"every": None if self._every is None else list(self._every), "done": self._done}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continue after a resumption; a run that evaluates at other times begins with the next of these."""
         if self._every is not None:
-            known = state is not None and state["every"] == list(self._every)
-            self._done = state["done"] if known and state is not None else self._due()
+            known = saved is not None and saved["every"] == list(self._every)
+            self._done = saved["done"] if known and saved is not None else self._due()
 
     def run(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate now, and report and judge the result; all ranks call this."""
-        loop, step = self._loop, self._loop.step
+        state, step = self._state, self._state.step
         if ended_epoch is None or self._last[0] != step:  # else a callback has measured these weights
             assert self._loader is not None, "only with validation data"
-            limit = loop.config.limit_val_batches
-            with loop.report.phase("evaluate", batches_to_measure(self._loader, limit)), loop.formation.averaged():
+            limit = state.config.limit_val_batches
+            with state.report.phase("evaluate", batches_to_measure(self._loader, limit)), state.formation.averaged():
                 self._last = (step, self._measured(limit))
             self.judge({f"val/{name}": value for name, value in self._last[1].items()})
-        epoch = loop.epoch if ended_epoch is None else ended_epoch
-        loop.report.evaluated(step, epoch, self._last[1], ends_epoch=ended_epoch is not None)
+        epoch = state.epoch if ended_epoch is None else ended_epoch
+        state.report.evaluated(step, epoch, self._last[1], ends_epoch=ended_epoch is not None)
         return self._last[1]
 
     def judge(self, values: Mapping[str, float]) -> None:
         """Decide by measured or logged values whether this is the best checkpoint, and whether training goes on."""
-        loop = self._loop
-        for watched in (loop.config.best_metric, loop.config.stopping_metric):
+        state = self._state
+        for watched in (state.config.best_metric, state.config.stopping_metric):
             if watched is not None and not math.isfinite(value := values.get(watched.name, 0.0)):
-                loop.report.say(f"{watched.name} is {value}, which is no improvement", "warning")
-        loop.saving.judge(values, loop.step)
-        loop.control.judge(values, loop.step)
+                state.report.say(f"{watched.name} is {value}, which is no improvement", "warning")
+        state.checkpoints.best.judge(values, state.step)
+        state.checkpoints.best.record(state.history)
+        state.control.judge(values, state.step)
 
     def _measured(self, limit: float | None, unclear: list[str] | None = None) -> dict[str, float]:
         """Evaluate; the random numbers of training stay what they were."""
-        loop, task, random = self._loop, self._loop.task, rng_state()
+        state, task, random = self._state, self._state.task, rng_state()
         assert self._loader is not None, "only with validation data"
         try:
-            return evaluate(loop.formation, loop.model, self._loader, task.loss_fn, task.metrics, limit, unclear)
+            return evaluate(state.formation, state.model, self._loader, task.loss_fn, task.metrics, limit, unclear)
         finally:
             set_rng_state(random)
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import uuid
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -34,33 +36,29 @@ from phalanx.config.ways import refuse_in_loop
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.loop.forward import decide_forward
+from phalanx.loop.forward import BatchPasses, Forward, decide_forward
 from phalanx.loop.gather import gather, gather_samples
+from phalanx.loop.gradients import Gradients
+from phalanx.loop.loader import ActiveLoader, PreparedLoader
 from phalanx.loop.loop_record import LoopRecord
 from phalanx.loop.metrics import LossFn
+from phalanx.loop.model_setup import adapt, check_trains_adapters, convert_layers
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
-from phalanx.loop.prepare import (
-    LastRead,
-    Prepared,
-    PreparedLoader,
-    adapt,
-    check_trains_adapters,
-    convert_layers,
-    remember_process,
-)
+from phalanx.loop.precision import Precision
 from phalanx.loop.script import continue_at, stop_counting
 from phalanx.loop.state import begin_save, restore_snapshot
-from phalanx.loop.step import BatchPasses
-from phalanx.loop.values import Values, enter_loop, leave_loop
-from phalanx.strategies.base import claim_layout
+from phalanx.loop.values import Values, enter_loop, leave_loop, reduce_op
+from phalanx.observe.step_clock import StepClock
+from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
-from phalanx.world.seed import derive_seed, seed_everything
+from phalanx.world.seed import derive_seed, rng_state, seed_everything, set_rng_state
 from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
     from phalanx.loop.compiling import CompiledCalls
+    from phalanx.loop.ema import WeightAverage
 
 _FORMATIONS = itertools.count(1)
 
@@ -80,7 +78,7 @@ def _own_run_id(launch_id: str) -> str:
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{launch_id}/{next(_FORMATIONS)}").hex
 
 
-class Formation(Prepared):
+class Formation:
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
@@ -96,14 +94,28 @@ class Formation(Prepared):
         register_backend()
         stop_counting()
         world = join_world(config)
-        undo = [] if world.is_launched else [remember_process()]
+        undo: list[Callable[[], object]] = [] if world.is_launched else [_remember_process()]
         if config.threads_per_rank is not None:
             torch.set_num_threads(config.threads_per_rank)
         seed_everything(config.seed, rank=world.rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
-        self._undo += undo
+        self.strategy = build_strategy(config, world)
+        self.config = self.strategy.config
+        self.world = world
+        self.device = world.device
+        self.run_id = _run_id(world.env.launch_id)
+        """The name of the run in its checkpoints and locks, equal on all ranks."""
+        self.clock = StepClock()
+        self._undo = undo
+        self.state_of = ""
+        """The run that has saved or kept the state which was restored last; empty: none was."""
+        self.lineage: list[dict[str, Any]] = []
+        """The runs that this one continues, as a checkpoint's manifest holds them."""
+        self.precision = Precision(self.config, self.device, by_engine=self.strategy.owns_precision)
+        self.notes: list[str] = [self.precision.note] if self.precision.note else []
+        """Messages for the user when the run starts."""
+        self._clear()
         self._locks: dict[Path, RunLock] = {}
         self.saver = Saver()
         self._compiled_calls: CompiledCalls | None = None
@@ -116,10 +128,99 @@ class Formation(Prepared):
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
-        self._reading = LastRead()
+        self._active = ActiveLoader()
         self._record = LoopRecord(self)
         entered = enter_loop(self)
         self._undo += [lambda: leave_loop(entered), lambda: continue_at(self.step)]
+
+    def _clear(self) -> None:
+        """Forget everything that was prepared."""
+        self.models: list[nn.Module] = []
+        self.part_names: list[str] = []
+        """Where the models are the parts of one model: their names in it, by which a checkpoint has that one."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[PreparedLoader] = []
+        self.average: WeightAverage | None = None
+        self.best_path: Path | None = None
+        self.trained_anywhere: tuple[tuple[int, ...], list[list[bool]]] | None = None
+        """Which optimizers train which models on any stage of a pipeline, and what was prepared when it was asked."""
+        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision, self._followed)
+
+    def undo_later(self, undo: Callable[[], object]) -> None:
+        """Call a function when everything is released, before what was changed earlier is restored."""
+        self._undo.append(undo)
+
+    def start_average(self, model: nn.Module) -> None:
+        """Average the weights of a model that was prepared, whole or by its parts, where `ema_decay` is set."""
+        if self.config.ema_decay is not None:
+            from phalanx.loop.ema import WeightAverage
+
+            self.average = WeightAverage(self.strategy.unwrap(model), self.config.ema_decay)
+
+    def _followed(self) -> None:
+        if self.average is not None:
+            self.average.follow()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole job."""
+        return self.world.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the one that prints and publishes."""
+        return self.world.is_main
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its averaged weights, where ema_decay asks for them."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken; checkpoints are named after it."""
+        return self.gradients.steps
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own model from a prepared one."""
+        return self.strategy.unwrap(model)
+
+    def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
+        """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
+        operation = reduce_op(op)
+        tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        if op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.double()
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=operation)
+        return tensor / self.world_size if op == "mean" else tensor
+
+    def weights_are_finite(self) -> bool:
+        """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
+        parts = [local(p).detach() for model in self.models for p in model.parameters() if p.requires_grad]
+        parts = [part for part in parts if part.numel()]
+        finite = torch.tensor(True)
+        if parts:
+            finite = torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all()
+        return bool(self.reduce(finite.int(), "min") if self.strategy.shards else finite)
+
+    def weighs_labels(self, forward: Forward, batch: Any) -> bool:
+        """Whether batches count by their labels, not by their samples: as the config says, or as the loss averages."""
+        weighting = self.config.loss_weighting
+        return weighting == "tokens" or (weighting == "auto" and forward.is_mean_over_labels(batch))
+
+    def require_weight(self, weight: float | torch.Tensor | None, of: str) -> None:
+        """Raise for a backward call without a weight if micro-batches are to be weighed by labels, which it has."""
+        if weight is None and self.config.loss_weighting == "tokens":
+            raise UsageError(
+                "loss_weighting = 'tokens' weighs losses by their labels, and backward gets a loss without them",
+                hint=f"Write {of}.backward(loss, weight=number_of_labels), or leave loss_weighting out.",
+            )
 
     @property
     def at_boundary(self) -> bool:
@@ -162,7 +263,9 @@ class Formation(Prepared):
         # What an earlier call has sharded lies where the strategy has put it, with offload in host memory.
         if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in before.values()):
             model.to(self.device)
-        self._undo += convert_layers(model, self)
+        undo, notes = convert_layers(model, self.config, self.world, self.gradients, self.precision)
+        self._undo += undo
+        self.notes += notes
         if self.config.recompute is not None or self.config.activation_offload:
             from phalanx.loop.activation import spare_activations
 
@@ -200,7 +303,7 @@ class Formation(Prepared):
             in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
-        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls, self._reading)
+        loader = PreparedLoader(sharded, self.gradients if training else None, self._compiled_calls, self._active)
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
@@ -290,7 +393,7 @@ class Formation(Prepared):
 
         At the ragged end of the data some ranks get placeholders or fewer samples: these rows are left out.
         """
-        return gather_samples(self.world, values, self._reading.loader)
+        return gather_samples(self.world, values, self._active.loader)
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Record numbers of your own: `f.log({"critic": loss})` or `f.log("critic", loss)`.
@@ -372,7 +475,7 @@ class Formation(Prepared):
         self._undo.clear()
         self._locks.clear()
         self.strategy.close()
-        self.clear()
+        self._clear()
 
     def __enter__(self) -> Formation:
         return self
@@ -384,3 +487,16 @@ class Formation(Prepared):
             self.close()
         else:  # a barrier in close would hide the cause
             self.release()
+
+
+def _remember_process() -> Callable[[], None]:
+    """Save the process-wide settings that a run changes; return what restores them."""
+    random, threads = rng_state(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def restore() -> None:
+        set_rng_state(random)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+    return restore

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +27,12 @@ from phalanx.errors import ModelError, PhalanxError, first_line
 from phalanx.loop.label_count import LabelCount, counted_by
 from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
 from phalanx.model import LossFromOutput, implements
+from phalanx.strategies.tensors import count_rows
+
+if TYPE_CHECKING:
+    from phalanx.loop.gradients import Gradients
+    from phalanx.loop.precision import Precision
+    from phalanx.observe.step_clock import StepClock
 
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
 
@@ -94,6 +100,53 @@ class Forward:
             hint="Give loss_fn=lambda output, target: ... that returns a scalar, or let the model return its loss."
             + f"\n  A batch is {shape_text(batch)} without a target: give TensorDataset(inputs, targets)." * alone,
         )
+
+
+class BatchPasses:
+    """The passes of one batch, as `Strategy.train_batch` calls them."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        precision: Precision,
+        forward: Forward,
+        clock: StepClock,
+        weight: float | torch.Tensor | None = None,
+        *,
+        by_labels: bool,
+    ) -> None:
+        """`weight`: how many units the batch's loss is the mean of; `by_labels`: whether its parts count by labels."""
+        self._by_labels = by_labels
+        self._gradients = gradients
+        self._clock = clock
+        self._forward = forward
+        self._weight = weight
+        self.autocast = precision.autocast
+        self.loss_fn = forward.loss_fn
+        self.target = forward.target
+
+    def forward(self, wrapped: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Return the batch's mean loss."""
+        with self.autocast():
+            return self._forward.loss(wrapped, batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of that loss."""
+        self._clock.enter("backward")
+        self._gradients.backward(loss, self._weight)
+
+    def begin(self) -> float | torch.Tensor:
+        """Begin a backward pass that the strategy runs itself; return the factor on its loss."""
+        self._clock.enter("backward")
+        return self._gradients.enter(self._weight)
+
+    def end(self) -> None:
+        """End that backward pass."""
+        self._gradients.leave()
+
+    def weigh(self, batch: Any) -> float | torch.Tensor:
+        """Return the weight of a part of the batch: its labels that count, or its samples."""
+        return self._forward.units(batch) if self._by_labels else float(count_rows(self.target(batch)))
 
 
 def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:

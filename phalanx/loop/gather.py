@@ -14,7 +14,7 @@ from phalanx.world.abort import raise_if_aborted
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
-    from phalanx.loop.prepare import PreparedLoader
+    from phalanx.loop.loader import PreparedLoader
 
 
 def gather(world: World, values: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
 from phalanx.loop.compiling import CompileWatch
-from phalanx.loop.prepare import Prepared
 from phalanx.model import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import Event, Goodput, RanksReported
@@ -26,6 +25,9 @@ from phalanx.observe.heartbeat import Gauges, current, read_beats
 from phalanx.observe.history import History
 from phalanx.observe.step_clock import StepClock
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation_state import FormationState
 
 _EVERY = 1.0
 _REPORT_SECONDS = 10.0
@@ -146,7 +148,7 @@ class TokenRate:
 class RunSpeed:
     """How fast the run is: throughput, tokens, MFU, and the share of the time in which it trains (goodput)."""
 
-    def __init__(self, formation: Prepared, run_dir: Path, emit: Callable[[Event], None]) -> None:
+    def __init__(self, formation: FormationState, run_dir: Path, emit: Callable[[Event], None]) -> None:
         self._formation, self._run_dir, self._emit = formation, run_dir, emit
         self._reference = formation.config.options.reference_throughput
         self.clock = formation.clock

@@ -15,7 +15,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.loss_log import LossWeights
 from phalanx.loop.precision import LossScale, Precision
-from phalanx.loop.sharing import HeldParameters, ReadTogether, UnfinishedSteps
+from phalanx.loop.sharing import ConcurrentLoaders, HeldParameters, UnfinishedSteps
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.world import World
@@ -85,7 +85,7 @@ class Gradients:
         self._adopted: list[int] = []
         self._unfinished = UnfinishedSteps()
         self._calls = self._passes = 0
-        self._read = ReadTogether()
+        self._loaders = ConcurrentLoaders()
         self.steps = 0
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
@@ -115,7 +115,7 @@ class Gradients:
     def begin(self, micro: MicroInfo, loader: ShardedLoader | None = None) -> None:
         """Set the description of the batch whose passes are next; `loader`: which is about to yield it."""
         if loader is not None:
-            self._read.add(loader, micro, self._passes)
+            self._loaders.add(loader, micro, self._passes)
         self.micro = micro
         self._calls = 0
         self.batches += 1

@@ -69,7 +69,9 @@ _HOOKS = "functions"
 class Hooks:
     """The hooks and callbacks of one run."""
 
-    def __init__(self, callbacks: list[Any] | None = None) -> None:
+    def __init__(self, callbacks: list[Any] | None = None, trainer: Any = None) -> None:
+        """`trainer`: what the callbacks get."""
+        self._trainer = trainer
         self._every: list[tuple[Hook, int]] = []
         self._callbacks: list[Callback] = []
         self._board = current_heartbeat()
@@ -116,7 +118,7 @@ class Hooks:
         own = (type(callback).__module__.partition(".")[0] for callback in self._callbacks)
         return bool(self._every) or any(package != "phalanx" for package in own)
 
-    def after_step(self, trainer: Any, info: StepInfo) -> None:
+    def after_step(self, info: StepInfo) -> None:
         """Call what is due after this step, and was not called for it yet."""
         before = self._board.enter("on_step_end")  # not `within`, which takes 10 times as long
         try:
@@ -127,7 +129,7 @@ class Hooks:
                     hook(info)
             if self._every:
                 self.called[_HOOKS] = len(self._every)
-            self._fire_once("on_step_end", trainer, info)
+            self._fire_once("on_step_end", info)
         finally:
             self._board.enter(before)
         self.called.pop(_HOOKS, None)
@@ -162,11 +164,11 @@ class Hooks:
     def _fire_once(self, moment: str, *arguments: Any) -> None:
         for number in range(self.called.get(moment, 0), len(self._callbacks)):
             self.called[moment] = number
-            getattr(self._callbacks[number], moment)(*arguments)
+            getattr(self._callbacks[number], moment)(self._trainer, *arguments)
         self.called.pop(moment, None)
 
     def fire(self, moment: str, *arguments: Any) -> None:
         """Call one method of every callback."""
         with within(moment, self._board):
             for callback in self._callbacks:
-                getattr(callback, moment)(*arguments)
+                getattr(callback, moment)(self._trainer, *arguments)

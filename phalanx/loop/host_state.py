@@ -171,13 +171,15 @@ class HostWatch:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = None) -> None:
-        found = _Found()
+        found = _WatchList()
         for path, module in model.named_modules():
             found.add_module(path or type(module).__name__, module)
         found.add("loss_fn", loss_fn, _DEPTH)
         self._groups = optimizer.param_groups
         self._tables = [*found.tables, *(_Table(group, apart=("params", "lr", "initial_lr")) for group in self._groups)]
-        self._tables.append(_Copied(lambda: [id(each) for group in optimizer.param_groups for each in group["params"]]))
+        self._tables.append(
+            _ValueCopy(lambda: [id(each) for group in optimizer.param_groups for each in group["params"]])
+        )
         self.unwatched = found.unwatched
         """What holds too much to be watched; empty: nothing does."""
         self._tensors = [
@@ -234,7 +236,7 @@ class _Table:
 _NOTHING = object()
 
 
-class _Copied:
+class _ValueCopy:
     """What has no dict to look into: it is read again and compared."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -244,11 +246,11 @@ class _Copied:
         return bool(self._read() != self._before)
 
 
-class _Found:
+class _WatchList:
     """Collects what is to be watched."""
 
     def __init__(self) -> None:
-        self.tables: list[_Table | _Copied] = []
+        self.tables: list[_Table | _ValueCopy] = []
         self.unwatched = ""
         self._known: set[int] = set()
         self._kept: list[Any] = []
@@ -276,7 +278,7 @@ class _Found:
                 self._known.discard(id(value) if module is value else 0)
                 self.add_module(f"{path}.{name}" if name else path, module)
         elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
-            self.tables.append(_Copied(partial(seen, value)))
+            self.tables.append(_ValueCopy(partial(seen, value)))
         elif depth:
             self._add_inside(path, value, depth - 1)
 
@@ -289,7 +291,7 @@ class _Found:
             held = {str(key): item for key, item in value.items()}
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             if not isinstance(value, (tuple, frozenset)):
-                self.tables.append(_Copied(lambda: [seen(item, 0) for item in value]))
+                self.tables.append(_ValueCopy(lambda: [seen(item, 0) for item in value]))
             held = {str(place): item for place, item in enumerate(value)}
         else:
             held = self._of_object(value)
@@ -303,7 +305,7 @@ class _Found:
             self.tables.append(_Table(own))
         held = _inside(value)
         if own is None or held.keys() != own.keys():  # slots, a closure, a partial
-            self.tables.append(_Copied(lambda: {name: seen(item, 0) for name, item in _inside(value).items()}))
+            self.tables.append(_ValueCopy(lambda: {name: seen(item, 0) for name, item in _inside(value).items()}))
         if isinstance(value, FunctionType):
             self._add_globals(value)
         elif not isinstance(value, (partial, MethodType, BuiltinFunctionType)):
@@ -340,7 +342,7 @@ class _Found:
 _NOT_USERS = ("builtins", "torch", "phalanx", "transformers", "collections", "typing")
 
 
-class HostUse:
+class HostProbe:
     """Watches one step: afterwards `reason` says what of it needs the host; empty where nothing does."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = None) -> None:

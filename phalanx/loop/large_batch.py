@@ -27,7 +27,7 @@ from phalanx.torch_compat import (
 )
 
 
-class Trained(NamedTuple):
+class ParameterShards(NamedTuple):
     """The parameters of a group that have a gradient, as this rank's shards."""
 
     parameters: list[Tensor]
@@ -68,9 +68,9 @@ def _norms(parameters: list[Tensor], parts: list[Tensor]) -> Tensor:
     return torch.stack(found)
 
 
-def _as_shards(parameters: list[Tensor]) -> Trained:
+def _as_shards(parameters: list[Tensor]) -> ParameterShards:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    return Trained(parameters, [local(parameter) for parameter in parameters], gradients)
+    return ParameterShards(parameters, [local(parameter) for parameter in parameters], gradients)
 
 
 class _LayerWise(GroupOptimizer):
@@ -81,7 +81,7 @@ class _LayerWise(GroupOptimizer):
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {name: torch.zeros_like(parameter) for name in self._states}
 
-    def _state(self, trained: Trained, name: str) -> list[Tensor]:
+    def _state(self, trained: ParameterShards, name: str) -> list[Tensor]:
         return [local(self.state[parameter][name]) for parameter in trained.parameters]
 
 

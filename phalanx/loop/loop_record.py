@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from phalanx.config import DistributedConfig
 from phalanx.config.ways import loop_note
 from phalanx.data.order import BatchSplit
 from phalanx.loop.hooks import StepInfo
-from phalanx.loop.prepare import Prepared
 from phalanx.loop.recorders import open_sinks, own_run_dir
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
@@ -27,6 +26,9 @@ from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.record import make_run_dir
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation_state import FormationState
 
 NOT_RECORDED = (
     "log: nothing is recorded. Start the script with phalanx train --script, or give Formation(run_dir=...) or "
@@ -40,7 +42,7 @@ _UNREAD_STEPS = 50
 class LoopRecord:
     """Follows a loop by the calls that it makes: `backward`, the optimizer's step, `log`."""
 
-    def __init__(self, formation: Prepared) -> None:
+    def __init__(self, formation: FormationState) -> None:
         self._formation = formation
         self._is_recorded = _has_place(formation.config)
         self._report: Reporter | None = None

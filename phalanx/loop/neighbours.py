@@ -46,7 +46,7 @@ class Neighbours(Callback):
         if info.step % self._every == 0:
             assert self._memory is not None, "joined before"
             trainer.losses_checked()  # the state has those of all ranks
-            self._memory.keep(kept(trainer), wait=False)
+            self._memory.keep(kept(trainer.state, trainer.evaluation), wait=False)
 
     def restore(self, formation: Formation) -> dict[str, Any] | None:
         """Load the newest step that the ranks hold completely; return the loop's part of it."""

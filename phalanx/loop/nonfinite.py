@@ -13,51 +13,46 @@ import torch
 from phalanx.errors import NonFiniteLossError, error_line
 
 if TYPE_CHECKING:
-    from phalanx.loop.trainer import TrainLoop
+    from phalanx.loop.train_state import TrainState
 
 _REMEDIES = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
 _KINDS = ("nan in its inputs", "infinity in its inputs", "nan in its targets", "infinity in its targets")
 
 
-def nonfinite_error(loop: TrainLoop, what: str, step: int | None) -> NonFiniteLossError:
+def nonfinite_error(state: TrainState, what: str, step: int | None, path: str | None) -> NonFiniteLossError:
     """Report that the run failed, and return the error to raise; all ranks call this.
 
-    `step`: that of the loss, whose batch is read again.
+    `step`: that of the loss, whose batch is read again. `path`: the last checkpoint.
     """
-    saving = loop.saving
-    saving.publish()
-    path = saving.last_path
-    data, hint = ("", _REMEDIES) if step is None else _look_at_data(loop, step)
+    data, hint = ("", _REMEDIES) if step is None else _look_at_data(state, step)
     last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
-    loop.report.ended("failed", f"{what}{data}", loop.step, path)
-    if saving.gives_back and not loop.formation.weights_are_finite():
-        saving.weights_left = _give_back(loop, path)
+    state.report.ended("failed", f"{what}{data}", state.step, path)
     return NonFiniteLossError(f"{what}{data}; {last}", hint=hint)
 
 
-def _give_back(loop: TrainLoop, path: str | None) -> str:
+def give_back(state: TrainState, path: str | None) -> str:
     """Load the last checkpoint, which has finite weights, or a copy; return what the caller of fit has now."""
     if path is None:
-        step = None if loop.last_finite is None else loop.last_finite.restore()
+        step = None if state.last_finite is None else state.last_finite.restore()
         if step is None:
             return "the weights in the model are not finite, and lost"
         return f"the state of step {step}, the last one with finite weights, is in the model"
-    gradients = loop.formation.gradients
+    gradients = state.formation.gradients
     taken = gradients.steps
-    loop.formation.load(path)
+    state.formation.load(path)
     restored, gradients.steps = gradients.steps, taken  # what the run has trained, not what it has now
     return f"the state of step {restored}, that of its last checkpoint, is in the model"
 
 
-def _look_at_data(loop: TrainLoop, step: int) -> tuple[str, str]:
+def _look_at_data(state: TrainState, step: int) -> tuple[str, str]:
     """Return what is wrong with a step's batch, as the end of a sentence, and what to do."""
     try:
-        found = _kinds_in(loop, step)
+        found = _kinds_in(state, step)
     except Exception as error:  # noqa: BLE001 - of the user's data set, which must not hide that the loss is nan
         found, problem = torch.full((5,), 2), error_line(type(error).__name__, str(error))
     else:
         problem = ""
-    found = loop.formation.reduce(found, "max")
+    found = state.formation.reduce(found, "max")
     kinds = [kind for kind, flag in zip(_KINDS, found.tolist(), strict=False) if flag == 1]
     if found[4] > 1:
         why = f": {problem}" if problem else ""
@@ -70,14 +65,14 @@ def _look_at_data(loop: TrainLoop, step: int) -> tuple[str, str]:
     return "", f"{_REMEDIES} The batch of step {step} is finite." if found[4] == 1 else _REMEDIES
 
 
-def _kinds_in(loop: TrainLoop, step: int) -> torch.Tensor:
+def _kinds_in(state: TrainState, step: int) -> torch.Tensor:
     """Return a flag for each kind of this rank's share of a step, and last 1 for floats that were looked at.
 
     The last is 2 if the batch cannot be read again.
     """
     found = torch.zeros(5, dtype=torch.int64)
-    forward = loop.forward
-    batches = loop.train_loader.sharded.reread(loop.step - step)
+    forward = state.forward
+    batches = state.train_loader.sharded.reread(state.step - step)
     if batches is None or forward is None:
         found[4] = 2
         return found

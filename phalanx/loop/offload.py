@@ -56,7 +56,7 @@ class _Block:
 
     def __init__(self, below: _Block | None) -> None:
         self.below = below
-        self._moved: dict[tuple[Any, int], _Moved] = {}
+        self._moved: dict[tuple[Any, int], _OffloadedStorage] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Start copying a tensor to the host, unless it should stay."""
@@ -69,7 +69,7 @@ class _Block:
         # The weak reference keeps the key from being reused by another storage at the same address.
         key = (StorageWeakRef(memory), torch_compat.version_of(piece))  # type: ignore[no-untyped-call]
         if key not in self._moved:
-            self._moved[key] = _Moved(memory)
+            self._moved[key] = _OffloadedStorage(memory)
         return self._moved[key].saved_once_more(), _View(tensor, piece)
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ class _Block:
             moved.fetch()
 
 
-class _Moved:
+class _OffloadedStorage:
     """A tensor's memory on the host, and on the device until it is released and again from when it is fetched.
 
     All of the storage, not the tensor alone: its other views need not move, and each keeps its strides, which compiled
@@ -109,7 +109,7 @@ class _Moved:
         self._host = torch.empty_like(self._here, device="cpu", pin_memory=True)
         self._copying: torch.cuda.Event | None = self._copy(self._here, self._host)
 
-    def saved_once_more(self) -> _Moved:
+    def saved_once_more(self) -> _OffloadedStorage:
         """Count an operation that will need the memory in backward."""
         self._uses += 1
         return self

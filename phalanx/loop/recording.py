@@ -12,17 +12,17 @@ from torch import nn
 
 from phalanx.data.device import to_device
 from phalanx.data.order import MicroInfo
+from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward
 from phalanx.loop.loss_log import LossLog
-from phalanx.loop.prepare import Prepared
-from phalanx.loop.step import StepOutcome, Weighing, add_micro_batch, finish_step
+from phalanx.loop.step import StepOutcome, Weighting, add_micro_batch, finish_step
 from phalanx.torch_compat import pytree
 
 _LOSSES = 4096
 """Losses on the device that are not read yet."""
 
 
-class Pulled(NamedTuple):
+class StepBatches(NamedTuple):
     """The micro-batches of one step, on the device."""
 
     infos: list[MicroInfo]
@@ -97,7 +97,7 @@ def _placed(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tenso
 class RecordedStep:
     """A recorded step: its graphs, the memory that they read and write, and what on the host they depend on."""
 
-    def __init__(self, pulled: Pulled, loss: torch.Tensor, optimizer: torch.optim.Optimizer, log: LossLog) -> None:
+    def __init__(self, pulled: StepBatches, loss: torch.Tensor, optimizer: torch.optim.Optimizer, log: LossLog) -> None:
         """`loss`: of an earlier step, for its dtype."""
         self.form = pulled.form()
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
@@ -118,7 +118,7 @@ class RecordedStep:
         self._rates = rates_of(optimizer)
         self._on_device: list[torch.Tensor] | None = None
 
-    def fits(self, pulled: Pulled) -> bool:
+    def fits(self, pulled: StepBatches) -> bool:
         """Whether a step is a replay of this one, with other values."""
         infos, batches = pulled
         if len(infos) != len(self.infos):
@@ -135,7 +135,7 @@ class RecordedStep:
                     return False
         return True
 
-    def put(self, pulled: Pulled) -> None:
+    def put(self, pulled: StepBatches) -> None:
         """Copy the batches of a step to where the graph reads them; make room for its losses."""
         if self._count + len(pulled.infos) > len(self._losses):  # begin again at the first place
             self._log.copy()
@@ -202,7 +202,7 @@ class RecordedStep:
 class StepParts(NamedTuple):
     """What a step works on."""
 
-    prepared: Prepared
+    formation: Formation
     model: nn.Module
     optimizer: torch.optim.Optimizer
     log: LossLog
@@ -215,14 +215,14 @@ class StepCalls:
         self,
         parts: StepParts,
         forward: Forward,
-        pulled: Pulled,
+        pulled: StepBatches,
         step: int,
-        weighing: Weighing,
+        weighting: Weighting,
         *,
         reseed: Callable[[int, int], None] | None,
     ) -> None:
-        self._prepared, self._model, self._optimizer, self._log = parts
-        self._forward, self._step, self._weighing, self._reseed = forward, step, weighing, reseed
+        self._formation, self._model, self._optimizer, self._log = parts
+        self._forward, self._step, self._weighting, self._reseed = forward, step, weighting, reseed
         self.pulled = pulled
         self.loss_fn = forward.run if forward.loss_fn is None else forward.loss_fn
 
@@ -230,19 +230,19 @@ class StepCalls:
         """Run forward and backward of all micro-batches; return the last loss."""
         loss = None
         for info, batch in zip(*self.pulled, strict=True):
-            self._prepared.gradients.begin(info)
+            self._formation.gradients.begin(info)
             if self._reseed is not None:
                 self._reseed(self._step, info.offset)
-            loss, share = self._add(to_device(batch, self._prepared.device, non_blocking=True))
+            loss, share = self._add(to_device(batch, self._formation.device, non_blocking=True))
             self._log.add(self._step, loss, share)
         return loss
 
     def _add(self, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-        return add_micro_batch(self._prepared, self._model, self._forward, batch, self._weighing)
+        return add_micro_batch(self._formation, self._model, self._forward, batch, self._weighting)
 
     def _finish(self, measure_norm: bool) -> torch.Tensor | None:
         return finish_step(
-            self._prepared, self._optimizer, clip=self._prepared.config.gradient_clipping, measure_norm=measure_norm
+            self._formation, self._optimizer, clip=self._formation.config.gradient_clipping, measure_norm=measure_norm
         )
 
     def run(self, measure_norm: bool) -> StepOutcome:
@@ -255,12 +255,12 @@ class StepCalls:
     def record(self, recording: RecordedStep, measure_norm: bool) -> None:
         """Do on the recording's memory what the step does on its batches."""
         for info, batch in zip(self.pulled.infos, recording.batches, strict=True):
-            self._prepared.gradients.begin(info)
+            self._formation.gradients.begin(info)
             recording.write_loss(*self._add(batch))
         norm = self._finish(measure_norm)
         if norm is not None:
             recording.norm.copy_(norm)
-        if (scale := self._prepared.gradients.scale) is not None:
+        if (scale := self._formation.gradients.scale) is not None:
             scale.update()
 
 

@@ -22,7 +22,7 @@ from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
 from phalanx.host.processes import STOPS
 from phalanx.loop.hooks import Callback, StepInfo
-from phalanx.loop.run_state import Committed, RunState, capture, restore
+from phalanx.loop.run_state import RunState, StepBoundary, capture, restore
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
@@ -52,7 +52,7 @@ class Survivor:
         self.stop_requested: str | None = None
         """The signal that asked this process to stop between two loops; the next loop stops for it."""
         self._captured: RunState | None = None
-        self._committed = Committed()
+        self._boundary = StepBoundary()
         self._run_id = ""
         self._loop: TrainLoop | None = None
         self._trained_before: dict[str, bool] = {}
@@ -68,9 +68,9 @@ class Survivor:
     def run(self, loop: TrainLoop, run_dir: Path) -> History:
         """Run the loop from the captured state; capture it again when ranks are lost or added."""
         self.run_dir = run_dir
-        self._committed = Committed()
-        loop.hooks.add(self._committed)
-        loop.hooks.add(_Begun(self._drop))
+        self._boundary = StepBoundary()
+        loop.hooks.add(self._boundary)
+        loop.hooks.add(_StartCallback(self._drop))
         strategy = loop.formation.strategy  # shards are kept with the losses; ranks that do not wait keep their own
         loop.report.loss_log.sums_each_step = (
             loop.formation.world_size > 1 and strategy.in_lockstep and not strategy.shards
@@ -96,14 +96,14 @@ class Survivor:
                 self._interrupted(self._loop, error)
             raise
         if self._loop is not None:  # the group is left after this
-            self._captured = self._capture(self._loop, self._committed)
+            self._captured = self._capture(self._loop, self._boundary)
             self._loop = None
 
     def _interrupted(self, loop: TrainLoop, error: BaseException) -> None:
         self._loop = None
         loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=self.may_go_on(error))
         self.stop_requested = loop.stop.from_outside or self.stop_requested
-        self._captured = self._capture(loop, self._committed)
+        self._captured = self._capture(loop, self._boundary)
         self.is_stale = self._captured is None and loop.step > 0
         now = _trained(loop.task.model)
         changed = {name: flag for name, flag in now.items() if self._trained_before.get(name, flag) != flag}
@@ -114,10 +114,10 @@ class Survivor:
         """Release the captured state: the loop has it, and captures a newer one when it is interrupted."""
         self._captured = None
 
-    def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
+    def _capture(self, loop: TrainLoop, boundary: StepBoundary) -> RunState | None:
         """Return the state of the last complete step; None where it was lost with other ranks."""
         try:
-            return capture(loop, committed) or self._captured
+            return capture(loop.state, loop.evaluation, boundary) or self._captured
         except (CommunicationError, OSError, EOFError) as error:
             loop.report.say(f"the state is not in memory any more: {error}", "warning")
             return None
@@ -184,7 +184,7 @@ class Survivor:
                 signal.signal(number, handler)
 
 
-class Recovering(Survivor):
+class ElasticSurvivor(Survivor):
     """A rank whose launcher replaces lost ranks in place."""
 
     def __init__(self, member: membership.Member) -> None:
@@ -226,7 +226,7 @@ class Recovering(Survivor):
         if self._change is None:
             take_spent()  # the first group is start-up
         else:
-            loop.regrouped = True
+            loop.state.regrouped = True
             loop.hooks.add(_ReportRecovery(self._change, max(self.step, self._step_before)))
 
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
@@ -240,7 +240,7 @@ class Recovering(Survivor):
         loop.hooks.add(neighbours)
         return lambda: neighbours.restore(loop.formation) or self.resume(loop)
 
-    def _capture(self, loop: TrainLoop, committed: Committed) -> RunState | None:
+    def _capture(self, loop: TrainLoop, boundary: StepBoundary) -> RunState | None:
         """Return the state of this rank; of a sharded model its neighbours keep it."""
         if self._neighbours is not None:
             self._step_before = loop.step
@@ -249,7 +249,7 @@ class Recovering(Survivor):
         if gate is not None and gate.has_lost_state:
             loop.report.say("a step of this rank could not be undone: it takes the state of another one", "warning")
             return None
-        return super()._capture(loop, committed)
+        return super()._capture(loop, boundary)
 
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"
@@ -274,7 +274,7 @@ def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
-class _Begun(Callback):
+class _StartCallback(Callback):
     """Calls a function when the loop has its state and begins; after the callbacks of the user, which may raise."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -303,7 +303,7 @@ class _ReportRecovery(Callback):
             self._report(trainer)
             from phalanx.loop.checks import compare_ranks
 
-            compare_ranks(trainer)
+            compare_ranks(trainer.formation, trainer.model)
 
     def on_fit_end(self, trainer: TrainLoop) -> None:
         """Report a change after the last step."""
@@ -330,7 +330,7 @@ Result = TypeVar("Result")
 def run_recovering(run_once: Callable[[Survivor], Result]) -> Result:
     """Run, and after lost or added ranks run again with those present, until a run succeeds or fails by itself."""
     member = membership.Member.from_environment()
-    survivor = Recovering(member)
+    survivor = ElasticSurvivor(member)
     with survivor.listening():
         if member.joins_late:
             survivor.move("new")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from phalanx.data.order import BatchSplit
 from phalanx.loop.gauges import RankGauges, RunSpeed, token_rate
 from phalanx.loop.hooks import StepInfo
 from phalanx.loop.loss_log import Losses, LossLog, LossSum
-from phalanx.loop.prepare import Prepared
 from phalanx.loop.recorders import tensorboard_dir
 from phalanx.loop.values import OWN_CURVES, ValueLog, Values, as_events, checked, reduced
 from phalanx.model import recorded_dimensions
@@ -47,6 +46,9 @@ from phalanx.observe.sinks import EventStream
 from phalanx.world.mesh import layout_words
 from phalanx.world.world import World
 
+if TYPE_CHECKING:
+    from phalanx.loop.formation_state import FormationState
+
 _STEPS_IN_CHECKPOINT = 1000
 _EARLY_STEPS = (2, 3, 5, 8)
 _UNREAD_STEPS = 50
@@ -56,7 +58,9 @@ _UNREAD_STEPS = 50
 class Reporter:
     """Turns what happens in the loop into events and history."""
 
-    def __init__(self, formation: Prepared, name: str, layout: BatchSplit, run_dir: Path, events: EventStream) -> None:
+    def __init__(
+        self, formation: FormationState, name: str, layout: BatchSplit, run_dir: Path, events: EventStream
+    ) -> None:
         """`name`: of the run; `layout`: of its training batches."""
         self._formation, self._config, self._world = formation, formation.config, formation.world
         self._name, self._layout, self._run_dir = name, layout, run_dir

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,56 +17,61 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import Snapshot
+from phalanx.loop.evaluate import Evaluation
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.optim import rate_factor
 from phalanx.loop.state import put_back, snapshot_of
+from phalanx.loop.train_state import TrainState, count_steps
 from phalanx.torch_compat import foreach_copy_, pytree
 from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.seed import set_rng_state
 
 
-def loop_state(loop: Any) -> dict[str, Any]:
-    """Return what the loop adds to the state of what it has prepared, as plain values, equal on all ranks.
-
-    `loop`: the `TrainLoop`.
-    """
-    control = loop.control.state_dict()
+def loop_state(state: TrainState, evaluation: Evaluation) -> dict[str, Any]:
+    """Return what the loop adds to the state of what it has prepared, as plain values, equal on all ranks."""
+    control = state.control.state_dict()
     return {
-        **loop.report.to_keep(),
-        "schedule": loop.schedule.state_dict(),
-        "watched": {"best": loop.saving.best.state_dict(), "stopping": control.pop("stopping")},
-        "evaluation": loop.evaluation.state_dict(),
-        "callbacks": loop.hooks.state_dict(),
-        "classes": loop.task.classes,
-        "columns": loop.task.columns,
+        **state.report.to_keep(),
+        "schedule": state.schedule.state_dict(),
+        "watched": {"best": state.checkpoints.best.state_dict(), "stopping": control.pop("stopping")},
+        "evaluation": evaluation.state_dict(),
+        "callbacks": state.hooks.state_dict(),
+        "classes": state.task.classes,
+        "columns": state.task.columns,
         **control,
     }
 
 
-def load_loop_state(loop: Any, state: dict[str, Any]) -> None:
-    """Continue from what `loop_state` returned, and from the state's "path"; all ranks call this."""
-    # Where nothing was kept yet, ranks that were replaced begin with another run's checkpoint, as their run did.
-    loop.continues = loop.regrouped and loop.formation.state_of == loop.formation.run_id
-    loop.report.resumed(state, same_run=loop.continues)
-    if (unreported := state.pop("unreported", None)) is not None:
-        loop.hooks.unreported = StepInfo(**unreported)
-    loop.hooks.called = state.pop("called", {})
-    loop.hooks.load_state_dict(state.get("callbacks", {}), loop.report.say)
-    if loop.continues:
-        loop.saving.look_up()
-    loop.evaluation.load_state_dict(state.get("evaluation"))
-    watched = state.get("watched", {})
-    loop.saving.restore_best(watched.get("best"), state["path"])
-    loop.control.load_state_dict({**state, "stopping": watched.get("stopping")}, loop.epoch, same_run=loop.continues)
-    if "schedule" in state:
-        loop.schedule.load_state_dict(state["schedule"])
-    if loop.optimizer_settings is not None and not loop.continues:
-        loop.optimizer_settings.put_back(loop.optimizer)
-    total = loop.count_steps()
-    if total != loop.total_steps:  # another number of ranks: the same epochs take another number of steps
-        loop.total_steps = total
-        loop.schedule.reshape(rate_factor(loop.config, total))
+def load_loop_state(
+    state: TrainState,
+    evaluation: Evaluation,
+    restore_best: Callable[[dict[str, Any] | None, str], None],
+    saved: dict[str, Any],
+) -> None:
+    """Continue from what `loop_state` returned, and from its "path"; all ranks call this.
+
+    `restore_best`: see `CheckpointWriter`.
+    """
+    # If nothing was kept yet, ranks that were replaced begin with another run's checkpoint, as their run did.
+    state.continues = state.regrouped and state.formation.state_of == state.formation.run_id
+    state.report.resumed(saved, same_run=state.continues)
+    if (unreported := saved.pop("unreported", None)) is not None:
+        state.hooks.unreported = StepInfo(**unreported)
+    state.hooks.called = saved.pop("called", {})
+    state.hooks.load_state_dict(saved.get("callbacks", {}), state.report.say)
+    evaluation.load_state_dict(saved.get("evaluation"))
+    watched = saved.get("watched", {})
+    restore_best(watched.get("best"), saved["path"])
+    state.control.load_state_dict({**saved, "stopping": watched.get("stopping")}, state.epoch, same_run=state.continues)
+    if "schedule" in saved:
+        state.schedule.load_state_dict(saved["schedule"])
+    if state.optimizer_settings is not None and not state.continues:
+        state.optimizer_settings.put_back(state.optimizer)
+    total = count_steps(state.formation, state.train_loader)
+    if total != state.total_steps:  # another number of ranks: the same epochs take another number of steps
+        state.total_steps = total
+        state.schedule.reshape(rate_factor(state.config, total))
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class RunState:
                 sum_of["weight"] += weight
 
 
-class Committed(Callback):
+class StepBoundary(Callback):
     """Notes after each step what an interrupted step changes: how far the data were read, and the buffers."""
 
     def __init__(self) -> None:
@@ -133,31 +139,31 @@ class Committed(Callback):
                 foreach_copy_(self._copies, self._buffers)
 
 
-def capture(loop: Any, committed: Committed) -> RunState | None:
+def capture(state: TrainState, evaluation: Evaluation, boundary: StepBoundary) -> RunState | None:
     """Return the state after the last complete step; None before the run has begun. Without communication.
 
     Its tensors are those in use, not copies.
     """
-    formation = loop.formation
-    if committed.step < 0:
+    formation = state.formation
+    if boundary.step < 0:
         return None
-    content = snapshot_of(formation, loop_state(loop) | _identity(formation), alone=True)
-    if formation.step == committed.step:  # else the step was taken, and only its report failed
-        content.shared["loaders"] = committed.loaders
-        committed.put_buffers_back()
-    if loop.hooks.unreported is not None:
-        info = {item.name: getattr(loop.hooks.unreported, item.name) for item in dataclasses.fields(StepInfo)}
+    content = snapshot_of(formation, loop_state(state, evaluation) | _identity(formation), alone=True)
+    if formation.step == boundary.step:  # else the step was taken, and only its report failed
+        content.shared["loaders"] = boundary.loaders
+        boundary.put_buffers_back()
+    if state.hooks.unreported is not None:
+        info = {item.name: getattr(state.hooks.unreported, item.name) for item in dataclasses.fields(StepInfo)}
         info["loss_tensor"] = info["loss_tensor"].detach().cpu()
         content.shared["unreported"] = info
-    content.shared["called"] = loop.hooks.called
+    content.shared["called"] = state.hooks.called
     for model in formation.models:  # gradients of the interrupted step are not part of the next one
         model.zero_grad(set_to_none=True)
-    return RunState(formation.world_size, content, loop.report.loss_log.unread(formation.step))
+    return RunState(formation.world_size, content, state.report.loss_log.unread(formation.step))
 
 
-def kept(loop: Any) -> Snapshot:
+def kept(state: TrainState, evaluation: Evaluation) -> Snapshot:
     """Return the state at the boundary of a step, for the memory of other ranks; all ranks call this."""
-    return snapshot_of(loop.formation, loop_state(loop) | _identity(loop.formation))
+    return snapshot_of(state.formation, loop_state(state, evaluation) | _identity(state.formation))
 
 
 def _identity(formation: Formation) -> dict[str, Any]:
@@ -206,7 +212,7 @@ def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None
 
 
 @dataclass(frozen=True)
-class _Described:
+class _TensorSpec:
     """Shape and dtype of a tensor that a rank allocates before it is broadcast."""
 
     shape: torch.Size
@@ -214,13 +220,13 @@ class _Described:
     on_host: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Described:
+    def of(cls, tensor: torch.Tensor) -> _TensorSpec:
         return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
 
 
 def _share_tensors(formation: Formation, into: dict[str, Any] | None, source: int) -> dict[str, Any]:
     """Broadcast a rank's tree of tensors and plain values, into the tensors of `into` where it has such ones."""
-    described = pytree.tree_map_only(torch.Tensor, _Described.of, into)
+    described = pytree.tree_map_only(torch.Tensor, _TensorSpec.of, into)
     described = _broadcast(formation, described, source)
     leaves, structure = pytree.tree_flatten(described)
     held, own_structure = pytree.tree_flatten(into)
@@ -233,9 +239,9 @@ def _share_tensors(formation: Formation, into: dict[str, Any] | None, source: in
 
 def _share(formation: Formation, leaf: Any, held: Any, source: int) -> Any:
     """Return the source's value for a leaf of the tree."""
-    if not isinstance(leaf, _Described):
+    if not isinstance(leaf, _TensorSpec):
         return leaf
-    known = isinstance(held, torch.Tensor) and (formation.rank == source or _Described.of(held) == leaf)
+    known = isinstance(held, torch.Tensor) and (formation.rank == source or _TensorSpec.of(held) == leaf)
     if known and formation.rank == source:
         value = held.detach().to(formation.device).contiguous()
     else:

@@ -175,7 +175,7 @@ class UnfinishedSteps:
         self._kept.clear()
 
 
-class ReadTogether:
+class ConcurrentLoaders:
     """The loaders that are read between two backward passes, with their latest batches."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -205,7 +205,7 @@ class RunControl:
         if status != "finished":
             self.ending.status = status
 
-    def judge(self, values: dict[str, float], step: int) -> None:
+    def judge(self, values: Mapping[str, float], step: int) -> None:
         """End training where the watched metric no longer improves."""
         watch, patience = self._early, self._formation.config.patience
         if watch is not None and watch.judge(values, step) is False and watch.since >= patience:

@@ -16,11 +16,12 @@ from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError
 from phalanx.loop.best import check_metrics
+from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Hooks
+from phalanx.loop.loader import Augmentation, PreparedLoader
 from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
-from phalanx.loop.prepare import Augmentation, Prepared, PreparedLoader
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -332,7 +333,7 @@ def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_schedule(
-    formation: Prepared,
+    formation: Formation,
     task: TrainTask,
     optimizer: torch.optim.Optimizer,
     loader: PreparedLoader,

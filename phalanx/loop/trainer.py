@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
-from phalanx.loop.evaluate import Evaluation, begin_training
+from phalanx.loop.checkpoint_policy import CheckpointPolicy
+from phalanx.loop.evaluate import Evaluation, begin_training, validation_loader
 from phalanx.loop.formation import Formation
-from phalanx.loop.forward import Forward, decide_forward
+from phalanx.loop.forward import decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.last_finite import LastFinite
 from phalanx.loop.loss_log import Losses
 from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
-from phalanx.loop.saving import Saves
-from phalanx.loop.step import StepOutcome, Weighing, train_step
+from phalanx.loop.saving import CheckpointWriter
+from phalanx.loop.step import StepOutcome, Weighting, train_step
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
+from phalanx.loop.train_state import TrainState, count_steps, max_epochs
 from phalanx.loop.values import Values, checked_step, enter_loop, leave_loop, never_logged
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
@@ -45,33 +47,48 @@ class TrainLoop:
         self.task = task
         self.run_dir = run_dir
         _leave_default_stream(formation)
-        self.model, self.optimizer, self.own_step = prepare_task(formation, task)
+        self.model, self.optimizer, own_step = prepare_task(formation, task)
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
-        self.evaluation = Evaluation(self)
-        self.total_steps = self.count_steps()
-        self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, self.total_steps)
-        self.optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
+        val_loader = validation_loader(formation, task, self.train_loader)
+        total_steps = count_steps(formation, self.train_loader)
+        self.schedule = make_schedule(formation, task, self.optimizer, self.train_loader, total_steps)
+        optimizer_settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         formation.undo_later(self.schedule.put_back)  # the next loop around this optimizer begins with its own rates
-        self.hooks = Hooks(task.callbacks)
+        self.hooks = Hooks(task.callbacks, self)
         for sink in self.hooks.sinks if formation.is_main else ():
             events.add(sink)
         synced = None if formation.strategy.in_lockstep else partial(_ranks_synced, formation)
         self.control = RunControl(formation, synced)
-        self.saving = Saves(self, run_dir, synced)
+        checkpoints = CheckpointPolicy(formation, run_dir)
         formation.start_average(self.model)
         formation.clock.data_wait = lambda: self.train_loader.waited_s
         self.report = Reporter(formation, task.name, self.train_loader.sharded.layout, run_dir, events)
         self.checks = _make_checks(formation, self.model, events)
+        self.state = TrainState(
+            formation=formation,
+            task=task,
+            model=self.model,
+            optimizer=self.optimizer,
+            own_step=own_step,
+            train_loader=self.train_loader,
+            val_loader=val_loader,
+            total_steps=total_steps,
+            schedule=self.schedule,
+            optimizer_settings=optimizer_settings,
+            hooks=self.hooks,
+            control=self.control,
+            checkpoints=checkpoints,
+            report=self.report,
+            checks=self.checks,
+        )
+        """What the parts of this loop share."""
+        self.evaluation = Evaluation(self.state, self.losses_checked)
+        self.saving = CheckpointWriter(self.state, self.evaluation, self.losses_checked, synced)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.reseed = formation.reseed if self.config.fixed_order else None
         """Makes dropout a function of the step and the samples, so that it is equal on any rank and when done again."""
-        self.regrouped = False
-        """Whether the group of ranks has changed, so that other ranks may have begun this run."""
-        self.continues = False
-        """Whether the state is one of this run, from before the group of ranks changed."""
-        self._call = ModelCall(self)
-        self.last_finite: LastFinite | None = None
+        self._call = ModelCall(self.state)
         self.yields_steps = True
         """Whether the caller gets every step, and may change anything after it."""
 
@@ -97,8 +114,13 @@ class TrainLoop:
 
     @property
     def max_epochs(self) -> int | None:
-        """The number of epochs; None where only max_steps counts."""
-        return self.config.epochs or (None if self.config.max_steps is not None else 1)
+        """The number of epochs; None if only max_steps counts."""
+        return max_epochs(self.config)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The number of optimizer steps of the whole run, if it is known beforehand."""
+        return self.state.total_steps
 
     @property
     def history(self) -> History:
@@ -123,9 +145,9 @@ class TrainLoop:
 
     def steps(self) -> Iterator[StepInfo]:
         """Train, yielding after every optimizer step."""
-        self.saving.check_directory()
-        if (state := self.restore()) is not None:
-            load_loop_state(self, state)
+        self.state.checkpoints.check_directory()
+        if (saved := self.restore()) is not None:
+            load_loop_state(self.state, self.evaluation, self.saving.restore_best, saved)
         ending = self.control.ending
         if ending.reported:  # ranks were lost while the result was returned
             self.history.status, self.history.reason = ending.status, ending.reason
@@ -134,18 +156,19 @@ class TrainLoop:
             return
         self.evaluation.try_out()
         epochs = self.config.epochs or (1 if self.config.max_steps is None else None)
-        self.report.started(self.step, self.total_steps, self.model, epochs=epochs)
-        if self.is_finished() and not self.continues:
+        self.report.started(self.step, self.state.total_steps, self.model, epochs=epochs)
+        if self.is_finished() and not self.state.continues:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)
         if self.saving.gives_back and self.config.on_nonfinite == "stop":
-            self.last_finite = LastFinite(self.formation.unwrap(self.model), self.formation.optimizers)
-            self.last_finite.keep(self.step)
+            last_finite = LastFinite(self.formation.unwrap(self.model), self.formation.optimizers)
+            last_finite.keep(self.step)
+            self.state.last_finite = last_finite
         entered = enter_loop(self)
         try:
-            self.hooks.fire("on_fit_start", self)
+            self.hooks.fire("on_fit_start")
             self.hooks.check_states()
-            if self.continues:
+            if self.state.continues:
                 self._complete_boundary()
             while not self.is_finished():
                 yield from self._epoch()
@@ -163,13 +186,14 @@ class TrainLoop:
         epoch, heartbeat, average = self.epoch, current_heartbeat(), self.formation.average
         report, hooks, checks, call, evaluation = self.report, self.hooks, self.checks, self._call, self.evaluation
         begin_training(self.model, self.formation.unwrap(self.model))
-        call.begin_epoch()
+        state, is_finished = self.state, self.state.is_finished
+        call.begin_epoch(is_watched=hooks.has_users or self.yields_steps)
         batches = call.decided(iter(self.train_loader))
-        while call.forward is not None and not self.is_finished(within_epoch=True):
+        while state.forward is not None and not is_finished(within_epoch=True):
             step = self.step + 1
             self.schedule.apply(step - 1)
             due = report.is_due(step)
-            outcome = call.take_step(batches, measure_norm=due)
+            outcome = call.take_step(batches, measure_norm=due, reseed=self.reseed)
             if outcome is None:
                 break
             heartbeat.beat(step)
@@ -185,9 +209,9 @@ class TrainLoop:
             elif report.looks_at_losses(step):
                 self.losses_checked()
             if hooks.wants_steps:
-                hooks.after_step(self, info)
+                hooks.after_step(info)
             hooks.unreported = None
-            if self.train_loader.is_consumed or self.is_finished(within_epoch=True):
+            if self.train_loader.is_consumed or is_finished(within_epoch=True):
                 whole = self.train_loader.is_consumed
                 batches.close()
                 self.train_loader.roll_over()
@@ -204,13 +228,13 @@ class TrainLoop:
             yield info
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
-            if self.saving.due_after_epoch(epoch + 1) and not self.is_finished():
+            if state.checkpoints.due_after_epoch(epoch + 1) and not self.is_finished():
                 self.saving.save()
 
     def _complete_boundary(self) -> None:
         """Do what follows the last step, and the ranks were lost in: callbacks, the last evaluation, a checkpoint."""
         if self.hooks.unreported is not None:
-            self.hooks.after_step(self, self.hooks.unreported)
+            self.hooks.after_step(self.hooks.unreported)
             self.hooks.unreported = None
         self.evaluation.complete()
         reported = [record.step for record in self.history.epochs[-1:]] == [self.step]
@@ -222,7 +246,7 @@ class TrainLoop:
             return
         if not self.is_finished():
             self.control.after_epoch(self.epoch)  # the tuner had not answered yet
-        if self.step and self.saving.due_after_step(self.step):
+        if self.step and self.state.checkpoints.due_after_step(self.step):
             self.saving.save()
 
     def _save_or_stop(self, step: int, epochs: int | None = None) -> None:
@@ -247,7 +271,7 @@ class TrainLoop:
         self.evaluation.judge({"train/loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics, whole=whole)
         self.report.say(self.train_loader.sharded.problems(), "warning")
-        self.hooks.fire_once("on_epoch_end", self, epoch, metrics)
+        self.hooks.fire_once("on_epoch_end", epoch, metrics)
         self._report_logged(epoch, measured=metrics)
         if not last:
             self.control.after_epoch(epoch + 1)
@@ -257,7 +281,8 @@ class TrainLoop:
         current = self.step
         if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
             self._call.runs_on_host("the step logs values")
-            current = self.step + 1 if self.own_step is None else self.own_step.number
+            own_step = self.state.own_step
+            current = self.step + 1 if own_step is None else own_step.number
         self.report.log(current if step is None else checked_step(step), values, value, reduce)
 
     def _report_logged(self, epoch: int, *, measured: Mapping[str, float] | None = None) -> None:
@@ -285,11 +310,11 @@ class TrainLoop:
         self.saving.save_last()
         self.saving.load_best()
         self._take_result()
-        self.hooks.fire("on_training_end", self)
+        self.hooks.fire("on_training_end")
         ending = self.control.ending
         self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
         ending.reported = True
-        self.hooks.fire("on_fit_end", self)
+        self.hooks.fire("on_fit_end")
         self.report.report_logged(self.step, self.epoch)
         self.schedule.end(self.step)
 
@@ -306,38 +331,25 @@ class TrainLoop:
         bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
             raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}", bad)
-        if self.last_finite is not None:
-            self.last_finite.keep(self.step)
+        if self.state.last_finite is not None:
+            self.state.last_finite.keep(self.step)
         return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
 
     def losses_checked(self) -> None:
         """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""
         self.report.losses(self._losses())
 
-    @property
-    def forward(self) -> Forward | None:
-        """How the model is called; None before the first batch."""
-        return self._call.forward
-
     def is_finished(self, *, within_epoch: bool = False) -> bool:
         """Whether no step is left; `within_epoch`: apart from the number of epochs."""
-        if self.control.ending.early or (self.total_steps is not None and self.step >= self.total_steps):
-            return True
-        return not within_epoch and self.max_epochs is not None and self.epoch >= self.max_epochs
-
-    def count_steps(self) -> int | None:
-        """Return the number of optimizer steps of the whole run, where it is known beforehand."""
-        left, most = self.train_loader.steps_left(self.max_epochs), self.config.max_steps
-        return most if left is None else int(min(self.step + left, most or math.inf))
+        return self.state.is_finished(within_epoch=within_epoch)
 
 
 class ModelCall:
     """How the model is called, batches are weighed and steps are launched: decided on the first batches."""
 
-    def __init__(self, loop: TrainLoop) -> None:
-        self._loop = loop
-        self.forward: Forward | None = None
-        self.weighing = Weighing()
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self.weighting = Weighting()
         self._captured: CapturedStep | None = None
         self._begun = False
 
@@ -346,57 +358,64 @@ class ModelCall:
         if self._captured is not None:
             self._captured.refuse(why)
 
-    def begin_epoch(self) -> None:
-        """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be."""
-        loop = self._loop
-        if not self._begun and loop.own_step is None and (loop.formation.device.type == "cuda" or loop.config.capture):
+    def begin_epoch(self, *, is_watched: bool) -> None:
+        """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be.
+
+        `is_watched`: code of the user runs after steps.
+        """
+        state = self._state
+        if (
+            not self._begun
+            and state.own_step is None
+            and (state.formation.device.type == "cuda" or state.config.capture)
+        ):
             from phalanx.loop.capture import captured_step  # ranks without a GPU do not load it
 
-            self._captured = captured_step(loop)
+            self._captured = captured_step(state, is_watched=is_watched)
         self._begun = True
         if self._captured is not None:
             self._captured.check()
-            size = getattr(loop.task.augment, "size", None)
-            if size is not None and loop.epoch and size(loop.epoch) != size(loop.epoch - 1):
+            size = getattr(state.task.augment, "size", None)
+            if size is not None and state.epoch and size(state.epoch) != size(state.epoch - 1):
                 self._captured.drop()  # images of another size, from here on
 
-    def take_step(self, batches: Iterator[Any], *, measure_norm: bool) -> StepOutcome | None:
+    def take_step(
+        self, batches: Iterator[Any], *, measure_norm: bool, reseed: Callable[[int, int], None] | None
+    ) -> StepOutcome | None:
         """Take the next step, replayed or eagerly; None when the epoch has none left."""
-        loop, forward, captured = self._loop, self.forward, self._captured
-        if loop.own_step is not None:
-            return loop.own_step.take(batches, loop.report.loss_log, loop.reseed)
+        state, forward, captured = self._state, self._state.forward, self._captured
+        if state.own_step is not None:
+            return state.own_step.take(batches, state.report.loss_log, reseed)
         assert forward is not None, "decided on the first batch"
         if captured is not None and not captured.is_off:
-            return captured.take(
-                forward, batches, weighing=self.weighing, measure_norm=measure_norm, reseed=loop.reseed
-            )
+            return captured.take(forward, batches, weighting=self.weighting, measure_norm=measure_norm, reseed=reseed)
         return train_step(
-            loop.formation,
-            loop.model,
-            loop.optimizer,
+            state.formation,
+            state.model,
+            state.optimizer,
             forward,
             batches,
-            loop.report.loss_log,
-            weighing=self.weighing,
-            clip=loop.config.gradient_clipping,
+            state.report.loss_log,
+            weighting=self.weighting,
+            clip=state.config.gradient_clipping,
             measure_norm=measure_norm,
-            reseed=loop.reseed,
+            reseed=reseed,
         )
 
     def decided(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch, if that is to be done, and return all batches."""
-        if self.forward is not None:
+        if self._state.forward is not None:
             return batches
-        loop, task = self._loop, self._loop.task
+        state, task = self._state, self._state.task
         for first in batches:
-            self.forward = decide_forward(task.model, task.loss_fn, first)
-            by_labels = loop.formation.weighs_labels(self.forward, first)
+            forward = state.forward = decide_forward(task.model, task.loss_fn, first)
+            by_labels = state.formation.weighs_labels(forward, first)
             # Without a wait for each other in every step, ranks cannot add up the labels of all.
-            has_shares = loop.train_loader.sharded.layout.blocks > 1 and loop.config.resolved_server_mode == "sync"
-            self.weighing = Weighing(by_labels, by_labels and has_shares)
-            if not loop.continues and loop.own_step is None:
-                loop.report.say(self.forward.note)
-            loop.report.first_batch(task.model, first)
+            has_shares = state.train_loader.sharded.layout.blocks > 1 and state.config.resolved_server_mode == "sync"
+            self.weighting = Weighting(by_labels, by_labels and has_shares)
+            if not state.continues and state.own_step is None:
+                state.report.say(forward.note)
+            state.report.first_batch(task.model, first)
             return _chained(first, batches)
         return batches
 

@@ -226,24 +226,24 @@ def never_logged(setting: str, name: str, names: Iterable[str], measured: Iterab
     )
 
 
-class LogsValues(Protocol):
+class ValueLogger(Protocol):
     """What `phalanx.log` calls: the loop under way."""
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Record values."""
 
 
-_LOOPS: list[weakref.ref[LogsValues]] = []
+_LOOPS: list[weakref.ref[ValueLogger]] = []
 
 
-def enter_loop(loop: LogsValues) -> weakref.ref[LogsValues]:
+def enter_loop(loop: ValueLogger) -> weakref.ref[ValueLogger]:
     """Let `phalanx.log` go to this loop, until it is left or an inner one is entered."""
     entered = weakref.ref(loop)
     _LOOPS.append(entered)
     return entered
 
 
-def leave_loop(entered: weakref.ref[LogsValues]) -> None:
+def leave_loop(entered: weakref.ref[ValueLogger]) -> None:
     """Let `phalanx.log` go where it went before."""
     if entered in _LOOPS:
         _LOOPS.remove(entered)

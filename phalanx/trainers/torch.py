@@ -24,9 +24,10 @@ from phalanx.engine import engine_of
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
+from phalanx.loop.loader import Augmentation
 from phalanx.loop.metrics import LossFn, Metric, find_loss
+from phalanx.loop.model_setup import adapt, check_trains_adapters
 from phalanx.loop.optimizer_binding import load_scheduler_state
-from phalanx.loop.prepare import Augmentation, adapt, check_trains_adapters
 from phalanx.loop.stopping import BY_CTRL_C
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user

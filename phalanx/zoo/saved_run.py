@@ -16,7 +16,7 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.loop.prepare import adapt
+from phalanx.loop.model_setup import adapt
 from phalanx.model import WrapsModel, implements
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History

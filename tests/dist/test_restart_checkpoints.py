@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from phalanx.loop.checkpoint_policy import CheckpointPolicy
 from phalanx.loop.formation import Formation
-from phalanx.loop.saving import CheckpointPolicy
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -292,7 +292,7 @@ def test_batches_that_are_fetched_ahead(tmp_path, monkeypatch):
         return fetch_ahead(*given)
 
     monkeypatch.setattr("phalanx.data.mapped._WORTH_WORKERS", 100)
-    monkeypatch.setattr("phalanx.loop.prepare._MEASURED_BATCHES", 32)
+    monkeypatch.setattr("phalanx.loop.loader._MEASURED_BATCHES", 32)
     monkeypatch.setattr("phalanx.data.ahead.fetch_ahead", counted)
     monkeypatch.setattr("phalanx.data.ahead.worker_count", lambda ranks_here: 2)
     data = Plain(make_data(16 * 400))

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.loop import capture
-from phalanx.loop.host_state import HostUse, HostWatch, change, hooked, model_state
-from phalanx.loop.recording import Pulled, StaticBatch, batch_form, takes_rate_on_device
+from phalanx.loop.host_state import HostProbe, HostWatch, change, hooked, model_state
+from phalanx.loop.recording import StaticBatch, StepBatches, batch_form, takes_rate_on_device
 
 
 class Replayed:
@@ -44,7 +44,7 @@ def recorded(monkeypatch) -> list[int]:
     steps: list[int] = []
 
     def record(self, recording, body):
-        steps.append(self._prepared.gradients.steps + 1)
+        steps.append(self._formation.gradients.steps + 1)
         return Replayed(body)
 
     monkeypatch.setattr(capture, "why_not", lambda prepared: "")
@@ -198,7 +198,7 @@ def test_a_model_that_needs_the_host_is_not_recorded(tmp_path, recorded, kind, s
 def test_an_optimizer_that_counts_on_the_host_is_named_with_the_remedy():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    use = HostUse(model, optimizer)
+    use = HostProbe(model, optimizer)
 
     def step() -> None:
         model(torch.randn(4, 8)).sum().backward()
@@ -239,7 +239,7 @@ def test_the_form_of_a_batch():
     for other in (first[:1], list(first), (first[0][:3], first[1]), (first[0].double(), first[1])):
         assert batch_form(first) != batch_form(other)
     assert batch_form({"a": first[0], "n": 3}) != batch_form({"a": first[0], "n": 4})
-    assert Pulled([], []).form() == ()
+    assert StepBatches([], []).form() == ()
 
 
 def test_a_batch_at_a_fixed_place():
@@ -382,7 +382,7 @@ def test_a_step_that_needs_much_of_the_memory_is_captured_only_where_that_was_as
     prepared = SimpleNamespace(
         device=torch.device("cuda"), config=SimpleNamespace(capture=asked), world=SimpleNamespace(ranks_per_gpu=1)
     )
-    why = capture.CapturedStep._too_large(SimpleNamespace(_prepared=prepared))
+    why = capture.CapturedStep._too_large(SimpleNamespace(_formation=prepared))
     expected = "a step uses 45.0 of 80.0 GiB, and its graph may need as much again; capture=True tries it"
     assert why == ("" if asked else expected)
 

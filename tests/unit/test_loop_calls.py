@@ -562,9 +562,9 @@ def test_functions_and_callbacks_that_a_lost_rank_broke_off_are_called_once_each
     hooks = Hooks([*(lambda info, name=name: note(name) for name in names), Own(), (lambda info: note("rare"), 2)])
     for _ in range(2):
         with pytest.raises(CommunicationError):
-            hooks.after_step(None, StepInfo(7, 0, 1, 0.1, torch.zeros(())))
-    hooks.after_step(None, StepInfo(7, 0, 1, 0.1, torch.zeros(())))
+            hooks.after_step(StepInfo(7, 0, 1, 0.1, torch.zeros(())))
+    hooks.after_step(StepInfo(7, 0, 1, 0.1, torch.zeros(())))
     assert called == ["first", "second", "third", "own"]
     assert hooks.called == {}
-    hooks.after_step(None, StepInfo(8, 0, 1, 0.1, torch.zeros(())))
+    hooks.after_step(StepInfo(8, 0, 1, 0.1, torch.zeros(())))
     assert called[4:] == ["first", "second", "third", "rare", "own"]

@@ -12,7 +12,7 @@ from torch import nn
 import phalanx
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
-from phalanx.loop.prepare import adapt
+from phalanx.loop.model_setup import adapt
 from phalanx.zoo.models import build
 from phalanx.zoo.models.lora.nf4 import NF4Linear, dequantise, quantise, quantise_base, quantise_layer, restore_base
 

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
-from phalanx.loop.prepare import adapt
+from phalanx.loop.model_setup import adapt
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
 from phalanx.strategies.pipeline.placement import cut_at, units_of

@@ -23,8 +23,8 @@ from phalanx.config.option import join_options
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
+from phalanx.loop.loader import PreparedLoader
 from phalanx.loop.metrics import LossFn
-from phalanx.loop.prepare import PreparedLoader
 from phalanx.loop.task import TrainTask
 from phalanx.tools.verify.probe import Probe, Recording, Tensors
 from phalanx.tools.verify.subject import Parts, Subject
