@@ -13,7 +13,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.models import build
 from phalanx.models.preference import DPO, reward_accuracy, reward_margin
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 
 class Pairs(Dataset):
@@ -40,7 +40,7 @@ def train(folder: str, **settings) -> tuple[dict[str, torch.Tensor], dict[str, f
     config = DistributedConfig(**{**common, **settings})
     metrics = {"accuracy": reward_accuracy, "margin": reward_margin}
     task = TrainTask(model, Pairs(), Pairs(), metrics=metrics)
-    result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    result = Job("fit", task, config, Path(folder)).run()
     state = {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
     return state, result.history.epochs[-1].val
 
