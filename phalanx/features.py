@@ -21,7 +21,7 @@ FEATURES = {
     "lora": "phalanx.zoo.models.lora",
     "metrics": "phalanx.trackers:open_metrics",
     "nf4": "phalanx.zoo.models.lora.nf4",
-    "recipe": "phalanx.zoo.recipe:run_recipe",
+    "recipe": "phalanx.zoo.recipe:recipe_job",
     "step-profile": "phalanx.tools.profile.record:StepProfile",
     "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",
     "trackers": "phalanx.trackers:open_trackers",

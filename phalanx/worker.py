@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,31 @@ from phalanx.trainers.job import Job
 from phalanx.world.env import read_rank_env
 
 
-def run_job_file(payload: str) -> None:
-    """Run a pickled job; the first rank of each node writes its result next to it."""
-    path = Path(payload)
-
-    def load() -> Any:
-        with path.open("rb") as file:
-            return pickle.load(file)
-
-    job = load()
+def run_job(file: str) -> None:
+    """Run the job in a file; the first rank of each node writes a result that is to go back next to it."""
+    path = Path(file)
+    job = _read_job(path)
     if isinstance(job, Job):
-        job.renew = load
+        job.renew = partial(_read_job, path)
     try:
         result = job.run()
     except Exception as error:
-        if (partial := getattr(error, "partial_result", None)) is not None:
+        if (partial_result := getattr(error, "partial_result", None)) is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks after the first that failed
-            write_result(partial, path.parent)
+            write_result(partial_result, path.parent)
         raise
     env = read_rank_env()
-    if env is None or env.local_rank == 0:
+    if job.sends_back and (env is None or env.local_rank == 0):
         write_result(result, path.parent)
     if isinstance(result, JobResult) and result.stopped is not None:
         raise result.stopped
 
 
-def run_recipe_file(payload: str) -> None:
-    """Run a recipe from a JSON file that holds the recipe, the checked settings and the run's folder."""
-    request = json.loads(Path(payload).read_text(encoding="utf-8"))
-    config = DistributedConfig.trusted(request["config"])
-    feature("recipe")(Recipe(**request["recipe"]), config, Path(request["run_dir"]), checked=True)
+def _read_job(path: Path) -> Any:
+    """Return the job in a file: a pickled one, or that of a recipe, its checked settings and the run's folder."""
+    if path.suffix != ".json":
+        with path.open("rb") as file:
+            return pickle.load(file)
+    sent = json.loads(path.read_text(encoding="utf-8"))
+    config = DistributedConfig.trusted(sent["config"])
+    return feature("recipe")(Recipe(**sent["recipe"]), config, Path(sent["run_dir"]), checked=True)

@@ -33,7 +33,7 @@ from phalanx.runs.preflight import check_before_start, check_packages, check_scr
 from phalanx.runs.record import RunRecord, make_run_dir
 from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
 from phalanx.runs.script_settings import check_script_settings
-from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
+from phalanx.runs.spec import RUN_JOB, given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.mesh import JobLayout, plan_layout
@@ -159,7 +159,7 @@ def show_plan(
     if not overwrite:
         check_run_dir(config, overwrite=False, settled=recipe is not None)
     check_before_start(config.with_trusted(device=layout.device))
-    launch_spec(config, layout, target or CallTarget("phalanx.worker:run_recipe_file"), Path("logs"))  # its checks
+    launch_spec(config, layout, target or CallTarget(RUN_JOB), Path("logs"))  # its checks
     return print_plan(recipe, resolved, layout, target_name(recipe, target), missing=wanted - here, as_json=as_json)
 
 
@@ -352,7 +352,7 @@ def _run_as_rank(
         os.environ.update(_rank_environment(resolved, resolved.config))
         run_target(target, sys.path)
         return 0
-    from phalanx.zoo.recipe import run_recipe
+    from phalanx.zoo.recipe import recipe_job
 
-    run_recipe(recipe, resolved.config, None, checked=False)
+    recipe_job(recipe, resolved.config, checked=False).run()
     return 0

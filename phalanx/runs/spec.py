@@ -93,7 +93,9 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     return {**found, **{name: repr(getattr(config, name)) for name in names}}
 
 
-_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", FEATURES["verify-rank"])
+RUN_JOB = "phalanx.worker:run_job"
+"""What a rank calls with the file of a job."""
+_IN_PLACE = (RUN_JOB, FEATURES["verify-rank"])
 
 
 def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -> Elastic | None:
@@ -129,7 +131,7 @@ def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, fold
     request = {"recipe": dataclasses.asdict(recipe), "config": config.to_dict(), "run_dir": str(run_dir)}
     payload = folder / "recipe.json"
     payload.write_text(json.dumps(request), encoding="utf-8")
-    return CallTarget("phalanx.worker:run_recipe_file", str(payload))
+    return CallTarget(RUN_JOB, str(payload))
 
 
 def given_settings(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from phalanx.observe.events import KINDS, Phase, from_dict
 from phalanx.observe.sinks import Sink
 from phalanx.runs.record import log_folder
 from phalanx.runs.result import RESULT_NAME, JobResult, read_result
-from phalanx.runs.spec import launch_spec
+from phalanx.runs.spec import RUN_JOB, launch_spec
 from phalanx.world.mesh import JobLayout
 
 
@@ -191,7 +191,7 @@ def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None =
     """
     with scratch_folder("job") as folder, log_folder(job.run_dir) as logs:
         write_payload(job, folder / "job.pkl")
-        target = CallTarget("phalanx.worker:run_job_file", str(folder / "job.pkl"))
+        target = CallTarget(RUN_JOB, str(folder / "job.pkl"))
         spec = launch_spec(job.config, layout, target, logs, env=_tracking_environment(), data=data)
         spec = dataclasses.replace(spec, interrupt_grace=_INTERRUPT_GRACE)
         try:

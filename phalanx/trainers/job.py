@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,37 +59,29 @@ class Job:
     """A message for the user when the run starts."""
     gives_back: bool = False
     """Whether a fit that a signal stops has a result, with `stopped`: its caller goes on with the model."""
+    sends_back: bool = False
+    """Whether the result goes to another process, with the trained weights: that one holds the caller's model."""
     recipe: dict[str, Any] | None = None
     """What is trained, with the sizes that the data have told, for the run's record."""
 
     def run(self) -> JobResult:
-        """Run it on a rank that was started for it."""
-        return run_job(self, in_place=False)
+        """Run it on this rank, and after lost or added ranks again with those present."""
+        run: Callable[..., JobResult] = partial(_run_formed, self)
+        if self.action == "fit" and "PHALANX_CONTROL_FD" in os.environ:  # the launcher replaces lost ranks
+            from phalanx.loop.recover import run_recovering
 
-
-def run_job(job: Job, *, in_place: bool) -> JobResult:
-    """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are returned."""
-
-    def run(survivor: Survivor | None = None) -> JobResult:
-        continues = survivor is not None and survivor.run_dir is not None
-        if survivor is None or not continues or job.renew is None:
-            return _run_once(job, in_place, survivor)
-        renewed = survivor.is_stale or is_laid_out(job.task.model)
-        survivor.is_stale = survivor.is_stale and not renewed
-        return _run_once(job.renew() if renewed else job, in_place, survivor)
-
-    if job.action != "fit":
+            return run_recovering(run)
+        for engine in engines_here() if self.action == "fit" else ():
+            run = engine.wrap_run(run)
         return run()
-    if "PHALANX_CONTROL_FD" in os.environ:  # the launcher replaces lost ranks
-        from phalanx.loop.recover import run_recovering
-
-        return run_recovering(run)
-    for engine in engines_here():
-        run = engine.wrap_run(run)
-    return run()
 
 
-def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> JobResult:
+def _run_formed(job: Job, survivor: Survivor | None = None) -> JobResult:
+    """Form the group of ranks, and run a job in it; a survivor of an earlier group brings the state of its run."""
+    if survivor is not None and survivor.run_dir is not None and job.renew is not None:
+        renews = survivor.is_stale or is_laid_out(job.task.model)
+        survivor.is_stale = survivor.is_stale and not renews
+        job = job.renew() if renews else job
     if job.action == "fit":
         config, note = settle_here(job.config, job.task.model, job.task.train)
         job = replace(job, config=config, note=job.note or note)
@@ -99,7 +92,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
             result = _fit_in_folder(formation, job, survivor)
         else:
             result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
-        return_weights = job.action == "fit" and not in_place
+        return_weights = job.action == "fit" and job.sends_back
         by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
         if return_weights and not by_engine:

@@ -38,7 +38,7 @@ from phalanx.runs.record import RunRecord, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
-from phalanx.trainers.job import Job, came_back, run_job
+from phalanx.trainers.job import Job, came_back
 from phalanx.trainers.session import settle_strategy
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
@@ -256,7 +256,7 @@ class TorchTrainer:
             note = late_note(config, os.environ) if action == "fit" and env.rank == 0 else ""
             if note:
                 say_to_user(f"warning: {note}")
-            return run_job(Job(action, task, config), in_place=True)
+            return Job(action, task, config).run()
         if action != "fit":
             config = config.with_trusted(**_REPORTS_OFF)
         else:
@@ -273,7 +273,7 @@ class TorchTrainer:
         if layout.world_size > 1 and config.facts.shards:
             check_shardable(self.model, config.wrap_class)
         if layout.world_size == 1:
-            return run_job(Job(action, task, config_here, checked=True, gives_back=True), in_place=True)
+            return Job(action, task, config_here, checked=True, gives_back=True).run()
         if torch_compat.is_profiling():
             warnings.warn(
                 f"a torch.profiler is active in this process, but the {layout.world_size} ranks that train are other "
@@ -283,7 +283,7 @@ class TorchTrainer:
             )
         from phalanx.runs.start import send_job  # the parent's side: a rank does not load it
 
-        job = Job(action, task, config_here, checked=True, note=note, gives_back=True)
+        job = Job(action, task, config_here, checked=True, note=note, gives_back=True, sends_back=True)
         data = engine_of(config_here).datasets(task.train, task.val)
         result: JobResult
         if action != "fit":

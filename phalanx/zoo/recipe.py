@@ -23,8 +23,7 @@ from phalanx.model import InitialisesWeights, WrapsModel, implements
 from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import call_with, is_import_path, load_import, unknown_option
-from phalanx.runs.result import JobResult
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.session import is_large, rank_bytes
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
@@ -108,16 +107,12 @@ _BATCH_SIZE = 32
 """For data sets of the user without a DataLoader, in a recipe that sets none."""
 
 
-def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
-    """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
-
-    def build() -> Job:
-        task, sized = _sized_task(recipe, config)
-        note = getattr(task.model, "weights_note", "")
-        fitted = with_batch_size(config, task.train)
-        return Job("fit", task, fitted, run_dir, checked, build, note, recipe=dataclasses.asdict(sized))
-
-    return run_job(build(), in_place=True)
+def recipe_job(recipe: Recipe, config: DistributedConfig, run_dir: Path | None = None, *, checked: bool) -> Job:
+    """Build a recipe's parts (equal weights on all ranks, by the seed) and what trains them; `checked`: see `Job`."""
+    task, sized = _sized_task(recipe, config)
+    note = getattr(task.model, "weights_note", "")
+    fitted = with_batch_size(config, task.train)
+    return Job("fit", task, fitted, run_dir, checked, note=note, recipe=dataclasses.asdict(sized))
 
 
 def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:

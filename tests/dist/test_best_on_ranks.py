@@ -13,7 +13,7 @@ from phalanx import Callback
 from phalanx.checkpoint import find_best
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import load_weights, whole_weights
 
 
@@ -33,7 +33,7 @@ def train(folder: str, callbacks: tuple = (), dropout: float = 0.0, **settings):
     data = TensorDataset(x, x[:, :3].argmax(1))
     config = DistributedConfig(device="cpu", progress=False, run_dir=folder, **{"batch_size": 8, **settings})
     task = TrainTask(model, data, data, callbacks=list(callbacks))
-    history = run_job(Job("fit", task, config), in_place=True).history
+    history = Job("fit", task, config).run().history
     return history, whole_weights(model)
 
 

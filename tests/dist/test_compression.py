@@ -15,7 +15,7 @@ from phalanx.errors import ModelError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.ddp import RANK_STATE
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 COMPRESSORS = [name for name in fields.COMPRESSORS if name != "none"]
 SHARES = {"fp16": 0.501, "bf16": 0.501, "int8": 0.30, "sign": 0.06, "topk": 0.03, "randomk": 0.02, "powersgd": 0.35}
@@ -43,7 +43,7 @@ def train(folder, model=None, bad_step=None, **settings):
     }
     config = DistributedConfig(**{**defaults, **settings})
     task = TrainTask(model, data, loss_fn=nn.functional.cross_entropy)
-    history = run_job(Job("fit", task, config, folder), in_place=True).history
+    history = Job("fit", task, config, folder).run().history
     return {name: value.clone() for name, value in model.state_dict().items()}, history
 
 

@@ -13,7 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 from phalanx.loop.metrics import MetricSums
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.data.questions import questions
 from phalanx.zoo.models import build
 
@@ -42,7 +42,7 @@ def measure(strategy: str = "ddp") -> dict[str, float]:
     config = DistributedConfig(device="cpu", progress=False, batch_size=2, strategy=strategy)
     metrics = {"area": Area(), "mean": lambda output, target: output[:, 0]}
     task = TrainTask(model, None, data, loss_fn=nn.CrossEntropyLoss(), metrics=metrics)
-    return run_job(Job("evaluate", task, config), in_place=True).metrics
+    return Job("evaluate", task, config).run().metrics
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -59,7 +59,7 @@ def answers(path: str) -> dict[str, float]:
     data = questions("val", path, seq_len=48, stride=16)
     model = build("bert", task="qa", vocab_size=257)
     config = DistributedConfig(device="cpu", progress=False, batch_size=3)
-    return run_job(Job("evaluate", TrainTask(model, None, data), config), in_place=True).metrics
+    return Job("evaluate", TrainTask(model, None, data), config).run().metrics
 
 
 def test_answers_over_windows_on_different_ranks(ranks, tmp_path, capsys):
@@ -97,9 +97,9 @@ class Scored(Dataset):
 def test_metrics_of_a_data_set_are_used_where_none_are_given():
     config = DistributedConfig(device="cpu", progress=False, batch_size=4)
     task = TrainTask(nn.Linear(4, 2), None, Scored(), loss_fn=nn.CrossEntropyLoss())
-    assert set(run_job(Job("evaluate", task, config), in_place=True).metrics) == {"auc", "weighted", "loss"}
+    assert set(Job("evaluate", task, config).run().metrics) == {"auc", "weighted", "loss"}
     task.metrics = {"one": lambda output, target: torch.ones(len(target))}
-    assert set(run_job(Job("evaluate", task, config), in_place=True).metrics) == {"one", "loss"}
+    assert set(Job("evaluate", task, config).run().metrics) == {"one", "loss"}
 
 
 def test_rows_of_another_shape_are_refused():

@@ -18,7 +18,7 @@ from phalanx.engines.parameter_server.placement import plan_placement
 from phalanx.engines.parameter_server.process import ShardProcess
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 COMMON = {"name": "gpt", "epochs": 1, "batch_size": 5, "log_every_n_steps": 2}
 SERVERS = {"strategy": "parameter-server", "num_servers": 2}
@@ -81,7 +81,7 @@ def test_asynchronous_workers_learn_and_end_equal(ranks, tmp_path, pace):
         }
         config = DistributedConfig(device="cpu", progress=False, batch_size=4, **settings)
         task = TrainTask(model, data, loss_fn=nn.functional.mse_loss)
-        run_job(Job("fit", task, config, tmp_path / "run"), in_place=True)
+        Job("fit", task, config, tmp_path / "run").run()
         after = nn.functional.mse_loss(model(inputs), data.tensors[1]).item()
         return before, after, model.weight.detach()
 
@@ -273,7 +273,7 @@ def test_the_trainer_reports_staleness_load_and_throughput(ranks, tmp_path):
         torch.manual_seed(0)
         data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
         config = DistributedConfig(device="cpu", progress=False, batch_size=4, **SERVERS, server_mode="async")
-        run_job(Job("fit", TrainTask(nn.Linear(4, 2), data), config, tmp_path / "run"), in_place=True)
+        Job("fit", TrainTask(nn.Linear(4, 2), data), config, tmp_path / "run").run()
 
     ranks(run, world_size=2)
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()

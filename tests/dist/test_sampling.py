@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.tensor_parallel import split_tensors
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.models import InnerAttention, build
 from phalanx.zoo.recipe import SampleText, TextCode
 
@@ -39,7 +39,7 @@ def sample(folder: str, **settings) -> str:
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     sampler: Callback = RecordedText("def ", 20)
     config = DistributedConfig(device="cpu", progress=False, max_steps=2, learning_rate=1e-2, **settings)
-    run_job(Job("fit", TrainTask(model, data, callbacks=[sampler]), config, Path(folder)), in_place=True)
+    Job("fit", TrainTask(model, data, callbacks=[sampler]), config, Path(folder)).run()
     assert model.training
     return sampler.text
 

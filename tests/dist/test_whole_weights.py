@@ -15,7 +15,7 @@ from phalanx.errors import CheckpointError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.trainers import weights
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models.gpt import gpt
@@ -127,7 +127,7 @@ def test_only_the_rank_that_keeps_them_returns_weights_and_optimizer(ranks, tmp_
         data = TensorDataset(torch.randn(8, 4), torch.randn(8, 2))
         config = DistributedConfig(device="cpu", progress=False, strategy="fsdp", epochs=1, batch_size=4)
         task = TrainTask(model, data, None, nn.MSELoss(), optimizer)
-        result = run_job(Job("fit", task, config, tmp_path), in_place=False)
+        result = Job("fit", task, config, tmp_path, sends_back=True).run()
         kept = [each["state"]["state"] for each in result.optimizers if each["state"] is not None]
         return result.weights is not None, list(kept[0][0]["exp_avg"].shape) if kept else None
 

@@ -14,7 +14,7 @@ from phalanx.config import DistributedConfig
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -144,7 +144,7 @@ def train_shared(folder: str, strategy: str) -> torch.Tensor:
         progress=False,
     )
     task = TrainTask(model, DataLoader(make_data()), loss_fn=nn.CrossEntropyLoss())
-    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    Job("fit", task, config, Path(folder)).run()
     return local(model[0].weight.detach()).cpu()
 
 

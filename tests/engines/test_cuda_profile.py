@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.models.gpt import gpt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -71,7 +71,7 @@ def train_shared(folder: str, **settings: object) -> None:
         device="cuda", communication_backend="gloo", batch_size=4, max_steps=6, progress=False, profile="steps=3:5",
         **settings,
     )  # fmt: skip
-    run_job(Job("fit", TrainTask(model, data), config, Path(folder)), in_place=True)
+    Job("fit", TrainTask(model, data), config, Path(folder)).run()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ring", "fsdp"])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -29,7 +29,7 @@ def train(folder: str, **settings: object) -> tuple[dict[str, torch.Tensor], lis
         **settings,
     )
     task = TrainTask(model, data, loss_fn=nn.functional.cross_entropy)
-    history = run_job(Job("fit", task, config, folder), in_place=True).history
+    history = Job("fit", task, config, folder).run().history
     assert history is not None
     return {name: value.cpu() for name, value in model.state_dict().items()}, [s["loss"] for s in history.steps]
 

@@ -20,7 +20,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.runs import preflight
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.models.gpt import gpt
 
 installed = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def train(folder: Path, **settings) -> tuple[dict, list[float], float]:
     defaults = {"device": "cpu", "progress": False, "learning_rate": 5e-4, "log_every_n_steps": 1}
     config = DistributedConfig(**{**defaults, **settings})
     data = DataLoader(make_tokens(ignoring=config.loss_weighting == "tokens"), shuffle=True)
-    result = run_job(Job("fit", TrainTask(model, data, data), config, folder), in_place=True)
+    result = Job("fit", TrainTask(model, data, data), config, folder).run()
     weights = {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
     return weights, [step["grad_norm"] for step in result.history.steps], result.history.epochs[-1].val["loss"]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx.config import DistributedConfig
 from phalanx.loop.metrics import cross_entropy
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.data.augment import Augment
 
 STRONG = {"crop": "0:8 1:12", "randaugment": "2,9", "mixup": 0.2, "cutmix": 1.0, "erasing": 0.25, "classes": 4}
@@ -53,7 +53,7 @@ def train(folder: str, batch_size: int, **settings: Any) -> tuple[list[float], d
         loss_fn=cross_entropy,
         augment=Augment(**STRONG),
     )
-    history = run_job(Job("fit", task, config, Path(folder) / "run"), in_place=True).history
+    history = Job("fit", task, config, Path(folder) / "run").run().history
     assert history is not None
     found = history.epochs[-1].val if history.epochs else {}
     return [record["loss"] for record in history.steps], found

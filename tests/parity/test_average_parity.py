@@ -15,7 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import load_weights, whole_weights
 
 DECAY = 0.8
@@ -74,8 +74,8 @@ def train(folder: str, dtype: torch.dtype = torch.float64, decay: float | None =
     config = DistributedConfig(
         device="cpu", progress=False, run_dir=folder, ema_decay=decay, **{"learning_rate": 0.05, **settings}
     )
-    history = run_job(Job("fit", TrainTask(model, data(48), data(20), callbacks=[by_hand]), config), in_place=True)
-    again = run_job(Job("evaluate", TrainTask(model, val=data(20)), config), in_place=True).metrics["loss"]
+    history = Job("fit", TrainTask(model, data(48), data(20), callbacks=[by_hand]), config).run()
+    again = Job("evaluate", TrainTask(model, val=data(20)), config).run().metrics["loss"]
     return whole_weights(model), by_hand.average, history.history, again
 
 

@@ -17,7 +17,7 @@ from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models import InnerAttention
 from phalanx.zoo.models.gpt import gpt
@@ -66,7 +66,7 @@ def train(folder: str, name: str = "llama", *, samples: int = 32, dtype: str = "
     # A mean over labels depends on which samples share a micro-batch, and so on the data ranks; by tokens it does not.
     uneven = config.loss_weighting == "tokens" or config.strategy != "fsdp"
     data = DataLoader(make_tokens(samples, time, ignoring=uneven), shuffle=True)
-    result = run_job(Job("fit", TrainTask(model, data, data, loss_fn=loss_fn), config, Path(folder)), in_place=True)
+    result = Job("fit", TrainTask(model, data, data, loss_fn=loss_fn), config, Path(folder)).run()
     weights = whole_weights(model)
     assert weights is not None
     assert result.history is not None
@@ -184,9 +184,7 @@ def test_predictions_are_of_whole_sequences(ranks):
         torch.manual_seed(3)
         config = DistributedConfig(device="cpu", progress=False, context_parallel=2, batch_size=2)
         data = TensorDataset(make_tokens(7).tensors[0])
-        return run_job(
-            Job("predict", TrainTask(llama(**SHAPE).double(), None, data), config), in_place=True
-        ).predictions
+        return Job("predict", TrainTask(llama(**SHAPE).double(), None, data), config).run().predictions
 
     torch.manual_seed(3)
     expected = llama(**SHAPE).double()(make_tokens(7).tensors[0])

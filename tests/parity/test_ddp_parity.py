@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_weights
 
 
@@ -33,7 +33,7 @@ def train(folder: str, *, samples: int, shuffle: bool = False, dropout: float = 
     model = make_model(dropout)
     config = DistributedConfig(device="cpu", progress=False, optimizer="sgd", momentum=0.9, **settings)
     task = TrainTask(model, DataLoader(make_data(samples), shuffle=shuffle), loss_fn=nn.CrossEntropyLoss())
-    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    Job("fit", task, config, Path(folder)).run()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -89,7 +89,7 @@ def test_buffers_are_rank_0s_as_in_ddp(ranks, tmp_path):
             device="cpu", progress=False, strategy=strategy, optimizer="sgd", batch_size=4, epochs=2
         )
         task = TrainTask(model, DataLoader(make_data(48)), loss_fn=nn.CrossEntropyLoss())
-        run_job(Job("fit", task, config, Path(tmp_path)), in_place=True)
+        Job("fit", task, config, Path(tmp_path)).run()
         return model.layer.weight.flatten().tolist()
 
     assert ranks(learn, "auto", world_size=2) == ranks(learn, "ddp", world_size=2)
@@ -149,7 +149,7 @@ def test_weighting_by_tokens_equals_the_whole_batch(ranks, tmp_path):
             loss_weighting=weighting,
         )
         task = TrainTask(model, DataLoader(TensorDataset(tokens, labels)))
-        run_job(Job("fit", task, config, Path(folder)), in_place=True)
+        Job("fit", task, config, Path(folder)).run()
         return copy.deepcopy(model.state_dict())
 
     whole = ranks(run, 12, 1, "auto", str(tmp_path / "a"), world_size=1)[0]
@@ -238,7 +238,7 @@ def losses_over_labels(folder: str, batch_size: int, **layout) -> list[dict]:
         settings = {"batch_size": batch_size, "optimizer": "sgd", "learning_rate": 0.1, **layout}
         config = DistributedConfig(device="cpu", progress=False, epochs=1, **settings)
         task = TrainTask(model, DataLoader(data), DataLoader(data), loss_fn=loss)
-        result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+        result = Job("fit", task, config, Path(folder)).run()
         weights = {name: value.clone() for name, value in whole_weights(model).items()}
         found.append({**weights, "loss": torch.tensor(result.history.epochs[-1].val["loss"])})
     return found

@@ -15,7 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
@@ -64,7 +64,7 @@ def train(
     config = DistributedConfig(device="cpu", progress=False, learning_rate=1e-2, gradient_clipping=0.5, **settings)
     data = DataLoader(make_data(samples, kind), shuffle=True)
     task = TrainTask(model, data, data, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
-    result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    result = Job("fit", task, config, Path(folder)).run()
     weights = {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
     return weights, result.history.epochs[-1].val
 
@@ -183,7 +183,7 @@ def build_without_memory(folder: str) -> tuple[int, bool]:
         model = Net()
     config = DistributedConfig(device="cpu", progress=False, strategy="fsdp", batch_size=4, max_steps=2)
     task = TrainTask(model, make_data(16, torch.float32), loss_fn=nn.CrossEntropyLoss())
-    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    Job("fit", task, config, Path(folder)).run()
     local = sum(parameter.to_local().numel() for parameter in model.parameters())
     return local, all(bool(torch.isfinite(whole(p.detach())).all()) for p in model.parameters())
 

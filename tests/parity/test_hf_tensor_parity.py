@@ -16,7 +16,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local, whole
 from phalanx.strategies.tensor_parallel import FusedColumns, known_plan
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,7 +86,7 @@ def train(folder: str, name: str, **settings):
     config = DistributedConfig(**{**defaults, "gradient_clipping": 0.1, **settings})
     data = DataLoader(Tokens(), shuffle=True)
     task = TrainTask(model, data, data, loss_fn=shifted_loss)
-    result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    result = Job("fit", task, config, Path(folder)).run()
     weights = {key: whole(value.detach()).clone() for key, value in model.state_dict().items()}
     assert result.history is not None
     return weights, result.history.epochs[-1].val, sum(local(p).numel() for p in model.parameters())

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models import build
 
@@ -34,7 +34,7 @@ def train(folder: str, optimizer: str, strategy: str) -> dict[str, Any]:
         weight_decay=0.01,
     )
     task = TrainTask(model, DataLoader(data), loss_fn=nn.CrossEntropyLoss())
-    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    Job("fit", task, config, Path(folder)).run()
     return {name: value.clone() for name, value in (whole_weights(model) or {}).items()}
 
 
@@ -60,7 +60,7 @@ def train_decoder(folder: str, optimizer: str, batch_size: int, tensor_parallel:
         epochs=2,
         learning_rate=0.01,
     )
-    run_job(Job("fit", TrainTask(model, TensorDataset(*tokens)), config, Path(folder)), in_place=True)
+    Job("fit", TrainTask(model, TensorDataset(*tokens)), config, Path(folder)).run()
     return {name: value.clone() for name, value in (whole_weights(model) or {}).items()}
 
 

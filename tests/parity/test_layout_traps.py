@@ -17,7 +17,7 @@ from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
@@ -95,7 +95,7 @@ def train_two_targets(folder: str, **settings):
     def loss(output, targets):
         return nn.functional.mse_loss(output, targets[0]) + nn.functional.l1_loss(output, targets[1])
 
-    result = run_job(Job("fit", TrainTask(model, data, data, loss_fn=loss), config, Path(folder)), in_place=True)
+    result = Job("fit", TrainTask(model, data, data, loss_fn=loss), config, Path(folder)).run()
     return whole_weights(model), result.history.epochs[-1].val
 
 
@@ -124,7 +124,7 @@ def test_evaluation_uses_the_models_own_loss(ranks):
         data = TensorDataset(torch.randn(8, 6).double(), torch.arange(8) % 3)
         model = Smoothed(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
         config = DistributedConfig(device="cpu", progress=False, batch_size=4, **settings)
-        return run_job(Job("evaluate", TrainTask(model, None, data), config), in_place=True).metrics["loss"]
+        return Job("evaluate", TrainTask(model, None, data), config).run().metrics["loss"]
 
     (expected,) = ranks(run, world_size=1)
     assert ranks(lambda: run(pipeline_parallel=2), world_size=2) == pytest.approx([expected, expected], rel=1e-10)
@@ -219,7 +219,7 @@ def test_batch_norms_get_two_samples(ranks, tmp_path):
         data = TensorDataset(torch.randn(16, 6), torch.randn(16, 2))
         config = DistributedConfig(device="cpu", progress=False, batch_size=8, max_steps=2, **settings)
         task = TrainTask(model, data, data, loss_fn=nn.MSELoss())
-        return run_job(Job("fit", task, config, tmp_path), in_place=True).history.total_time
+        return Job("fit", task, config, tmp_path).run().history.total_time
 
     assert len(ranks(lambda: run(pipeline_parallel=2), world_size=2)) == 2
     with pytest.raises(UsageError, match=r"batch norms need them\n.*can be: 2, 4"):
@@ -235,7 +235,7 @@ def test_batch_norms_do_not_count_what_fills_a_short_batch(ranks, tmp_path):
         settings = {"batch_size": 8, "pipeline_parallel": 2, "microbatches": 4, "optimizer": "sgd"}
         config = DistributedConfig(device="cpu", progress=False, epochs=1, **settings)
         task = TrainTask(model, DataLoader(TensorDataset(x, torch.zeros(12, 2))), loss_fn=nn.MSELoss())
-        run_job(Job("fit", task, config, tmp_path), in_place=True)
+        Job("fit", task, config, tmp_path).run()
         return whole_weights(model)["0.running_mean"].clone()
 
     norm = nn.BatchNorm1d(6)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DistributedConfig, Formation
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 
 def average_every_step(folder: str) -> None:
@@ -55,7 +55,7 @@ def resume(folder: str, strategy: str) -> None:
         )
         loss = lambda output, target: (output - target).square().mean()  # noqa: E731
         task = TrainTask(model, DataLoader(data, shuffle=True), None, loss)
-        run_job(Job("fit", task, config, Path(folder) / "run"), in_place=True)
+        Job("fit", task, config, Path(folder) / "run").run()
         return model.state_dict()
 
     whole = fit(8, "whole", from_checkpoint=False)

@@ -12,7 +12,7 @@ import phalanx
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.models import build
 from phalanx.zoo.models.lora import adapters
 from phalanx.zoo.models.lora.nf4 import quantise_base
@@ -34,7 +34,7 @@ def train(folder: str, *, dtype: str = "float64", **settings) -> dict[str, torch
     common = {"device": "cpu", "progress": False, "learning_rate": 1e-2, "gradient_clipping": 0.5, "lora_rank": 4}
     config = DistributedConfig(**{**common, **settings})
     data = DataLoader(make_data(27), shuffle=True)
-    run_job(Job("fit", TrainTask(model, data, data), config, Path(folder)), in_place=True)
+    Job("fit", TrainTask(model, data, data), config, Path(folder)).run()
     return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
@@ -116,7 +116,7 @@ def save_from_ranks(folder: str) -> dict[str, torch.Tensor]:
     config = DistributedConfig(
         device="cpu", progress=False, strategy="fsdp", lora_rank=2, batch_size=2, max_steps=2, learning_rate=1e-2
     )
-    run_job(Job("fit", TrainTask(model, make_data(8)), config, Path(folder) / "run"), in_place=True)
+    Job("fit", TrainTask(model, make_data(8)), config, Path(folder) / "run").run()
     phalanx.save_adapter(model, Path(folder) / "adapter")
     return {name: whole(adapter.B.detach()) for name, adapter in adapters(model).items()}
 

@@ -18,7 +18,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local
 from phalanx.strategies.pipeline.placement import cut_evenly
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
@@ -78,8 +78,8 @@ def fit_sequence(folder: str, **settings):
     config = DistributedConfig(device="cpu", progress=False, batch_size=8, epochs=1, **settings)
     task = TrainTask(model, data, data, loss_fn=nn.MSELoss(), optimizer=optimizer)
     for _ in range(2):  # the second fit finds the model cut already
-        result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
-    predictions = run_job(Job("predict", TrainTask(model, None, data), config), in_place=True).predictions
+        result = Job("fit", task, config, Path(folder)).run()
+    predictions = Job("predict", TrainTask(model, None, data), config).run().predictions
     return whole_weights(model), result.history.epochs[-1].val, predictions
 
 

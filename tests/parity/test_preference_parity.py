@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.models import build
 from phalanx.zoo.models.preference import DPO, reward_accuracy, reward_margin
 
@@ -40,7 +40,7 @@ def train(folder: str, **settings) -> tuple[dict[str, torch.Tensor], dict[str, f
     config = DistributedConfig(**{**common, **settings})
     metrics = {"accuracy": reward_accuracy, "margin": reward_margin}
     task = TrainTask(model, Pairs(), Pairs(), metrics=metrics)
-    result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    result = Job("fit", task, config, Path(folder)).run()
     state = {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
     return state, result.history.epochs[-1].val
 

@@ -26,7 +26,7 @@ from phalanx import Callback
 from phalanx.config import DistributedConfig
 from phalanx.errors import PhalanxError
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 
 SEED = int(os.environ.get("PHALANX_PROGRAM_SEED", "1"))
 PROGRAMS = 60
@@ -213,7 +213,7 @@ def by_phalanx(program: Program, ranks: int, folder: str) -> tuple[dict[str, tor
             scheduler_interval="step",
             given=frozenset(settings),
         )
-        result = run_job(Job("fit", task, config.replace(**named), Path(folder) / f"run-{part}"), in_place=True)
+        result = Job("fit", task, config.replace(**named), Path(folder) / f"run-{part}").run()
         return model, result
 
     if program.stops_at is not None:

@@ -15,7 +15,7 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.errors import ConfigError
 from phalanx.loop.sync_norm import NormRanks, SyncedBatchNorm, synchronise
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models.resnet import resnet
 
@@ -47,7 +47,7 @@ def train(folder: str, samples: int, **settings: Any) -> tuple[list[float], dict
         device="cpu", progress=False, optimizer="sgd", epochs=2, learning_rate=0.05, log_every_n_steps=1, **settings
     )
     task = TrainTask(model, DataLoader(make_data(samples), shuffle=True), loss_fn=nn.CrossEntropyLoss())
-    history = run_job(Job("fit", task, config, Path(folder)), in_place=True).history
+    history = Job("fit", task, config, Path(folder)).run().history
     assert history is not None
     losses = [record["loss"] for record in history.steps]
     weights = whole_weights(model)

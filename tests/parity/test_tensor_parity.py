@@ -22,7 +22,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.strategies.base import local, whole
 from phalanx.strategies.tensor_overlap import Overlap
 from phalanx.strategies.tensor_parallel import STYLES
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
 
@@ -168,7 +168,7 @@ def predict_and_stream() -> tuple[list[int], torch.Tensor, list[float]]:
     model = llama(**SHAPE).double()
     config = DistributedConfig(device="cpu", progress=False, tensor_parallel=2, batch_size=2)
     tokens = make_tokens(7, 8, ignoring=False).tensors[0]
-    found = run_job(Job("predict", TrainTask(model, None, TensorDataset(tokens)), config), in_place=True).predictions
+    found = Job("predict", TrainTask(model, None, TensorDataset(tokens)), config).run().predictions
     formation = Formation(config)
     loader = formation.prepare_loader(Stream(tokens))
     scales = [formation.gradients.current.scale for _ in loader]

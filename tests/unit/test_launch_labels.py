@@ -9,7 +9,7 @@ from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.runs.spec import launch_spec
 from phalanx.world.mesh import plan_layout
 
-OURS = CallTarget("phalanx.worker:run_recipe_file", "recipe.json")
+OURS = CallTarget("phalanx.worker:run_job", "recipe.json")
 SCRIPT = ScriptTarget("train.py", ())
 
 

@@ -306,7 +306,7 @@ def test_every_setting_that_is_accepted_has_an_effect_on_the_ranks(ranks, tmp_pa
     found = walk(ranks, way, run)
     at_start = set()
     if way == "trainer":
-        job = CallTarget("phalanx.worker:run_job_file")
+        job = CallTarget("phalanx.worker:run_job")
         at_start = {name for name in ways.ALL if refusal(name, way) is None and name in reads_at_start(name, job)}
     accepted = {name for name in ways.ALL if refusal(name, way) is None} - SERVED - {"deepspeed_config"}
     by_rank = {name for name, readers in found.read.items() if readers}

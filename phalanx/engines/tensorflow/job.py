@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.config import DistributedConfig
 from phalanx.observe.history import History
@@ -40,6 +40,7 @@ class KerasJob:
     task: KerasTask
     config: DistributedConfig
     run_dir: Path | None = None
+    sends_back: ClassVar[bool] = True
 
     def run(self) -> KerasResult:
         """Train on this rank."""

@@ -29,7 +29,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.tools.verify.probe import Probe, Recording, Tensors
 from phalanx.tools.verify.subject import Parts, Subject
 from phalanx.torch_compat import pytree
-from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.job import Job
 from phalanx.trainers.weights import whole_tensors
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
@@ -212,7 +212,7 @@ def execute(run: Run, subject: Subject, folder: Path) -> Recording:
     if run.own_loop:
         task, config = build()
         return run_own_loop(run.own_loop, config, task.model, task.train, task.loss_fn)
-    result = run_job(job(), in_place=True)
+    result = job().run()
     assert result.history is not None, "a fit always has a history"
     probe.recording.steps = result.history.steps
     return probe.recording
