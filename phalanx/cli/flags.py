@@ -190,10 +190,14 @@ class FlagParser(argparse.ArgumentParser):
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, and name every unknown flag with the nearest known one."""
         known, unknown = self.parse_known_args(list(arguments))
+        self.check(known, unknown)
+        return known
+
+    def check(self, known: argparse.Namespace, unknown: Sequence[str]) -> None:
+        """Refuse unknown words, and files that cannot be written."""
         if unknown:
             raise UsageError("\n  ".join(self.describe_unknown(unknown, known)), hint=f"See {self.prog} --help")
         check_outputs(self, known)
-        return known
 
     def describe_unknown(self, words: Sequence[str], known: argparse.Namespace | None = None) -> list[str]:
         """Return what is wrong with each word that no flag takes; `known`: what the other words mean."""

@@ -10,13 +10,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.flags import FlagParser, add_config_flags
 from phalanx.cli.json_output import add_json_flag
+from phalanx.cli.train import resume_run
 from phalanx.errors import UsageError
-from phalanx.launch import ModuleTarget, ScriptTarget
-from phalanx.recipes import Recipe
-from phalanx.runs.resume import note_end, resume_settings
-from phalanx.runs.stored import StoredRun, find_run
+from phalanx.runs.resume import note_end
+from phalanx.runs.stored import StoredRun
 from phalanx.tools.submit.job import JobRecord, find_record, records
 
 _HELP = (
@@ -76,40 +75,3 @@ def _next_name(name: str) -> str:
     base = stem if stem and number.isdecimal() and len(number) < 4 else name
     taken = {record.name for record in records()}
     return next(found for n in itertools.count(2) if (found := f"{base}-{n}") not in taken)
-
-
-def resume_run(name: str, namespace: argparse.Namespace) -> int:
-    """Continue a run with the flags of a command; return the exit code."""
-    from phalanx.cli.train import start_run
-
-    stored = StoredRun(find_run(name).path.resolve())
-    stored.require_trust("names the program that would run")
-    recipe, target = _started(stored)
-    assert stored.record is not None, "checked with the target"
-    if Path(stored.record.directory).is_dir():
-        os.chdir(stored.record.directory)  # paths in its settings and arguments are relative to that folder
-    shorter = os.path.relpath(stored.path)
-    settings = resume_settings(stored if shorter.startswith("..") else StoredRun(Path(shorter)))
-    # The settings of the run take the place of a recipe's, so that files, variables and flags win over them.
-    base, given = recipe or Recipe(stored.name, "", {}, {}), stored.record.settings
-    resolved = resolve_flags(namespace, dataclasses.replace(base, settings=given), settings)
-    return start_run(recipe, resolved, target, as_json=namespace.json)
-
-
-def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget | None]:
-    """Return what a run trains; refuse one that the command line did not start."""
-    recipe, record = run.recipe, run.record
-    if recipe is not None:
-        recipe.check()
-        return recipe, None
-    if record is not None and record.script:
-        return None, ScriptTarget(record.script, tuple(record.arguments))
-    if record is not None and record.module:
-        return None, ModuleTarget(record.module, tuple(record.arguments))
-    if run.damage:
-        raise UsageError(run.damage, hint=f"Start it again with resume_from_checkpoint='{run.checkpoint_dir}'.")
-    again = f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'."
-    raise UsageError(
-        f"{run.path} was not started by phalanx train, so the command cannot be repeated",
-        hint=again if run.checkpoints else "It has saved no checkpoint: give checkpoint_dir= in your program.",
-    )

@@ -16,7 +16,6 @@ from phalanx.cli import command_began
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
-from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engine import engine_of
 from phalanx.errors import NonFiniteLossError, PreemptedError, RankFailedError, UsageError
@@ -45,8 +44,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = split_own(arguments)
     parser = train_parser()
-    _check_own_arguments(parser, words, own)
-    namespace = parser.parse_all(words)
+    namespace, unknown = parser.parse_known_args(words)
+    _check_own_arguments(parser, namespace, unknown, words, own)
+    parser.check(namespace, unknown)
     _settle_resume(namespace)
     if namespace.resume and not _names_target(namespace):
         return resume_run(namespace.resume, namespace)
@@ -102,6 +102,41 @@ def start_run(
             replaced.clear()
 
     return _launch(recipe, resolved, target, layout, replace_run, as_json=as_json, labels=labels or {})
+
+
+def resume_run(name: str, namespace: argparse.Namespace) -> int:
+    """Continue a run with the flags of a command; return the exit code."""
+    stored = StoredRun(find_run(name).path.resolve())
+    stored.require_trust("names the program that would run")
+    recipe, target = _started(stored)
+    assert stored.record is not None, "checked with the target"
+    if Path(stored.record.directory).is_dir():
+        os.chdir(stored.record.directory)  # paths in its settings and arguments are relative to that folder
+    shorter = os.path.relpath(stored.path)
+    settings = resume_settings(stored if shorter.startswith("..") else StoredRun(Path(shorter)))
+    # The settings of the run take the place of a recipe's, so that files, variables and flags win over them.
+    base, given = recipe or Recipe(stored.name, "", {}, {}), stored.record.settings
+    resolved = resolve_flags(namespace, dataclasses.replace(base, settings=given), settings)
+    return start_run(recipe, resolved, target, as_json=namespace.json)
+
+
+def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget | None]:
+    """Return what a run trains; refuse one that the command line did not start."""
+    recipe, record = run.recipe, run.record
+    if recipe is not None:
+        recipe.check()
+        return recipe, None
+    if record is not None and record.script:
+        return None, ScriptTarget(record.script, tuple(record.arguments))
+    if record is not None and record.module:
+        return None, ModuleTarget(record.module, tuple(record.arguments))
+    if run.damage:
+        raise UsageError(run.damage, hint=f"Start it again with resume_from_checkpoint='{run.checkpoint_dir}'.")
+    again = f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'."
+    raise UsageError(
+        f"{run.path} was not started by phalanx train, so the command cannot be repeated",
+        hint=again if run.checkpoints else "It has saved no checkpoint: give checkpoint_dir= in your program.",
+    )
 
 
 def _run_on_hosts(words: list[str], *, dry: bool) -> int:
@@ -203,9 +238,10 @@ def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | N
         check_script_starter(script, own if started is None else started.started_by)
 
 
-def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -> None:
+def _check_own_arguments(
+    parser: FlagParser, namespace: argparse.Namespace, unknown: list[str], words: list[str], own: list[str]
+) -> None:
     """Refuse arguments of a script before --, and show the correct command line."""
-    namespace, unknown = parser.parse_known_args(words)
     named = namespace.recipe if namespace.recipe not in recipe_names() else None
     if not (namespace.script or namespace.module) or not (unknown or named):
         return

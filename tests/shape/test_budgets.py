@@ -108,3 +108,9 @@ def test_a_formation_loads_few_modules():
     code = "import sys, phalanx; phalanx.Formation; print(sum(name.startswith('phalanx') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) <= FORMATION_MODULES
+
+
+def test_the_command_train_loads_no_tool():
+    code = "import sys, phalanx.cli.train; print([name for name in sys.modules if name.startswith('phalanx.tools')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
