@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need 
 import torch
 from torch import Tensor
 
-from phalanx.models import build, save_pretrained
-from phalanx.models.generation import Sampling
+from phalanx.zoo.models import build, save_pretrained
+from phalanx.zoo.models.generation import Sampling
 
 PROMPT = 16
 
@@ -92,8 +92,8 @@ def compare(args: argparse.Namespace) -> None:
 
 def clients(args: argparse.Namespace) -> None:
     from phalanx.tools.serve.service import TextRequest, TextService
-    from phalanx.trainers.recipe import TextCode
-    from phalanx.trainers.text_model import TextModel
+    from phalanx.zoo.recipe import TextCode
+    from phalanx.zoo.text_model import TextModel
 
     text = TextModel(name="gpt", model=make_model(args.preset, args.device), code=TextCode(None))
     service = TextService(text, device=args.device, max_batch=max(args.clients))

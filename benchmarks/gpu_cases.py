@@ -73,7 +73,7 @@ class Case:
         """What is trained, for a heading."""
         if self.vocabulary:
             return f"batch {self.batch} x {self.shape[0]}"
-        source = "torchvision" if find_spec("torchvision") else "phalanx.models (torchvision is not installed)"
+        source = "torchvision" if find_spec("torchvision") else "phalanx.zoo.models (torchvision is not installed)"
         return f"{self.batch} images, model of {source}"
 
     def data(self, samples: int) -> Dataset[tuple[Tensor, ...]]:
@@ -130,7 +130,7 @@ def images(samples: int, shape: tuple[int, ...]) -> TensorDataset:
 
 def _gpt(preset: str, layers: int, hidden: int, heads: int, batch: int, **more: Any) -> Case:
     def ours() -> nn.Module:
-        from phalanx.models.gpt import gpt
+        from phalanx.zoo.models.gpt import gpt
 
         return gpt(preset)
 
@@ -140,7 +140,7 @@ def _gpt(preset: str, layers: int, hidden: int, heads: int, batch: int, **more: 
 
 def _llama() -> Case:
     def ours() -> nn.Module:
-        from phalanx.models.llama import llama
+        from phalanx.zoo.models.llama import llama
 
         return llama("1b", seq_len=2048)
 

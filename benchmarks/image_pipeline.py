@@ -33,10 +33,10 @@ from report import describe, environment, table, write_json
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.data.augment import Augment
 from phalanx.data.hints import LoaderHints
-from phalanx.data.sets.shards import shards
-from phalanx.models.resnet import resnet
+from phalanx.zoo.data.augment import Augment
+from phalanx.zoo.data.shards import shards
+from phalanx.zoo.models.resnet import resnet
 
 _HELD, _PIXELS, _CROP = 2048, 256, 224
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("folder", help="shards of JPEGs")
     parser.add_argument("--only", nargs="+", default=["memory", "shards", "torchvision"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", default="resnet50", help="a preset of phalanx.models.resnet")
+    parser.add_argument("--model", default="resnet50", help="a preset of phalanx.zoo.models.resnet")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--warmup", type=int, default=60, help="steps before those that are measured")
     parser.add_argument("--steps", type=int, default=200)

@@ -82,7 +82,7 @@ def _sharing(device: str) -> dict[str, Any]:
 def _count(shape: dict[str, Any]) -> int:
     import torch
 
-    from phalanx.models.gpt import gpt
+    from phalanx.zoo.models.gpt import gpt
 
     with torch.device("meta"):
         return gpt(**shape).num_parameters()

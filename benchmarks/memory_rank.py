@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import phalanx
-from phalanx.models.gpt import gpt
+from phalanx.zoo.models.gpt import gpt
 
 _WARM_STEPS = 2
 

@@ -26,8 +26,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.models.gpt import gpt
 from phalanx.strategies.tensor_overlap import ALLOW_SHARED
+from phalanx.zoo.models.gpt import gpt
 
 ROOT = Path(__file__).resolve().parents[1]
 TENSOR = {"tensor_parallel": 2, "compile": True}

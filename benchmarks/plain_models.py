@@ -133,8 +133,8 @@ def _vision_model(name: str) -> nn.Module:
     try:
         import torchvision
     except ModuleNotFoundError:
-        from phalanx.models.resnet import resnet
-        from phalanx.models.vit import vit
+        from phalanx.zoo.models.resnet import resnet
+        from phalanx.zoo.models.vit import vit
 
         return resnet(name) if name == "resnet50" else vit("base")
     model: nn.Module = getattr(torchvision.models, name)()

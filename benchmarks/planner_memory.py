@@ -80,7 +80,7 @@ def predict(row: dict[str, str]) -> float:
 
     family, preset = row["model"].split(":")
     shape = _SHAPES.setdefault(
-        row["model"], trace_import(f"phalanx.models.{family}:{family}", None, {"preset": preset})
+        row["model"], trace_import(f"phalanx.zoo.models.{family}:{family}", None, {"preset": preset})
     )
     if isinstance(shape, ModelShape):  # rows without this field were measured when models had all logits
         shape = replace(shape, reference=row.get("loss") == "chunked")
@@ -153,7 +153,7 @@ def _measure_one(
     import torch
 
     import phalanx
-    from phalanx.models.registry import build
+    from phalanx.zoo.models.registry import build
 
     family, preset = model.split(":")
     settings: dict[str, Any] = {"device": "cuda", "strategy": "ddp", "compile": compile}

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx import Formation
-from phalanx.models import build
+from phalanx.zoo.models import build
 
 SHAPE = {"vocab_size": 32_000, "layers": 4, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn_hidden": 8192}
 

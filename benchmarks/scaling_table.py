@@ -223,8 +223,8 @@ def _measured_precision(model: str) -> list[str]:
     import torch
 
     from phalanx import PyTorchDDPTrainer
-    from phalanx.data import load
-    from phalanx.models import build
+    from phalanx.zoo.data import load
+    from phalanx.zoo.models import build
 
     found = []
     for precision in (False, "bf16"):
@@ -294,8 +294,8 @@ def _largest(gpu: str, count: int, precision: str, options: dict[str, Any]) -> f
 def _measured_sizes(args: argparse.Namespace) -> list[list[str]]:
     """Return what each of several ranks keeps of parameters and optimizer states while it trains, ddp and sharded."""
     from phalanx import PyTorchDDPTrainer
-    from phalanx.data import load
-    from phalanx.models import build
+    from phalanx.zoo.data import load
+    from phalanx.zoo.models import build
 
     ranks = max(2, *args.ranks)
     kept: dict[str, int] = {}

@@ -30,8 +30,8 @@ from torch.utils.data import TensorDataset
 from workloads import PlainDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
-from phalanx.models.gpt import gpt
-from phalanx.models.resnet import resnet
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.resnet import resnet
 
 Loss = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from report import environment, ratio
 
-from phalanx.models.gpt import gpt
 from phalanx.world.gate import StepGate
+from phalanx.zoo.models.gpt import gpt
 
 
 class Bench:

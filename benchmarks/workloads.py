@@ -67,7 +67,7 @@ class GptWithLoss(nn.Module):
 
     def __init__(self, preset: str, **options: Any) -> None:
         super().__init__()
-        from phalanx.models.gpt import gpt
+        from phalanx.zoo.models.gpt import gpt
 
         self.gpt = gpt(preset, **options)
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from phalanx.loop.running_trainer import RunningTrainer
     from phalanx.loop.step_info import StepInfo
     from phalanx.loop.values import log
-    from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
-    from phalanx.models.lora.files import load_adapter, save_adapter
     from phalanx.observe.history import History
     from phalanx.observe.performance import PerformanceMonitor
     from phalanx.tools import plan, tune
     from phalanx.tools.tune.tuner import DistributedTuner
     from phalanx.tools.verify.proofs import verify
-    from phalanx.trainers.saved_run import load_run
     from phalanx.trainers.torch import PyTorchDDPTrainer, Trainer
+    from phalanx.zoo.models.lora import lora, merge_lora, remove_lora, unmerge_lora
+    from phalanx.zoo.models.lora.files import load_adapter, save_adapter
+    from phalanx.zoo.saved_run import load_run
 
 
 __all__ = [
@@ -75,15 +75,15 @@ _NAMES = {
     "phalanx.loop.running_trainer": "RunningTrainer",
     "phalanx.loop.step_info": "StepInfo",
     "phalanx.loop.values": "log",
-    "phalanx.models.lora": "lora merge_lora remove_lora unmerge_lora",
-    "phalanx.models.lora.files": "load_adapter save_adapter",
+    "phalanx.zoo.models.lora": "lora merge_lora remove_lora unmerge_lora",
+    "phalanx.zoo.models.lora.files": "load_adapter save_adapter",
     "phalanx.observe.history": "History",
     "phalanx.observe.performance": "PerformanceMonitor",
     "phalanx.tools.plan": "plan",
     "phalanx.tools.tune": "tune",
     "phalanx.tools.tune.tuner": "DistributedTuner",
     "phalanx.tools.verify.proofs": "verify",
-    "phalanx.trainers.saved_run": "load_run",
+    "phalanx.zoo.saved_run": "load_run",
     "phalanx.trainers.torch": "PyTorchDDPTrainer Trainer",
 }
 __getattr__ = lazy_names(__name__, _NAMES)

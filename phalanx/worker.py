@@ -10,10 +10,10 @@ from typing import Any
 
 import phalanx.strategies.ring_ddp  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
 from phalanx.config import DistributedConfig
+from phalanx.features import feature
 from phalanx.recipes import Recipe
 from phalanx.runs.result import JobResult, write_result
 from phalanx.trainers.job import Job
-from phalanx.trainers.recipe import run_recipe
 from phalanx.world.env import read_rank_env
 
 
@@ -46,4 +46,4 @@ def run_recipe_file(payload: str) -> None:
     """Run a recipe from a JSON file that holds the recipe, the checked settings and the run's folder."""
     request = json.loads(Path(payload).read_text(encoding="utf-8"))
     config = DistributedConfig.trusted(request["config"])
-    run_recipe(Recipe(**request["recipe"]), config, Path(request["run_dir"]), checked=True)
+    feature("recipe")(Recipe(**request["recipe"]), config, Path(request["run_dir"]), checked=True)

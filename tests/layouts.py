@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
-from phalanx.models.moe import moe
 from phalanx.observe.history import History
 from phalanx.trainers.weights import whole_weights
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
+from phalanx.zoo.models.moe import moe
 
 SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16}  # 61 tokens cannot be cut evenly
 MODELS = {"gpt": gpt, "llama": llama, "moe": moe}

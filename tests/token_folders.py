@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.sets.token_shards import ShardRecord, TokenManifest, write_shard
+from phalanx.zoo.data.token_shards import ShardRecord, TokenManifest, write_shard
 
 
 def write_folder(

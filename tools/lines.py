@@ -6,22 +6,25 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "phalanx"
 TRAINING_VERBS = ("train", "resume", "runs", "evaluate", "predict", "export", "ckpt", "config", "init", "top", "stacks")
-"""Verbs of the core, with what all verbs share; the others belong to tools."""
+"""Verbs that train and look after a run, with what all verbs share; the others belong to tools."""
+FEATURE_ROOMS = ("speed", "trackers")
 _SHARED = ("__init__", "__main__", "flags", "parsers", "json_output", "ckpt_target", "completion")
 
 
 def tier(path: Path) -> str:
-    """Return "core", "tools" or "engines"."""
+    """Return "heart", "features", "zoo", "tools" or "engines"."""
     room, *rest = path.relative_to(PACKAGE).with_suffix("").parts
-    if room in ("tools", "engines"):
+    if room in ("zoo", "tools", "engines"):
         return room
-    return "tools" if room == "cli" and rest[0] not in (*TRAINING_VERBS, *_SHARED) else "core"
+    if room in FEATURE_ROOMS:
+        return "features"
+    return "tools" if room == "cli" and rest[0] not in (*TRAINING_VERBS, *_SHARED) else "heart"
 
 
 def room_of(path: Path) -> str:
-    """Return the room that a module belongs to: a package of the core, or one below tools/ and engines/."""
+    """Return the room that a module belongs to: a package, or one below zoo/, tools/ and engines/."""
     parts = path.relative_to(PACKAGE).parts
-    if parts[0] in ("tools", "engines") and len(parts) > 2:
+    if parts[0] in ("zoo", "tools", "engines") and len(parts) > 2:
         return f"{parts[0]}/{parts[1]}"
     return parts[0] if len(parts) > 1 else "(top level)"
 

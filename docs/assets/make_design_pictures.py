@@ -54,11 +54,11 @@ def packages() -> None:
     from test_layers import LAYERS
 
     folders = HERE.parents[1] / "phalanx"
-    hidden = ("__main__", "version", "lazy", "tool", "torch_compiler", "torch_flash", "torch_records")
+    hidden = ("__main__", "version", "lazy", "features", "torch_compiler", "torch_flash", "torch_records")
     shown = {name: layer for name, layer in LAYERS.items() if name not in hidden}
     rows = [[name for name, layer in shown.items() if layer == number] for number in range(max(shown.values()), -1, -1)]
     for row in rows:
-        if row in (["tools"], ["engines"]):
+        if row in (["zoo"], ["tools"], ["engines"]):
             row[:] = sorted(f"{row[0]}/{path.parent.name}" for path in (folders / row[0]).glob("*/__init__.py"))
     parts = []
     for number, row in enumerate(rows):
@@ -66,7 +66,7 @@ def packages() -> None:
         parts.append(f'<text x="8" y="{y + 25}" class="small">{len(rows) - 1 - number}</text>')
         for place, name in enumerate(row):
             fill = next((side for side, names in _SIDES.items() if name in names), BOTH)
-            is_module = name in ("engine", "torch_compat", "errors", "worker")
+            is_module = name in ("engine", "model", "torch_compat", "errors", "worker")
             label = f"{name}.py" if is_module else f"{name.rpartition('/')[2].replace('_', ' ')}/"
             parts.append(box(30 + width * place, y, width - 8, 40, label, _TIERS.get(name.partition("/")[0], fill)))
     picture("packages.svg", 840, 10 + 54 * len(rows), *parts)

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from phalanx import Callback, Trainer
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 RANKS, VICTIM, LOST_AFTER, SLOWER, PAUSE = 4, 2, 60, 4, 3.0
 BEFORE, AFTER = 0.6, 1.0

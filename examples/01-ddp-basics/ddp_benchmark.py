@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 import phalanx
-from phalanx.data import load
-from phalanx.models import build
+from phalanx.zoo.data import load
+from phalanx.zoo.models import build
 
 _WINDOWS = 5
 """Laps of the clock in one run; the first is the warm-up, the median of the others counts."""

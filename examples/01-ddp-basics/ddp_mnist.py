@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from phalanx.data import load
 from phalanx.world.env import export_rank_env, read_rank_env
+from phalanx.zoo.data import load
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import phalanx
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 
 def build_model() -> nn.Module:

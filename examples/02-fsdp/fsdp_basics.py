@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import phalanx
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 
 class Block(nn.Module):

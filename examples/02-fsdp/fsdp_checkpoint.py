@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import phalanx
-from phalanx.data import load
-from phalanx.models import build
+from phalanx.zoo.data import load
+from phalanx.zoo.models import build
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import phalanx
-from phalanx.data import load
-from phalanx.models import build
+from phalanx.zoo.data import load
+from phalanx.zoo.models import build
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:

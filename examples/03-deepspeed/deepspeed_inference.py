@@ -21,7 +21,7 @@ from deepspeed_train import build_model
 from torch import nn
 
 import phalanx
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import phalanx
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 

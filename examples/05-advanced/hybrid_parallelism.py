@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.data import load
-from phalanx.models import build
+from phalanx.zoo.data import load
+from phalanx.zoo.models import build
 
 
 def layout(args: argparse.Namespace) -> dict[str, Any]:

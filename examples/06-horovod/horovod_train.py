@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 
 def build_model() -> nn.Module:

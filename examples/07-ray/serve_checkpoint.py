@@ -26,8 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from phalanx import Trainer
-from phalanx.data import load
 from phalanx.engines.ray.cluster import open_cluster
+from phalanx.zoo.data import load
 
 
 def build_model() -> nn.Module:

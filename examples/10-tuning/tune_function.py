@@ -22,7 +22,7 @@ def train(config):
     import torch
 
     from phalanx import Trainer
-    from phalanx.data.sets import load
+    from phalanx.zoo.data import load
 
     torch.manual_seed(0)
     width = config["width"]

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from phalanx.data import load  # or any other data set of (image, label) pairs
+from phalanx.zoo.data import load  # or any other data set of (image, label) pairs
 
 train_data, val_data = load("digits"), load("digits", split="val")
 

@@ -18,9 +18,9 @@ from phalanx.observe.format import duration, size, table
 from phalanx.observe.guard import say_to_user
 
 if TYPE_CHECKING:
-    from phalanx.data.sets.shard_index import ShardList, ShardRecord
-    from phalanx.tools.data.pack import FolderSource
-    from phalanx.tools.data.shapes import ShapeSource
+    from phalanx.zoo.data.shard_index import ShardList, ShardRecord
+    from phalanx.zoo.pack.pack import FolderSource
+    from phalanx.zoo.pack.shapes import ShapeSource
 
 ACTIONS = {
     "pack": "write the images of class folders as tar shards; run again, it writes what is missing",
@@ -97,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _pack(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.data.pack import FolderSource
+    from phalanx.zoo.pack.pack import FolderSource
 
     folder, out = Path(namespace.folder).expanduser(), Path(namespace.out).expanduser()
     if out.resolve() == folder.resolve() or folder.resolve() in out.resolve().parents:
@@ -114,7 +114,7 @@ def _make(namespace: argparse.Namespace) -> int:
         raise UsageError(unknown_name("set to make", namespace.set, SETS))
     if namespace.set == "questions":
         return _make_questions(namespace)
-    from phalanx.tools.data.shapes import ShapeSource
+    from phalanx.zoo.pack.shapes import ShapeSource
 
     images, classes = namespace.images, namespace.classes
     val_images = max(classes, images // 10) if namespace.val_images is None else namespace.val_images
@@ -122,7 +122,7 @@ def _make(namespace: argparse.Namespace) -> int:
 
 
 def _make_questions(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.data.questions import QuestionsJob, write_questions
+    from phalanx.zoo.pack.questions import QuestionsJob, write_questions
 
     out = Path(namespace.out).expanduser()
     counts = write_questions(
@@ -138,7 +138,7 @@ def _make_questions(namespace: argparse.Namespace) -> int:
 
 def _write(namespace: argparse.Namespace, source: FolderSource | ShapeSource) -> int:
     """Write the shards of a source, and show what there is then."""
-    from phalanx.tools.data.write import core_count, damaged_shards, write_folder
+    from phalanx.zoo.pack.write import core_count, damaged_shards, write_folder
 
     out, samples = Path(namespace.out).expanduser(), source.lengths["train"]
     shards = source.usual_shards if namespace.shards is None else namespace.shards
@@ -159,8 +159,8 @@ def _write(namespace: argparse.Namespace, source: FolderSource | ShapeSource) ->
 
 
 def _info(namespace: argparse.Namespace) -> int:
-    from phalanx.data.sets.shard_index import ShardList
-    from phalanx.tools.data.write import core_count, damaged_shards
+    from phalanx.zoo.data.shard_index import ShardList
+    from phalanx.zoo.pack.write import core_count, damaged_shards
 
     folder = Path(namespace.folder).expanduser()
     if not folder.is_dir():
@@ -209,8 +209,8 @@ def _show(
 
 def _show_others(namespace: argparse.Namespace, folder: Path) -> int:
     """Print what a folder holds that was not written by this command: tars of WebDataset, or class folders."""
-    from phalanx.data.sets.image_files import about_empty, list_splits
-    from phalanx.data.sets.shard_index import foreign_indexes
+    from phalanx.zoo.data.image_files import about_empty, list_splits
+    from phalanx.zoo.data.shard_index import foreign_indexes
 
     if tars := sorted(folder.rglob("*.tar")):
         indexes = foreign_indexes(tars)

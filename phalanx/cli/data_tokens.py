@@ -42,9 +42,9 @@ def run(asked: argparse.Namespace) -> int:
         raise UsageError(f"--workers {asked.workers}: at least 1")
     if asked.shard_mb <= 0:
         raise UsageError(f"--shard-mb {asked.shard_mb}: must be above 0")
-    from phalanx.tools.data.documents import DocumentOptions
-    from phalanx.tools.data.tokenize import tokenize
-    from phalanx.tools.data.tokenizer import TokenizeJob
+    from phalanx.zoo.pack.documents import DocumentOptions
+    from phalanx.zoo.pack.tokenize import tokenize
+    from phalanx.zoo.pack.tokenizer import TokenizeJob
 
     job = TokenizeJob(
         inputs=tuple(asked.inputs),

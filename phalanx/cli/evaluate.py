@@ -80,7 +80,7 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    from phalanx.trainers.saved_run import open_run
+    from phalanx.zoo.saved_run import open_run
 
     with redirect_stdout(sys.stderr):
         found, data = open_run(**asked_of(namespace))

@@ -36,9 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
     kind = _format(namespace.format, namespace.output)
-    from phalanx.models.lora import merge_lora, remove_lora
     from phalanx.trainers.export import export_model
-    from phalanx.trainers.saved_run import load_run, open_run
+    from phalanx.zoo.export import export_folder
+    from phalanx.zoo.saved_run import load_run, open_run
 
     needs_example = kind in _BY_EXAMPLE
     if not needs_example and not namespace.model and (namespace.data or namespace.changes):
@@ -53,8 +53,10 @@ def run(arguments: Sequence[str]) -> int:
     path = Path(namespace.output or found.path.name + "".join(FORMATS[kind][:1]))
     check_output(path, "--output", force=namespace.force)
     augment = found.trainer().augment if needs_example else None
-    whole = remove_lora(merge_lora(found.model))  # other programs know no adapters
-    export_model(whole, path, kind, data, augment, found.recipe, found.classes)
+    if kind == "hf":
+        export_folder(found.model, path, found.recipe, found.classes)
+    else:
+        export_model(found.model, path, kind, data, augment)
     written = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
     print(f"wrote {path} ({kind}, {size(written)}) from {found.checkpoint}")
     return 0

@@ -277,9 +277,9 @@ def _refuse_for_scripts(namespace: argparse.Namespace) -> None:
 
 def _named_recipe(namespace: argparse.Namespace) -> Recipe:
     """Return the recipe of a command: the one named, or one of --model and --data; with the values of --set."""
-    from phalanx.data.sets import check_name as check_data
-    from phalanx.data.sets import named_data
-    from phalanx.models.registry import check_name as check_model
+    from phalanx.zoo.data import check_name as check_data
+    from phalanx.zoo.data import named_data
+    from phalanx.zoo.models.registry import check_name as check_model
 
     if namespace.recipe:
         recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)

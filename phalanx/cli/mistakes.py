@@ -116,7 +116,7 @@ def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
     is_misspelt = nearest(name.replace("_", "-"), flags, 0.8) is not None
     if recipe is None or is_misspelt or is_known_elsewhere(name):
         return ""
-    from phalanx.models.registry import build_options  # it imports torch for most models
+    from phalanx.zoo.models.registry import build_options  # it imports torch for most models
 
     try:
         named = find_recipe(recipe)

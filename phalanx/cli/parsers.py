@@ -113,7 +113,7 @@ def verify_parser() -> FlagParser:
     kinds = "\n".join(f"  {name:<11} {text}" for name, text in KINDS.items())
     parser = VerifyParser(
         prog="phalanx verify",
-        usage="phalanx verify <recipe or model> | --script FILE "
+        usage="phalanx verify <recipe or model> | --script FILE | --case NAME "
         "[--resume | --reshard LAYOUT | --faults [N] | --fault F ... | --own-loop] [options]",
         description=_VERIFY,
         epilog=f"kinds of faults:\n{kinds}",
@@ -122,6 +122,7 @@ def verify_parser() -> FlagParser:
     parser.add_argument("--resume", action="store_true", help="stop half-way, resume, and compare bits")
     parser.add_argument("--reshard", metavar="LAYOUT", help="save here, load on another layout: ddp:1, fsdp:4")
     parser.add_argument("--own-loop", action="store_true", help="train by loops of a Formation, as users write them")
+    parser.add_argument("--case", metavar="NAME", help="prove a small case: late-labels, changed-loss, data-schema")
     add_fault_flags(parser)
     add_config_flags(parser)
     return parser

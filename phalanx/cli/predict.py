@@ -47,7 +47,7 @@ def parser() -> DataParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    from phalanx.trainers.saved_run import load_run, open_run
+    from phalanx.zoo.saved_run import load_run, open_run
 
     asked = asked_of(namespace)
     if namespace.prompt is not None:
@@ -86,10 +86,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _continued(saved: Any, namespace: Any) -> str:
     """Return a text with what follows it, a chat model's answer, or what an encoder and decoder write for it."""
-    from phalanx.models.decoder import Decoder
-    from phalanx.models.generation import Sampling
-    from phalanx.models.t5 import T5
-    from phalanx.trainers.text_model import language_model, text_of_run, written_text
+    from phalanx.zoo.models.decoder import Decoder
+    from phalanx.zoo.models.generation import Sampling
+    from phalanx.zoo.models.t5 import T5
+    from phalanx.zoo.text_model import language_model, text_of_run, written_text
 
     model = language_model(saved)
     if not isinstance(model, Decoder | T5):

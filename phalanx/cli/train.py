@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from phalanx.cli.parsers import train_parser
 from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engine import engine_of
-from phalanx.errors import NonFiniteLossError, PhalanxError, PreemptedError, RankFailedError, UsageError
+from phalanx.errors import NonFiniteLossError, PreemptedError, RankFailedError, UsageError
 from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
@@ -27,12 +28,12 @@ from phalanx.launch.spec import Target
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
+from phalanx.runs.conductor import recorded_run
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
+from phalanx.runs.record import RunRecord, make_run_dir
 from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
 from phalanx.runs.script_settings import check_script_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
-from phalanx.runs.start import run_on_ranks
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.mesh import JobLayout, plan_layout
@@ -93,7 +94,14 @@ def start_run(
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
     check_run_dir(resolved.config, overwrite=overwrite, settled=recipe is not None)
-    return _launch(recipe, resolved, target, layout, as_json=as_json, labels=labels or {})
+
+    def replace_run() -> None:
+        """Check again what the folder holds, now that no other process can start a run in it."""
+        replaced = check_run_dir(resolved.config, overwrite=overwrite, settled=recipe is not None)
+        if replaced is not None:
+            replaced.clear()
+
+    return _launch(recipe, resolved, target, layout, replace_run, as_json=as_json, labels=labels or {})
 
 
 def _run_on_hosts(words: list[str], *, dry: bool) -> int:
@@ -117,8 +125,8 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
         if recipe.needs_data and "root" not in recipe.data:
             raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data path/to/them")
         if (isinstance(place, list) or Path(place).is_absolute()) and resolved.config.launcher == "local":
-            from phalanx.data.sets import OF_FOLDERS
-            from phalanx.data.sets.places import find_places, one_folder
+            from phalanx.zoo.data import OF_FOLDERS
+            from phalanx.zoo.data.places import find_places, one_folder
 
             # Before the ranks start, which takes seconds.
             name = str(recipe.data["name"])
@@ -227,6 +235,7 @@ def _launch(
     resolved: Resolved,
     script: ScriptTarget | ModuleTarget | None,
     layout: JobLayout,
+    replace_run: Callable[[], None],
     *,
     as_json: bool,
     labels: Mapping[str, Any],
@@ -238,45 +247,39 @@ def _launch(
     else:
         check_before_start(config)
     run_dir = make_run_dir(config, target_name(recipe, script))
-    if not config.node_rank:  # of several machines, the first one
-        _record(resolved, recipe, script, labels).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
     events = run_dir / EVENTS
-    before = events.stat().st_size if events.exists() else 0
-    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
-        outcome, was_started = "failed", False
-        try:  # the console of a script shows its output only
-            target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
-            assert target is not None, "either a recipe or a script was named"
-            env = _rank_environment(resolved, config, run_dir)
-            spec = launch_spec(config, layout, target, run_dir / "logs", env=env, launched=command_began())
-            was_started = True
-            run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
-            outcome = "finished"
-            if config.profiling and config.profiling.last and not any((run_dir / "profile").glob("rank-*.json.gz")):
-                say_to_user("no profile was recorded: a script must train with a trainer of Phalanx for --profile.")
-        except PhalanxError as error:
-            outcome = "preempted" if isinstance(error, PreemptedError) else outcome
-            if isinstance(error, (PreemptedError, RankFailedError)) and StoredRun(run_dir).checkpoints:
-                advice = f"{error.hint}\n  " if isinstance(error, RankFailedError) and error.hint else ""
-                error.hint = f"{advice}To resume: {resume_command(StoredRun(run_dir))}"
-            if isinstance(error, NonFiniteLossError) and config.debug is None:
-                error.hint += f"\n  next: {_with_debug(StoredRun(run_dir), compiled=bool(config.compile))}"
-            if recipe is not None or not was_started:  # a script may have written files
-                discard_unused(config, run_dir, error)
-            raise
-        except KeyboardInterrupt:
-            outcome = "interrupted"
-            if hint := how_to_resume(StoredRun(run_dir)):
-                say_to_user(hint)
-            if recipe is not None:
-                discard_unused(config, run_dir)
-            raise
-        finally:
-            if not config.node_rank:
-                end_record(run_dir, outcome)
-    if config.fast_dev_run:
-        discard_unused(config, run_dir)
+    before: int | None = None
+    """The size of the events of earlier commands; None before this one has the folder."""
+    summary: dict[str, Any] = {}
+    record, advise = _record(resolved, recipe, script, labels), partial(_advise, run_dir, config)
+    with (
+        json_at_end(lambda: summary or ({} if before is None else run_summary(run_dir, before)), wanted=as_json),
+        recorded_run(run_dir, config, record, of_script=recipe is None, advise=advise, prepare=replace_run) as run,
+        scratch_folder("run") as folder,
+    ):  # the console of a script shows its output only
+        before = events.stat().st_size if events.exists() else 0
+        target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
+        assert target is not None, "either a recipe or a script was named"
+        env = _rank_environment(resolved, config, run_dir)
+        spec = launch_spec(config, layout, target, run_dir / "logs", env=env, launched=command_began())
+        run.on_ranks(spec, waiting="" if recipe is None else layout.starting)
+        if config.profiling and config.profiling.last and not any((run_dir / "profile").glob("rank-*.json.gz")):
+            say_to_user("no profile was recorded: a script must train with a trainer of Phalanx for --profile.")
+        if as_json:
+            summary |= run_summary(run_dir, before)  # a fast_dev_run leaves no folder
     return 0
+
+
+def _advise(run_dir: Path, config: DistributedConfig, error: BaseException, _is_kept: bool) -> None:
+    """Name the command that continues a run which did not end well."""
+    run = StoredRun(run_dir)
+    if isinstance(error, KeyboardInterrupt) and (hint := how_to_resume(run)):
+        say_to_user(hint)
+    if isinstance(error, (PreemptedError, RankFailedError)) and run.checkpoints:
+        advice = f"{error.hint}\n  " if isinstance(error, RankFailedError) and error.hint else ""
+        error.hint = f"{advice}To resume: {resume_command(run)}"
+    if isinstance(error, NonFiniteLossError) and config.debug is None:
+        error.hint += f"\n  next: {_with_debug(run, compiled=bool(config.compile))}"
 
 
 def _with_debug(run: StoredRun, *, compiled: bool) -> str:
@@ -349,7 +352,7 @@ def _run_as_rank(
         os.environ.update(_rank_environment(resolved, resolved.config))
         run_target(target, sys.path)
         return 0
-    from phalanx.trainers.recipe import run_recipe
+    from phalanx.zoo.recipe import run_recipe
 
     run_recipe(recipe, resolved.config, None, checked=False)
     return 0

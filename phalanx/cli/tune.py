@@ -65,8 +65,8 @@ def _find_rate(namespace: argparse.Namespace, words: Sequence[str], own: list[st
     if not isinstance(recipe, Recipe):
         hint = "In the script, with its trainer: print(trainer.find_lr(train_data).suggestion)"
         raise UsageError("--lr takes a recipe: what a script trains is known to the script alone", hint=hint)
-    from phalanx.trainers.recipe import recipe_task
     from phalanx.trainers.torch import PyTorchDDPTrainer
+    from phalanx.zoo.recipe import recipe_task
 
     resolved = resolve_flags(namespace, recipe)
     task = recipe_task(recipe, resolved.config)

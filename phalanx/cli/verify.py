@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from phalanx.recipes import Recipe, load_recipe
 from phalanx.reliability import AT_RANDOM, LINKS, Fault, draw_faults, read_faults
 from phalanx.runs.spec import elastic_sizes
 from phalanx.tools.verify.subject import RecipeSubject, Subject, default_settings, find_subject
+from phalanx.tools.verify.verdict import Verdict
 
 _HINT = "Write: phalanx verify digits --num-workers 4 --max-steps 200 --faults 10"
 _EVERY = "10 steps"
@@ -49,16 +50,36 @@ def _refuse(namespace: argparse.Namespace, names: Sequence[str], why: str) -> No
 
 def _prove(namespace: argparse.Namespace) -> int:
     faults = namespace.faults is not None
+    if namespace.case is not None:
+        return _prove_case(namespace)
     subject = find_subject(namespace.recipe, namespace.script, namespace.preset, namespace.data)
     resolved = resolve_flags(namespace, _defaults(subject, default_settings(faults=faults)))
     prestart()
     from phalanx.tools.verify.proofs import prove
 
     asked = {name: getattr(namespace, name) for name in _OF_PROOFS}
-    with redirect_stdout(sys.stderr) if namespace.json else nullcontext():
-        verdict = prove(subject, resolved.config, faults=faults, **asked)
+    return _shown(lambda: prove(subject, resolved.config, faults=faults, **asked), as_json=namespace.json)
+
+
+def _prove_case(namespace: argparse.Namespace) -> int:
+    """Prove one of the small cases that bring their own model and data."""
+    why = "does not go with --case, which has a model and data of its own"
+    if namespace.recipe is not None:
+        raise UsageError(f"'{namespace.recipe}' {why}", hint="See phalanx verify --help")
+    _refuse(namespace, ("script", "module", "model", "data", "preset", "faults", *_OF_PROOFS), why)
+    resolved = resolve_flags(namespace, Recipe(namespace.case, "", {}, {}, default_settings()))
+    prestart()
+    from phalanx.tools.verify.cases import prove_case
+
+    return _shown(lambda: prove_case(namespace.case, resolved.config), as_json=namespace.json)
+
+
+def _shown(prove: Callable[[], Verdict], *, as_json: bool) -> int:
+    """Run a proof, print its verdict, and return the exit code."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        verdict = prove()
         print(verdict)
-    if namespace.json:
+    if as_json:
         print_json(verdict.to_dict())
     return 0 if verdict.agrees else 1
 

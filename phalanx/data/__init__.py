@@ -1,4 +1,4 @@
-"""Data for every rank: re-sharded, resumable loaders and the built-in data sets. Heavy imports wait until used."""
+"""Data for every rank: re-sharded, resumable loaders of the user's data sets. Heavy imports wait until used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from phalanx.data.hints import LoaderHints
     from phalanx.data.loader import ShardedLoader, shard_loader
     from phalanx.data.order import MicroInfo, epoch_order
-    from phalanx.data.sets import load, names
 
 __all__ = [
     "GatherDataset",
@@ -20,8 +19,6 @@ __all__ = [
     "MicroInfo",
     "ShardedLoader",
     "epoch_order",
-    "load",
-    "names",
     "shard_loader",
     "to_device",
 ]
@@ -32,6 +29,5 @@ _NAMES = {
     ".hints": "LoaderHints",
     ".loader": "ShardedLoader shard_loader",
     ".order": "MicroInfo epoch_order",
-    ".sets": "load names",
 }
 __getattr__ = lazy_names(__name__, _NAMES)

@@ -21,7 +21,7 @@ from torch import nn
 
 from phalanx import torch_compiler
 from phalanx.host.files import make_private
-from phalanx.models.contract import CompileRegions, implements
+from phalanx.model import CompileRegions, implements
 from phalanx.observe.events import Event, Message, Phase
 from phalanx.observe.format import duration
 from phalanx.observe.step_clock import StepClock

@@ -26,7 +26,7 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, PhalanxError, first_line
 from phalanx.loop.label_count import LabelCount, counted_by
 from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
-from phalanx.models.contract import LossFromOutput, implements
+from phalanx.model import LossFromOutput, implements
 from phalanx.strategies.tensors import count_rows
 
 if TYPE_CHECKING:

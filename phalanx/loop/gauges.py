@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
 from phalanx.loop.compiling import CompileWatch
-from phalanx.models.contract import CountsFlops, implements
+from phalanx.model import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import Event, Goodput, RanksReported
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events

@@ -20,7 +20,7 @@ from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 from phalanx.loop.metrics import LossFn
-from phalanx.models.contract import WeighsLoss, implements
+from phalanx.model import WeighsLoss, implements
 
 _OF_LABELS = (nn.CrossEntropyLoss, nn.NLLLoss)
 _CAUSAL = re.compile("CausalLM|LMHead")

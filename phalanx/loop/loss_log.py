@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,23 @@ Losses = dict[int, StepLoss]
 """By step."""
 
 
-def totals(losses: Losses) -> tuple[float, float]:
-    """Return the sum of some losses over all samples (or labels), and their number."""
-    return sum(each.loss * each.weight for each in losses.values()), sum(each.weight for each in losses.values())
+@dataclass
+class LossSum:
+    """The losses of some steps, added up over all their samples (or labels)."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    """The samples (or labels)."""
+
+    def add(self, losses: Losses) -> None:
+        """Add the losses of more steps."""
+        self.total += sum(each.loss * each.weight for each in losses.values())
+        self.weight += sum(each.weight for each in losses.values())
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the samples (or labels); None without any."""
+        return self.total / self.weight if self.weight else None
 
 
 class LossLog:
@@ -38,7 +53,9 @@ class LossLog:
         self._losses: list[torch.Tensor] = []
         self._shares: list[float | torch.Tensor] = []
         self._step_of: list[int] = []
-        self._first_step = 0
+        self._summed: list[tuple[int, torch.Tensor]] = []
+        self.sums_each_step = False
+        """Whether each step's losses are added up over the ranks in that step: then no lost rank has a part of them."""
 
     def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
         """Add a micro-batch's mean loss and its samples, or labels."""
@@ -52,8 +69,57 @@ class LossLog:
             self._losses = list(torch.stack(self._losses).unbind())
             self._shares = [share.clone() if isinstance(share, torch.Tensor) else share for share in self._shares]
 
+    def sum_step(self) -> None:
+        """Add up the losses of a step over the ranks, if a lost rank must not take its part with it.
+
+        All ranks call this when the step's last loss is there, before the optimizer's step: then a step that is
+        complete has the losses of all ranks. Nothing waits for the device.
+        """
+        if self.sums_each_step and self._losses:
+            step, sums = self._step_of[-1], self._own_sums(set(self._step_of))
+            dist.all_reduce(sums)
+            self._clear()
+            self._summed.append((step, sums))
+
+    def unread(self, last_step: int) -> list[torch.Tensor]:
+        """Return the weighted losses and the weights of steps that were not read, up to a step; without communication.
+
+        Of steps that were not added up over the ranks it is the part of this rank.
+        """
+        own = {step for step in self._step_of if step <= last_step}
+        return [sums for step, sums in self._summed if step <= last_step] + ([self._own_sums(own)] if own else [])
+
+    def _own_sums(self, steps: set[int]) -> torch.Tensor:
+        """Return this rank's weighted losses of some steps and their weights, as one tensor on the device."""
+        weighted = weights = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
+        for step, loss, share in zip(self._step_of, self._losses, self._shares, strict=True):
+            if step not in steps:
+                continue
+            if isinstance(share, torch.Tensor):  # an empty batch counts for nothing, also where its loss is NaN
+                weighted = weighted + torch.where(share > 0, loss.double() * share, 0.0)
+            elif share > 0:
+                weighted = weighted + loss.double() * share
+            weights = weights + share
+        return torch.stack([weighted, weights])
+
+    def _clear(self) -> None:
+        self._losses.clear()
+        self._shares.clear()
+        self._step_of.clear()
+
     def read(self) -> Losses:
         """Return step -> loss of its global batch, and clear the log; all ranks must call this together."""
+        if self._summed:
+            steps, sums = zip(*self._summed, strict=True)
+            rows = zip(steps, torch.stack(sums).tolist(), strict=True)
+            raise_if_aborted()  # else a part of a sum
+            self._summed.clear()
+            losses = {step: StepLoss(total / weight, weight) for step, (total, weight) in rows if weight}
+            return losses | self._read_own()
+        return self._read_own()
+
+    def _read_own(self) -> Losses:
+        """Add up over the ranks what was not added up in its step, and return it."""
         if not self._losses:
             return {}
         first, single_rank = self._step_of[0], self._world.world_size == 1
@@ -68,9 +134,7 @@ class LossLog:
             table = torch.tensor(sums, dtype=torch.float64) if on_cpu else self._sums_on_device(losses)
             dist.all_reduce(table)
             sums = table.tolist()
-        self._losses.clear()
-        self._shares.clear()
-        self._step_of.clear()
+        self._clear()
         raise_if_aborted()  # else a part of a sum
         rows_read = zip(itertools.count(first), *sums, strict=False)
         # A step in which no label counts has no loss to report.

@@ -10,9 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.features import feature
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
-from phalanx.models.contract import Adapter, WrapsModel, implements
+from phalanx.loop.sync_norm import NormRanks, synchronise
+from phalanx.model import AdapterLayer, WrapsModel, implements
 from phalanx.strategies.tensors import find_blocks
 from phalanx.world.groups import build_axis_group
 from phalanx.world.world import World
@@ -27,11 +29,10 @@ def adapt(model: nn.Module, config: DistributedConfig) -> None:
 
 
 def _add_lora(model: nn.Module, config: DistributedConfig, rank: int) -> None:
-    from phalanx.models.lora import adapters, lora
-
-    present = adapters(model)
+    lora = feature("lora")
+    present = lora.adapters(model)
     if not present:
-        lora(
+        lora.lora(
             model,
             rank,
             alpha=config.lora_alpha,
@@ -45,14 +46,12 @@ def _add_lora(model: nn.Module, config: DistributedConfig, rank: int) -> None:
             hint="Leave lora_rank out to train those, or take them off with phalanx.remove_lora(model).",
         )
     if config.options.lora_base is not None:
-        from phalanx.models.lora.nf4 import quantise_base
-
-        quantise_base(model, find_blocks(model).values())
+        feature("nf4").quantise_base(model, find_blocks(model).values())
 
 
 def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimizer, config: DistributedConfig) -> None:
     """Raise for an optimizer that would train nothing: made before the adapters, or for merged ones."""
-    modules = (module for model in models for module in model.modules() if implements(module, Adapter))
+    modules = (module for model in models for module in model.modules() if implements(module, AdapterLayer))
     if any(getattr(module, "merged", False) for module in modules):
         raise UsageError("merged adapters take no part in training", hint="Call phalanx.unmerge_lora(model) first.")
     if config.lora_rank is None:
@@ -86,16 +85,13 @@ def convert_layers(
 
 def _multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     """Let the linear layers of the model's blocks multiply in 8 bits, and say so; return what undoes it."""
-    from phalanx.models.fp8 import use_fp8
-
-    layers, undo = use_fp8(model, list(find_blocks(model).values()))
+    layers, undo = feature("fp8").use_fp8(model, list(find_blocks(model).values()))
     notes.append(f"mixed_precision = 'fp8': {layers} layers multiply in 8 bits where that is faster")
-    return undo
+    return undo  # type: ignore[no-any-return]
 
 
 def _synchronise_norms(model: nn.Module, world: World, gradients: Gradients, notes: list[str]) -> Callable[[], None]:
     """Let batch norms use the statistics of all ranks, or say that there are none; return what undoes it."""
-    from phalanx.models.sync_norm import NormRanks, synchronise
 
     def is_placeholder() -> bool:
         micro = gradients.micro

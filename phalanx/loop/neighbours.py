@@ -45,6 +45,7 @@ class Neighbours(Callback):
         """Keep the state where it is due."""
         if info.step % self._every == 0:
             assert self._memory is not None, "joined before"
+            trainer.losses_checked()  # the state has those of all ranks
             self._memory.keep(kept(trainer.state, trainer.evaluation), wait=False)
 
     def restore(self, formation: Formation) -> dict[str, Any] | None:

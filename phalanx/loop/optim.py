@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.features import feature
 
 _BETA2 = 0.999
 """torch's default, as is a momentum of 0.9."""
@@ -66,9 +67,7 @@ def build_optimizer(
         case "adamw":
             return torch.optim.AdamW(trained, betas=betas, fused=fused, **settings)
         case "adamw8bit":
-            from phalanx.loop.adamw8bit import AdamW8bit
-
-            return AdamW8bit(trained, betas=betas, **settings)
+            return feature("adamw8bit")(trained, betas=betas, **settings)  # type: ignore[no-any-return]
         case "lamb" | "lars":
             from phalanx.loop.large_batch import LAMB, LARS
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import cpu_has_bf16, precision_name
+from phalanx.features import feature
 
 _COMPUTES_IN_FP32 = "mixed_precision = true: this CPU has no bf16 arithmetic, so it computes in fp32, which is faster"
 _EMULATED = (
@@ -56,13 +57,12 @@ class Precision:
 
 
 def _why_no_fp8(config: DistributedConfig, device: torch.device, *, by_engine: bool) -> str:
-    from phalanx.models.fp8 import why_not
-
     if by_engine:
         return f"{config.resolved_strategy} has a precision of its own"
     if config.tensor_parallel > 1:
         return "layers that tensor_parallel splits have no products in 8 bits"
-    return why_not(device)
+    why: str = feature("fp8").why_not(device)
+    return why
 
 
 class LossScale:

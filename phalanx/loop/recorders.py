@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from phalanx.config import FIELDS, DistributedConfig, write_toml
+from phalanx.config import DistributedConfig, write_toml
 from phalanx.config.distributed import RECORD_HEADER
+from phalanx.features import feature
 from phalanx.observe.events import Message
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
@@ -71,10 +72,10 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
         sinks.append(to_launcher)
     elif shown:
         from phalanx.observe.console import Console
-        from phalanx.observe.prometheus import open_metrics
 
         sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
-        if (served := open_metrics(run_dir.name, None, config.metrics_address)) is not None:
+        if config.metrics_address is not None:
+            served = feature("metrics")(run_dir.name, None, config.metrics_address)
             say_to_user(f"metrics: {served.url}")
             sinks.append(served)
     folder = tensorboard_dir(config, run_dir)
@@ -83,37 +84,9 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
             say_to_user(_NO_TENSORBOARD)
         for sink in sinks:
             sink.handle(Message("warning", _NO_TENSORBOARD, rank=0))
-    if folder is not None:
-        from phalanx.observe.tensorboard import TensorBoardSink
-
-        settings = [line for line in write_toml(config).splitlines() if not line.startswith("#")]
-        sinks.append(TensorBoardSink(folder, hyperparameters(config), "\n".join(settings), run_dir))
-    if config.mlflow:
-        from phalanx.observe.mlflow import MlflowSink
-
-        named = (config.mlflow if isinstance(config.mlflow, str) else "phalanx", config.name or run_dir.name)
-        sinks.append(MlflowSink(*named, config.to_dict(), run_dir, resumes=resumes))
-    if config.wandb:
-        from phalanx.observe.wandb import WandbSink
-
-        project = config.wandb if isinstance(config.wandb, str) else None
-        sinks.append(WandbSink(run_dir, project, config.name or run_dir.name, config.to_dict(), resumes=resumes))
+    if folder is not None or config.mlflow or config.wandb:
+        sinks += feature("trackers")(config, run_dir, tensorboard=folder, resumes=resumes)
     return [*sinks, *outside_sinks(config, run_dir)]
-
-
-_COMPARED = ("batch_size", "learning_rate", "optimizer", "weight_decay", "strategy", "mixed_precision", "seed")
-
-
-def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
-    """Return the settings by which runs are compared: the usual ones, and those that differ from their defaults."""
-    changed = (name for name, field in FIELDS.items() if getattr(config, name) != field.default)
-    names = dict.fromkeys([*_COMPARED, *(name for name in changed if "place" not in FIELDS[name].metadata["scope"])])
-    found = {name: getattr(config, name) for name in names}
-    return {
-        name: value if isinstance(value, (bool, int, float, str)) else str(value)
-        for name, value in found.items()
-        if value is not None
-    }
 
 
 def tensorboard_dir(config: DistributedConfig, run_dir: Path) -> str | None:

@@ -249,6 +249,7 @@ class StepCalls:
         """Take the step."""
         loss = self.run_passes()
         assert loss is not None, "a step has micro-batches"
+        self._log.sum_step()
         return StepOutcome(loss.detach(), self._finish(measure_norm))
 
     def record(self, recording: RecordedStep, measure_norm: bool) -> None:

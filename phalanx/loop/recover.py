@@ -74,6 +74,10 @@ class Survivor:
         self._boundary = StepBoundary()
         loop.hooks.add(self._boundary)
         loop.hooks.add(_StartCallback(self._drop))
+        strategy = loop.formation.strategy  # shards are kept with the losses; ranks that do not wait keep their own
+        loop.report.loss_log.sums_each_step = (
+            loop.formation.world_size > 1 and strategy.in_lockstep and not strategy.shards
+        )
         self._loop = loop
         self.prepare(loop)
         if self.stop_requested is not None:

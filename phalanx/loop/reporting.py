@@ -21,11 +21,11 @@ from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
 from phalanx.data.order import BatchSplit
 from phalanx.loop.gauges import RankGauges, RunSpeed, token_rate
-from phalanx.loop.loss_log import Losses, LossLog, totals
+from phalanx.loop.loss_log import Losses, LossLog, LossSum
 from phalanx.loop.recorders import tensorboard_dir
 from phalanx.loop.step_info import StepInfo
 from phalanx.loop.values import OWN_CURVES, ValueLog, Values, as_events, checked, reduced
-from phalanx.models.contract import recorded_dimensions
+from phalanx.model import recorded_dimensions
 from phalanx.observe.events import (
     LOGGED,
     CheckpointSaved,
@@ -78,7 +78,8 @@ class Reporter:
         self._total_steps: int | None = None
         self.samples = self._epoch_samples = 0
         self._epoch_began = time.monotonic()
-        self._loss_sum = self._loss_count = 0.0
+        self._losses_of = {"epoch": LossSum(), "report": LossSum()}
+        """The losses of the epoch so far, and of the steps since the last report."""
         self._said: set[str] = set()
         self.next_commands: list[str] = []
         """What the summary of the run proposes to run next."""
@@ -93,8 +94,7 @@ class Reporter:
         self.history.status, self.history.reason = "running", ""
         self._time_before = self.history.total_time
         self.samples = state.get("samples", 0)  # a checkpoint of a loop written by the user has none of these
-        so_far = state.get("epoch_so_far", {})
-        self._loss_sum, self._loss_count = so_far.get("loss_sum", 0.0), so_far.get("loss_count", 0.0)
+        self._losses_of |= {name: LossSum(**values) for name, values in state.get("losses", {}).items()}
         self._resumed_from = state["path"]
 
     def started(self, step: int, total_steps: int | None, model: nn.Module, *, epochs: int | None = None) -> None:
@@ -168,10 +168,10 @@ class Reporter:
         steps, logged = (each[-_STEPS_IN_CHECKPOINT:] for each in (self.history.steps, self.history.logged))
         latest = dataclasses.replace(self.history, steps=steps, logged=logged)
         history = latest.to_dict()  # not of all steps: sharded runs keep their state every few of them
-        so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
+        losses = {name: dataclasses.asdict(losses) for name, losses in self._losses_of.items()}
         # After a step all ranks know that the main one has reported the start.
         announced = self._announced or self._formation.step > self._first_step
-        return {"history": history, "samples": self.samples, "epoch_so_far": so_far, "announced": announced}
+        return {"history": history, "samples": self.samples, "losses": losses, "announced": announced}
 
     def say(self, text: str, level: str = "info") -> None:
         """Show a message to the user, once."""
@@ -201,16 +201,16 @@ class Reporter:
         if self._speed.ledger.is_due:
             self._speed.report(self.samples)
 
-    def losses(self, losses: Losses) -> float | None:
-        """Add losses to the epoch's mean over samples; return their own mean."""
-        total, count = totals(losses)
-        self._loss_sum, self._loss_count = self._loss_sum + total, self._loss_count + count
-        return total / count if count else None
+    def losses(self, losses: Losses) -> None:
+        """Add losses to the means of the epoch and of the next report."""
+        for sum_of in self._losses_of.values():
+            sum_of.add(losses)
 
     @property
     def epoch_loss(self) -> float:
         """The mean training loss of the epoch so far."""
-        return self._loss_sum / self._loss_count if self._loss_count else float("nan")
+        mean = self._losses_of["epoch"].mean
+        return float("nan") if mean is None else mean
 
     def log(self, step: int, values: Values, value: Any = None, reduce: str | None = None) -> None:
         """Keep values that the user logged until `report_logged`; all ranks call this if they are reduced."""
@@ -255,7 +255,8 @@ class Reporter:
 
     def step_done(self, info: StepInfo, losses: Losses, grad_norm: torch.Tensor | None, skipped: int) -> None:
         """Report a logging step; `skipped`: steps so far whose gradient was not finite."""
-        mean = self.losses(losses)
+        self.losses(losses)
+        mean, self._losses_of["report"] = self._losses_of["report"].mean, LossSum()
         if mean is None:
             return
         rate, seconds = self.clock.lap()
@@ -307,7 +308,7 @@ class Reporter:
         self.events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
         self.events.emit(EpochDone(step, epoch + 1, loss, metrics, seconds, speed))
         if whole:
-            self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
+            self._losses_of["epoch"], self._epoch_samples = LossSum(), 0
             self._epoch_began = time.monotonic()
         self._update_totals()
 

@@ -8,6 +8,7 @@ callbacks, the time spent, and whether the run has ended. A new rank receives th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,11 +85,25 @@ class RunState:
     world_size: int
     """The ranks of the group that had it."""
     content: Snapshot
+    unread: list[torch.Tensor]
+    """The losses of complete steps that were not read, and their weights."""
 
     @property
     def step(self) -> int:
         """The last complete step."""
         return self.content.step
+
+    def read_losses(self) -> None:
+        """Add losses that were not read to those of the epoch.
+
+        Not when the state is captured: the device may still wait for a lost rank.
+        """
+        rows = torch.stack(self.unread).tolist() if self.unread else []
+        self.unread.clear()
+        for total, weight in rows:
+            for sum_of in self.content.shared["losses"].values() if math.isfinite(total) else ():
+                sum_of["total"] += total
+                sum_of["weight"] += weight
 
 
 class StepBoundary(Callback):
@@ -147,7 +162,7 @@ def capture(state: TrainState, evaluation: Evaluation, boundary: StepBoundary) -
     content.shared["called"] = state.hooks.called
     for model in formation.models:  # gradients of the interrupted step are not part of the next one
         model.zero_grad(set_to_none=True)
-    return RunState(formation.world_size, content)
+    return RunState(formation.world_size, content, state.report.loss_log.unread(formation.step))
 
 
 def kept(state: TrainState, evaluation: Evaluation) -> Snapshot:
@@ -178,6 +193,8 @@ def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None
     if max(steps) < 0:
         return None
     source = steps.index(max(steps))
+    if own is not None:
+        own.read_losses()
     # Ranks at the same step have equal tensors and keep them. An older or another state is kept until the new one is
     # here: a broadcast may break off.
     equal = own is not None and own.step == steps[source] and not formation.strategy.local_steps

@@ -61,6 +61,7 @@ def train_step(
     else:
         clock.enter("other")
         return None
+    loss_log.sum_step()
     norm = finish_step(formation, optimizer, clip=clip, measure_norm=measure_norm)
     return StepOutcome(loss.detach(), norm)
 

@@ -109,6 +109,7 @@ class TrainingStep:
         """Call the function for micro-batches up to the next step's boundary; None when the epoch has none left."""
         gradients, clock = self._formation.gradients, self._formation.clock
         number = self.number = gradients.steps + 1
+        loss_log.sum_step()  # of the last step: on a GPU the gate of this one says whether the sum is complete
         clock.enter("data")
         for batch in batches:
             clock.enter("forward")
@@ -127,6 +128,8 @@ class TrainingStep:
             clock.enter("other")
             return None
         clock.enter("other")
+        if self.device.type == "cpu":  # the function returns the loss after its step; here the sum is complete at once
+            loss_log.sum_step()
         if gradients.steps != number:
             first = next(iter(self.optimizers))
             raise UsageError(

@@ -14,12 +14,13 @@ from typing import Any
 
 from phalanx.config.option import load_entry_point
 from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.features import feature
 from phalanx.recipes.imports import check_import, extend_path, import_path_of, is_import_path, load_import
 
 __all__ = ["Recipe", "find_recipe", "load_recipe", "recipe_names"]
 
 GROUP = "phalanx.recipes"
-_BUILT_IN = Path(__file__).parent
+_BUILT_IN = Path(__file__).parents[1] / "zoo" / "recipes"
 _ENDINGS = (".toml", ".yaml", ".yml")
 _PARTS = ("model", "data")
 TABLES = ("model", "data", "settings", "gpu_settings", "sample", "metrics", "loss", "augment")
@@ -60,7 +61,7 @@ class Recipe:
     callbacks: tuple[str, ...] = ()
     """Import paths of callback classes, and of functions that are called after each step."""
     augment: dict[str, Any] = field(default_factory=dict)
-    """Options of `phalanx.data.augment.Augment`, or of the function or class that `name` is the import path of."""
+    """Options of `phalanx.zoo.data.augment.Augment`, or of the function or class that `name` is the import path of."""
     paths: tuple[str, ...] = ()
     """Folders with modules of the user: that of the recipe's file, and the current one."""
     sized: bool = False
@@ -122,9 +123,8 @@ class Recipe:
             return replace(self, data={"tokenizer": str(folder), **self.data})
         if name != "tokens" and not Path(name).is_absolute():
             return self
-        from phalanx.recipes.token_data import fitted_to_tokens  # few runs need it
-
-        return fitted_to_tokens(self)
+        fitted: Recipe = feature("token-recipe")(self)
+        return fitted
 
     def check(self) -> None:
         """Raise for import paths that do not exist; makes the user's modules importable in this process."""

@@ -10,9 +10,9 @@ from phalanx.config import DistributedConfig
 from phalanx.config.backend_rules import missing_engine
 from phalanx.engine import ENGINES, engine_of, find_engine
 from phalanx.errors import EXIT_USAGE, CheckpointError, PhalanxError, UsageError
+from phalanx.features import feature
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.launch import check_endpoint
-from phalanx.observe.prometheus import import_client
 from phalanx.observe.sinks import check_sinks
 
 
@@ -51,7 +51,7 @@ def check_packages(config: DistributedConfig) -> None:
             "wandb needs Weights & Biases, which is not installed", hint="Run: pip install 'phalanx[wandb]'"
         )
     if config.metrics_port is not None:
-        import_client()
+        feature("check-metrics")()
     check_sinks(config)
     if (missing := missing_engine(config.to_dict())) is not None:
         raise UsageError(missing[0], hint=missing[1])

@@ -5,11 +5,13 @@ how the command that started it ended.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -28,6 +30,19 @@ from phalanx.host.processes import began_at
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.written import note_written
 from phalanx.version import __version__
+
+TEXT_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+"""Files of tokenizers and processors, as patterns; "*.model" is SentencePiece's."""
 
 FILE = "run.json"
 CHANGES = "changes.diff"
@@ -150,8 +165,6 @@ def _keep_model_files(recipe: Mapping[str, Any], kept: Path) -> None:
     folder = Path(str(recipe.get("model", {}).get("name", "")))
     if not folder.is_absolute() or not (folder / "config.json").is_file() or kept.exists():
         return
-    from phalanx.recipes.token_data import TEXT_FILES  # few runs need it
-
     kept.mkdir()
     note_written(kept.parent, kept)
     for pattern in ("config.json", "generation_config.json", *TEXT_FILES):
@@ -211,6 +224,66 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in {**found, "GPUs": gpus, "driver": driver}.items() if value}
 
 
+CLAIM = ".started-by"
+"""A file that the process which started the run holds locked until the run ends; the kernel unlocks it."""
+
+
+@contextmanager
+def claim_run_dir(run_dir: Path) -> Iterator[None]:
+    """Let no other process start or resume a run in a folder during the block; raise if one does already.
+
+    What the folder holds is checked within: a process that checked before may have been overtaken since.
+    """
+    descriptor = _locked(run_dir / CLAIM)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # the folder was removed; another run may have begun in a new one
+                if os.path.samestat((run_dir / CLAIM).stat(), os.fstat(descriptor)):
+                    (run_dir / CLAIM).unlink()
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """Lock a file and write this process into it; return its descriptor; None on a file system without locks."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise UsageError(
+                f"the run's folder {path.parent} cannot be used: {path.name}: {error.strerror}",
+                hint="Set run_dir to a folder you can write to.",
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with os.fdopen(descriptor) as file:
+                raise _started_by_another(path.parent, file.read().strip()) from None
+        except OSError:
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+            return descriptor
+        os.close(descriptor)  # its holder has ended, and has removed it, since it was opened
+
+
+def _started_by_another(run_dir: Path, holder: str) -> UsageError:
+    pid, _, host = holder.partition(" ")
+    process = f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "") if pid else "another process"
+    end = "Stop it first, with Ctrl-C or SIGTERM. Or give another run_dir."
+    if host not in ("", socket.gethostname()):
+        end += f" If it has ended there, say so: phalanx runs stop {shlex.quote(str(run_dir))} --ended"
+    return UsageError(f"{process} runs in run_dir = '{run_dir}'; nothing was changed", hint=end)
+
+
+def release_claim(run_dir: Path) -> None:
+    """Forget the process that started a run: it is known to have ended, also if its host was lost with the lock."""
+    (run_dir / CLAIM).unlink(missing_ok=True)
+
+
 def make_run_dir(config: DistributedConfig, name: str) -> Path:
     """Make the folder of this run: the configured one, or a new runs/<name>-<time>."""
     if config.run_dir is not None:
@@ -237,15 +310,20 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
     return path
 
 
-def discard_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> None:
-    """Remove the folder of a run that took no step or is a fast_dev_run, unless run_dir is set or an error names it.
+def is_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> bool:
+    """Whether a run took no step or is a fast_dev_run, run_dir is not set, and the error names no file of the run.
 
-    Logs that the error names are moved to a temporary folder.
+    Logs do not count: `discard` keeps those that the error names.
     """
+    named = f"{error} {getattr(error, 'hint', '')}".replace(str(run_dir / "logs"), "")
+    if config.run_dir is not None or str(run_dir) in named:
+        return False
+    return bool(config.fast_dev_run) or not _took_step(run_dir)
+
+
+def discard(run_dir: Path, error: BaseException | None = None) -> None:
+    """Remove the folder of a run; logs that the error names are moved to a temporary folder."""
     logs = run_dir / "logs"
-    named = f"{error} {getattr(error, 'hint', '')}".replace(str(logs), "")
-    if config.run_dir is not None or str(run_dir) in named or (_took_step(run_dir) and not config.fast_dev_run):
-        return
     if isinstance(error, PhalanxError) and str(logs) in error.message and logs.is_dir():
         kept = open_scratch("logs")
         shutil.copytree(logs, kept, dirs_exist_ok=True)

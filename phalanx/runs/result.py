@@ -37,6 +37,11 @@ class JobResult:
     ended: str = ""
     """Why and where training ended before its last step by itself, such as by `max_time`; empty: it did not."""
 
+    @property
+    def outcome(self) -> str:
+        """How the run ended, for its record."""
+        return "finished" if self.stopped is None or self.history is None else self.history.status
+
 
 def write_result(result: object, folder: Path) -> None:
     """Write the result of the main rank where the parent reads it."""

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
+from phalanx.runs.record import release_claim
 from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
 
 
@@ -61,19 +62,19 @@ def check_not_in_use(config: DistributedConfig, *, again: bool = False) -> Store
     return run
 
 
-def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool = False) -> None:
-    """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files.
+def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool = False) -> StoredRun | None:
+    """Refuse a folder that holds a run which is not to be continued; return the run that `overwrite` is to remove.
 
     `settled`: the config says how long training takes, as for a recipe; a script may have its own settings.
     """
     run = check_not_in_use(config)
     if run is None:
-        return
+        return None
     if config.resume_from_checkpoint:
         # `true` is for scripts that are started again after any end, also after that of a finished run.
         if settled and str(config.resume_from_checkpoint).lower() != "true":
             check_left(config, run)
-        return
+        return None
     if not overwrite:
         steps, total = run.steps
         raise UsageError(
@@ -81,7 +82,7 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
             hint=f"Continue it: {resume_command(run)}. Replace it: add --overwrite. Or give another --run-dir.",
         )
     refuse_whole_project(run)
-    run.clear()
+    return run
 
 
 def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
@@ -188,6 +189,7 @@ def note_end(run: StoredRun) -> None:
         raise UsageError(f"{run.name} is running", hint=f"End it: phalanx runs stop {shlex.quote(run.name)}")
     if run.status in ("unknown", "damaged"):
         _rewrite(run, outcome="killed")
+        release_claim(run.path)
 
 
 def refuse_running(run: StoredRun) -> None:

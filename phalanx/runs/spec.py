@@ -16,13 +16,13 @@ from phalanx.config import FIELDS, DistributedConfig, Resolved
 from phalanx.config.run_fields import OPTIONS, Monitoring
 from phalanx.config.settings import ENV_PREFIX, settings_with
 from phalanx.engine import VARIABLE, engine_name, engine_of
+from phalanx.features import FEATURES
 from phalanx.host.gpus import driver_version
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.spec import Elastic, ScriptTarget, Target
 from phalanx.recipes import Recipe
-from phalanx.tool import TOOLS
 from phalanx.version import __version__
 from phalanx.world.mesh import JobLayout
 
@@ -93,7 +93,7 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     return {**found, **{name: repr(getattr(config, name)) for name in names}}
 
 
-_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", TOOLS["verify-rank"])
+_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", FEATURES["verify-rank"])
 
 
 def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -> Elastic | None:

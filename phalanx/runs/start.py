@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from phalanx import errors
 from phalanx.config import DistributedConfig
 from phalanx.engine import engine_of
+from phalanx.features import feature
 from phalanx.host.files import replace_file, scratch_folder
 from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, launch, prestart
 from phalanx.launch.error_file import any_record, read_record, record_path, recorded_ranks
@@ -28,7 +29,7 @@ from phalanx.launch.failure import FailureReport
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.observe.console import Console
 from phalanx.observe.events import KINDS, Phase, from_dict
-from phalanx.observe.prometheus import MetricsSink, open_metrics
+from phalanx.observe.sinks import Sink
 from phalanx.runs.record import log_folder
 from phalanx.runs.result import RESULT_NAME, JobResult, read_result
 from phalanx.runs.spec import launch_spec
@@ -85,7 +86,8 @@ def open_console(config: DistributedConfig, log_dir: Path) -> Iterator[RankConso
     """Open the console of one launch, as the config says; restore the terminal afterwards."""
     verbosity, progress, labelled = config.shown
     console = Console(show_labels=labelled, progress=progress, verbosity=verbosity, log_dir=log_dir.absolute())
-    metrics = open_metrics(log_dir.absolute().parent.name, log_dir, config.metrics_address)
+    address = config.metrics_address
+    metrics = None if address is None else feature("metrics")(log_dir.absolute().parent.name, log_dir, address)
     try:
         if metrics is None:
             yield console
@@ -101,7 +103,7 @@ def open_console(config: DistributedConfig, log_dir: Path) -> Iterator[RankConso
 class _MeteredConsole:
     """A console whose events also go to the metrics endpoint."""
 
-    def __init__(self, console: Console, metrics: MetricsSink) -> None:
+    def __init__(self, console: Console, metrics: Sink) -> None:
         self._console, self._metrics = console, metrics
         self.streams = console.streams
         self.rank_output, self.notice = console.rank_output, console.notice
@@ -197,13 +199,13 @@ def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None =
         except (KeyboardInterrupt, errors.PreemptedError) as stop:
             result = read_result(folder) if (folder / RESULT_NAME).exists() else None
             if not isinstance(result, JobResult) or result.history is None:
-                raise
+                raise stop.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
             result.stopped = result.stopped or errors.PreemptedError(str(stop) or "stopped by Ctrl-C at the end")
             return result
-        except errors.RankFailedError as error:
-            if (folder / RESULT_NAME).exists():
+        except errors.PhalanxError as error:
+            if isinstance(error, errors.RankFailedError) and (folder / RESULT_NAME).exists():
                 error.partial_result = read_result(folder)
-            raise
+            raise error.with_traceback(None)  # noqa: B904
         may_have_none = spec.starter is None and spec.elastic is not None and spec.num_nodes > 1
         return read_result(folder, may_have_none=may_have_none)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
-from phalanx.models.contract import ChecksLength, ExpertModules, RingReady, implements
+from phalanx.model import ChecksLength, ExpertModules, RingReady, implements
 from phalanx.strategies.ring_attention import Ring, RingAttention
 from phalanx.torch_compat import pytree
 from phalanx.world.splits import uneven_context
@@ -115,7 +115,7 @@ class _WholeMean(torch.autograd.Function):
 
 
 _USAGE = (
-    "The built-in gpt and llama can. In your own model, use phalanx.models.InnerAttention, and let forward take "
+    "The built-in gpt and llama can. In your own model, use phalanx.zoo.models.InnerAttention, and let forward take "
     "`positions`, the positions of its tokens; or train with strategy='fsdp' or tensor_parallel."
 )
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.errors import UsageError
-from phalanx.models.contract import ExpertModules, implements
+from phalanx.model import ExpertModules, implements
 from phalanx.world.splits import uneven_experts
 
 

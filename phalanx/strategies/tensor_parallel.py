@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from phalanx.errors import UsageError, nearest, unknown_name
-from phalanx.models.contract import SequenceShards, SplitLogits, TensorDivides, TensorPlan, implements
+from phalanx.model import SequenceShards, SplitLogits, TensorDivides, TensorPlan, implements
 from phalanx.strategies.tensor_overlap import add_bias_apart
 from phalanx.torch_compat import pytree
 from phalanx.world.splits import uneven_slices, uneven_tensors

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError
-from phalanx.models.contract import Adapter, InitialisesWeights, implements
+from phalanx.model import AdapterLayer, InitialisesWeights, implements
 from phalanx.strategies.base import local
 from phalanx.torch_compat import pytree
 
@@ -80,7 +80,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         warnings.filterwarnings("ignore", message="DTensor random operators", category=UserWarning)
         model.init_weights()
         for module in model.modules():
-            if implements(module, Adapter):
+            if implements(module, AdapterLayer):
                 module.reset_adapter()
     _share_replicas(model)
 

@@ -1,32 +1,23 @@
-"""Write a trained model for other programs: safetensors, a Hugging Face folder, ONNX or TorchScript."""
+"""Export to other programs: safetensors, ONNX, TorchScript."""
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from phalanx.data.sets.chat_template import PLAIN, read_template
 from phalanx.errors import ModelError, UsageError, first_line
+from phalanx.features import feature
 from phalanx.loop.evaluate import model_output, own_modes
-from phalanx.models.contract import WrapsModel, implements
-from phalanx.models.hf import save_pretrained
-from phalanx.models.hf.files import end_tokens_of, read_json
-from phalanx.models.lora import adapters, merge_lora, remove_lora
-from phalanx.recipes import CONVERSATIONS, Recipe
-from phalanx.recipes.token_data import TEXT_FILES, read_token_manifest
+from phalanx.model import AdapterLayer, WrapsModel, implements
 from phalanx.trainers.weights import save_weights
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class _Outputs(nn.Module):
@@ -40,98 +31,29 @@ class _Outputs(nn.Module):
         return model_output(self.model, inputs[0] if len(inputs) == 1 else inputs, with_targets=False)
 
 
-def export_model(
-    model: nn.Module,
-    path: Path,
-    format: str,
-    data: Any = None,
-    augment: Any = None,
-    recipe: Recipe | None = None,
-    classes: Sequence[str] = (),
-) -> None:
-    """Write a whole model on the CPU, its adapters merged, which other programs do not know.
+def whole_model(model: nn.Module) -> nn.Module:
+    """Return the model that other programs know: without a wrapper's loss, its adapters merged into a copy."""
+    model = model.trained_model() if implements(model, WrapsModel) else model
+    if not any(implements(module, AdapterLayer) for module in model.modules()):
+        return model
+    lora = feature("lora")
+    merged: nn.Module = lora.remove_lora(lora.merge_lora(copy.deepcopy(model)))
+    return merged
+
+
+def export_model(model: nn.Module, path: Path, format: str, data: Any = None, augment: Any = None) -> None:
+    """Write a whole model on the CPU.
 
     `data`: what a sample of inputs is taken from, for ONNX and TorchScript; `augment`: makes inputs of its batches.
-    `recipe`: that of the run; a Hugging Face folder gets the tokenizer and the template of its conversations.
-    `classes`: the names of the labels, which a Hugging Face folder keeps as id2label.
     """
-    chat = _chat_of(recipe) if format == "hf" and recipe is not None else None
-    model = model.trained_model() if implements(model, WrapsModel) else model
-    if adapters(model):
-        model = remove_lora(merge_lora(copy.deepcopy(model)))
+    model = whole_model(model)
     if format == "safetensors":
         save_weights(model, path)
-    elif format == "hf":
-        write_folder: Any = getattr(model, "save_pretrained", None)  # models of transformers have it
-        if write_folder is not None:
-            write_folder(path)
-        else:
-            save_pretrained(model, path)
-        # The folder that the model was read from: set by transformers, and for our own models.
-        _copy_tokenizer(Path(str(getattr(model, "name_or_path", "") or path)), path)
-        if chat is not None:
-            chat.write(path)
-        if classes:
-            _name_labels(path / "config.json", classes)
-    else:
-        inputs = example_inputs(data, augment)
-        write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
-        with own_modes(model):
-            write(_Outputs(model.eval()), inputs, path)
-
-
-def _name_labels(config: Path, classes: Sequence[str]) -> None:
-    """Write the names of labels as transformers has them, where the model has as many outputs."""
-    document = read_json(config)
-    if len(document.get("id2label", classes)) == len(classes):
-        document["id2label"] = {str(number): name for number, name in enumerate(classes)}
-        document["label2id"] = {name: number for number, name in enumerate(classes)}
-        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_tokenizer(source: Path, target: Path, *, replace: bool = False) -> None:
-    """Copy the tokenizer of a folder, if it is one: without it the model's tokens have no meaning."""
-    for pattern in TEXT_FILES if source.is_dir() else ():
-        for file in source.glob(pattern):
-            if file.is_file() and (replace or not (target / file.name).exists()):
-                shutil.copy(file, target / file.name)
-    if (document := read_token_manifest(source)) is not None and not (target / _TOKENIZER_CONFIG).exists():
-        from phalanx.data.sets.token_shards import read_tokenizer  # few exports need it
-
-        end = read_tokenizer(source / "tokenizer.json").id_to_token(document["tokenizer"]["end"])
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        (target / _TOKENIZER_CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-class _Chat(NamedTuple):
-    """What a run made tokens of conversations with."""
-
-    tokenizer: Path
-    template: str | None
-    """Jinja's text, where it is not the tokenizer's own."""
-    end_tokens: frozenset[int]
-
-    def write(self, folder: Path) -> None:
-        """Write it where transformers, `phalanx serve` and the next run look for it."""
-        _copy_tokenizer(self.tokenizer, folder, replace=True)
-        if self.template is not None:
-            (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
-        path = folder / "generation_config.json"
-        settings = read_json(path) if path.is_file() else {}
-        settings["eos_token_id"] = sorted(self.end_tokens | end_tokens_of(settings))
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _chat_of(recipe: Recipe) -> _Chat | None:
-    """Return the tokenizer and template of a run on conversations; of bytes there is none that others could read."""
-    data = recipe.fitted().data if recipe.data.get("name") in CONVERSATIONS else {}
-    tokenizer, template = data.get("tokenizer"), data.get("template")
-    if tokenizer is None:
-        return None
-    ends = frozenset(read_template(tokenizer, template).end_tokens)
-    if template not in (None, "plain"):
-        return _Chat(Path(tokenizer), Path(template).expanduser().read_text(encoding="utf-8"), ends)
-    return _Chat(Path(tokenizer), None if template is None else PLAIN, ends)
+        return
+    inputs = example_inputs(data, augment)
+    write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
+    with own_modes(model):
+        write(_Outputs(model.eval()), inputs, path)
 
 
 def example_inputs(data: Any, augment: Any = None) -> tuple[torch.Tensor, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,8 +16,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import PreemptedError
-from phalanx.host.files import replace_file
-from phalanx.launch.error_file import record_path
+from phalanx.features import feature
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
@@ -32,8 +29,9 @@ from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
+from phalanx.runs.conductor import recorded_run
 from phalanx.runs.record import FILE as RECORD
-from phalanx.runs.record import RunRecord, discard_unused, keep_recipe, make_run_dir
+from phalanx.runs.record import RunRecord, keep_recipe, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
@@ -98,7 +96,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         if isinstance(job.task.loss_fn, nn.Module):  # such as the class weights of CrossEntropyLoss
             job.task.loss_fn.to(formation.device)
         if job.action == "fit":
-            result = _fit(formation, job, survivor)
+            result = _fit_in_folder(formation, job, survivor)
         else:
             result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
         return_weights = job.action == "fit" and not in_place
@@ -150,7 +148,8 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
     error.partial_result = partial  # type: ignore[attr-defined]  # the worker sends it
 
 
-def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
+def _fit_in_folder(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
+    """Train in the run's folder. The main rank keeps its record, unless the process that started the ranks does."""
     formation.notes += [note for note in (job.note, kept_in_eval(job.task.model)) if note]
     if not job.checked:
         check_per_node(formation.world, job.config)
@@ -160,11 +159,20 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
-        if not (_is_given(job) and (run_dir / RECORD).exists()):  # else the process that started the ranks wrote it
-            record = RunRecord.of_this_process(job.config.given(), recipe=job.recipe)
-            record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
-        elif job.recipe is not None:
+    if not formation.is_main or (_is_given(job) and (run_dir / RECORD).exists()):
+        if formation.is_main and job.recipe is not None:
             keep_recipe(run_dir, job.recipe)
+        return _train(formation, job, run_dir, survivor)
+    # A folder that another process made is that one's to remove.
+    config = job.config.with_trusted(run_dir=str(run_dir)) if _is_given(job) else job.config
+    record = RunRecord.of_this_process(job.config.given(), recipe=job.recipe)
+    with recorded_run(run_dir, config, record, in_place=not _is_given(job)) as run:
+        result = _train(formation, job, run_dir, survivor)
+        run.outcome = result.outcome
+    return result
+
+
+def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survivor | None) -> JobResult:
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
     profile = stopped = loop = None
@@ -203,8 +211,6 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             error.add_note(f"after step {loop.step}, {loop.saving.weights_left or came_back(job.task)}, and {kept}")
         elif job.gives_back and loop is not None and loop.step:
             _trained_until(error, formation, job, loop)
-        if formation.is_main and not _is_given(job):
-            _note_failure(job, run_dir, error)
         if error is not original:
             raise error from original
         raise
@@ -212,8 +218,6 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         if profile is not None:
             profile.close()
         events.close()
-        if job.config.fast_dev_run and formation.is_main and not _is_given(job):
-            discard_unused(job.config, run_dir)
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     if job.gives_back and stopped is None and loop.stop.from_outside == "SIGINT":  # in the last step, or after it
         stopped = preempted_error(BY_CTRL_C, loop.step, loop.saving.last_path)
@@ -235,11 +239,7 @@ def came_back(task: TrainTask, history: History | None = None) -> str:
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
     """Yield the callbacks that settings ask for."""
     if config.options.tensorboard_histograms:
-        from phalanx.observe.tensorboard import TensorBoardSink
-        from phalanx.trainers.histograms import HistogramCallback
-
-        if (board := events.find(TensorBoardSink)) is not None:
-            yield HistogramCallback(board, config.options.tensorboard_histograms)
+        yield from feature("histograms")(events, config.options.tensorboard_histograms)
     if config.debug == "nan":
         from phalanx.loop.numbers import NumberWatch
 
@@ -262,18 +262,7 @@ def _step_profile(formation: Formation, run_dir: Path) -> Any:
     """Return the profile of a run that asks for one, or runs on a GPU, perhaps under nsys."""
     if formation.config.profiling is None and formation.device.type != "cuda":
         return None
-    from phalanx.tool import tool
-
-    return tool("step-profile").wanted(formation, run_dir)
-
-
-def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:
-    """Write why a run failed that no launcher watches, as a launcher does; one that took no step leaves no folder."""
-    discard_unused(job.config, run_dir, error)
-    if run_dir.is_dir():
-        (run_dir / "logs").mkdir(exist_ok=True)
-        record = {"rank": 0, "time": time.time(), "type": type(error).__qualname__, "message": str(error)}
-        replace_file(record_path(run_dir / "logs", 0), json.dumps(record) + "\n")
+    return feature("step-profile").wanted(formation, run_dir)
 
 
 def _is_given(job: Job) -> bool:

@@ -71,9 +71,9 @@ def settle_strategy(
     memory = rank_bytes(device, ranks_here)
     if not memory or not is_large(model, memory):
         return Settled(config)
-    from phalanx.tool import tool
+    from phalanx.features import feature
 
-    return Settled(*tool("choose-strategy")(config, model, train, device, ranks, memory))
+    return Settled(*feature("choose-strategy")(config, model, train, device, ranks, memory))
 
 
 def is_large(model: nn.Module, memory: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -20,7 +21,7 @@ from phalanx.config.option import check_folder, local_path
 from phalanx.config.settings import ENV_PREFIX
 from phalanx.config.ways import late_note
 from phalanx.engine import engine_of
-from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
+from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
 from phalanx.loop.loader import Augmentation
@@ -31,8 +32,9 @@ from phalanx.loop.stopping import BY_CTRL_C
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
+from phalanx.runs.conductor import recorded_run
 from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import RunRecord, discard_unused, end_record, make_run_dir
+from phalanx.runs.record import RunRecord, make_run_dir
 from phalanx.runs.result import JobResult
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
@@ -196,7 +198,7 @@ class TorchTrainer:
         if path.suffix not in _SAVED_AS:
             raise UsageError(
                 f"save('{path}'): {unknown_name('ending', path.suffix or '(none)', _SAVED_AS)}",
-                hint="A Hugging Face folder is written by phalanx.models.save_pretrained(model, folder).",
+                hint="A Hugging Face folder is written by phalanx.zoo.models.save_pretrained(model, folder).",
             )
         save_weights(self.model, path, here=here)
         return path
@@ -279,37 +281,33 @@ class TorchTrainer:
                 "last --profile",
                 stacklevel=5,
             )
-        run_dir = make_run_dir(config, task.name) if action == "fit" else None
-        if run_dir is not None:
-            RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
         from phalanx.runs.start import send_job  # the parent's side: a rank does not load it
 
-        try:
-            result: JobResult = send_job(
-                Job(action, task, config_here, run_dir, checked=True, note=note, gives_back=True),
-                layout,
-                data=engine_of(config_here).datasets(task.train, task.val),
-            )
-        except KeyboardInterrupt:
-            if run_dir is None:
-                raise
-            end_record(run_dir, "interrupted")
-            discard_unused(config, run_dir)
-            raise KeyboardInterrupt(f"{BY_CTRL_C}, before the ranks had a result; {_what_came(run_dir)}") from None
-        except PhalanxError as error:
-            if run_dir is not None:
-                discard_unused(config, run_dir, error)
-                partial = getattr(error, "partial_result", None)
-                if isinstance(partial, JobResult):
-                    _take_back(self, partial)
-                    self.history = partial.history
-                if run_dir.is_dir():
-                    error.add_note(_what_came(run_dir, "" if partial is None else partial.ended))
-            raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
-        if run_dir is not None and config.fast_dev_run:
-            discard_unused(config, run_dir)
+        job = Job(action, task, config_here, checked=True, note=note, gives_back=True)
+        data = engine_of(config_here).datasets(task.train, task.val)
+        result: JobResult
+        if action != "fit":
+            result = send_job(job, layout, data=data)
+        else:
+            job.run_dir = make_run_dir(config, task.name)
+            record, advise = RunRecord.of_this_process(config.given()), partial(_after_failure, self, job.run_dir)
+            with recorded_run(job.run_dir, config, record, advise=advise) as run:
+                result = send_job(job, layout, data=data)
+                run.outcome = result.outcome
         _take_back(self, result)
         return result
+
+
+def _after_failure(trainer: TorchTrainer, run_dir: Path, error: BaseException, is_kept: bool) -> None:
+    """Give the caller of a fit that failed what came back, and say in the error what that is."""
+    result = getattr(error, "partial_result", None)
+    if isinstance(result, JobResult):
+        _take_back(trainer, result)
+        trainer.history = result.history
+    if isinstance(error, KeyboardInterrupt):
+        error.args = (f"{BY_CTRL_C}, before the ranks had a result; {_what_came(run_dir)}",)
+    elif is_kept:
+        error.add_note(_what_came(run_dir, result.ended if isinstance(result, JobResult) else ""))
 
 
 def _take_back(trainer: TorchTrainer, result: JobResult) -> None:

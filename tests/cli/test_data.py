@@ -15,8 +15,8 @@ from command import ROOT, clean_environment, completions, phalanx
 from PIL import Image
 
 from phalanx.cli.data import ACTIONS
-from phalanx.data.sets import load_splits
-from phalanx.tools.data.shapes import BACKGROUNDS, MOST_CLASSES, PALETTES, SHAPES, TEXTURES, ShapeSamples, class_parts
+from phalanx.zoo.data import load_splits
+from phalanx.zoo.pack.shapes import BACKGROUNDS, MOST_CLASSES, PALETTES, SHAPES, TEXTURES, ShapeSamples, class_parts
 
 SMALL = ("--images", 40, "--size", 16, "--classes", 8, "--shards", 3, "--workers", 1)
 

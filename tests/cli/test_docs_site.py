@@ -19,7 +19,7 @@ from phalanx.config.aliases import NAMES
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
 
-PUBLIC = ("phalanx", "phalanx.data", "phalanx.models", "phalanx.tools.tune", "phalanx.checkpoint")
+PUBLIC = ("phalanx", "phalanx.data", "phalanx.zoo.models", "phalanx.tools.tune", "phalanx.checkpoint")
 
 
 def test_every_public_name_is_in_the_reference(site):

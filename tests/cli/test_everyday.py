@@ -104,11 +104,11 @@ def test_a_file_with_one_of_the_labels_is_measured_by_the_numbers_of_the_trainin
 
 
 def test_names_of_labels_reach_a_hugging_face_folder(tmp_path):
-    from phalanx.models import build
-    from phalanx.trainers.export import export_model
+    from phalanx.zoo.export import export_folder
+    from phalanx.zoo.models import build
 
     model = build("bert", preset="debug", task="classify", classes=2)
-    export_model(model, tmp_path / "hf", "hf", classes=["no", "yes"])
+    export_folder(model, tmp_path / "hf", classes=["no", "yes"])
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["id2label"], config["label2id"]) == ({"0": "no", "1": "yes"}, {"no": 0, "yes": 1})
 

@@ -80,7 +80,7 @@ def test_the_transformer_holds_its_part_and_saves_the_whole(tmp_path):
     # The trained weights came back into a model that had no memory: in bf16 they still are whole, in float32.
     from safetensors.torch import load_file
 
-    from phalanx.models import build
+    from phalanx.zoo.models import build
 
     weights = load_file(tmp_path / "model.safetensors")
     build("llama").load_state_dict(weights)

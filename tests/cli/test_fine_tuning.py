@@ -14,9 +14,9 @@ from command import ROOT, phalanx
 from long_proofs import long_proof
 
 from phalanx import load_run
-from phalanx.models.hf import load_pretrained
-from phalanx.models.lora.nf4 import NF4Linear
 from phalanx.recipes import load_recipe
+from phalanx.zoo.models.hf import load_pretrained
+from phalanx.zoo.models.lora.nf4 import NF4Linear
 
 CAPITALS = {"Peru": "Lima", "Italy": "Rome", "Japan": "Tokyo"}
 PLAIN = ("--set", "data.template=plain", "--device", "cpu", "--num-workers", 2, "--eval-every", 1)

@@ -15,7 +15,7 @@ from phalanx.config import resolve
 from phalanx.errors import UsageError
 from phalanx.loop.metrics import top5_accuracy
 from phalanx.recipes import load_recipe
-from phalanx.trainers.recipe import recipe_augment, recipe_loss, recipe_task
+from phalanx.zoo.recipe import recipe_augment, recipe_loss, recipe_task
 
 pytest.importorskip("PIL.Image")
 SMALL_RESNET = ("--set", "model.preset=debug", "--set", "model.channels=3", "--set", "model.width=8")

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from phalanx import Trainer
-from phalanx.data import load
 from phalanx.errors import UsageError
+from phalanx.zoo.data import load
 
 PROMPT = ">>> "
 
@@ -57,7 +57,7 @@ class Prompt:
 def test_the_notebook_user(ranks, tmp_path):
     """Fit, Ctrl-C, evaluate, fit again: what was trained before the Ctrl-C is there and is trained further."""
     prompt = Prompt(tmp_path)
-    prompt.type("import torch; from torch import nn; from phalanx import Trainer; from phalanx.data import load")
+    prompt.type("import torch; from torch import nn; from phalanx import Trainer; from phalanx.zoo.data import load")
     prompt.type("_ = torch.manual_seed(0); train, val = load('digits'), load('digits', split='val')")
     prompt.type("model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))")
     prompt.type("opt = torch.optim.AdamW(model.parameters(), lr=3e-3)")

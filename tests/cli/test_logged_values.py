@@ -42,7 +42,7 @@ import torch
 
 import phalanx
 from phalanx import Formation
-from phalanx.data import load
+from phalanx.zoo.data import load
 
 with Formation(batch_size=64, log_every_n_steps=2) as f:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))

@@ -17,7 +17,7 @@ from phalanx.config.aliases import NAMES
 from phalanx.config.names import like, like_flag, like_option, table
 from phalanx.config.option import problem
 from phalanx.config.sources import NOT_SETTINGS
-from phalanx.models.registry import build_options
+from phalanx.zoo.models.registry import build_options
 
 OF_A_VERB = {"data", "resume", "time_limit"}
 """Names in the table that a flag of a verb brings."""

@@ -13,7 +13,7 @@ from command import phalanx
 from long_proofs import long_proof
 
 from phalanx import load_run
-from phalanx.trainers.recipe_parts import recipe_parts
+from phalanx.zoo.recipe_parts import recipe_parts
 
 SHORT = ("--device", "cpu", "--batch-size", 8, "--checkpoint-frequency", 1)
 

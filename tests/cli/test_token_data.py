@@ -14,8 +14,8 @@ from command import completions, phalanx
 from phalanx import load_run
 from phalanx.errors import UsageError
 from phalanx.recipes import load_recipe
-from phalanx.recipes.token_data import fitted_to_tokens
-from phalanx.trainers.recipe_parts import recipe_parts
+from phalanx.zoo.recipe_parts import recipe_parts
+from phalanx.zoo.token_data import fitted_to_tokens
 
 SHORT = ("--device", "cpu", "--batch-size", 4, "--num-workers", 1, "--set", "model.seq_len=16")
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as package
+from phalanx.config import DistributedConfig
+from phalanx.tools.verify.cases import prove_case
 
 MODEL = """
     import os
@@ -257,3 +259,37 @@ def test_a_proof_that_is_stopped_asks_for_no_checkpoint_dir():
     assert "verify was stopped before it could compare" in answer.err
     assert "run the same command again" in answer.err
     assert "checkpoint" not in answer.err
+
+
+def test_labels_that_come_late_are_weighed_in_every_batch():
+    words = ("verify", "--case", "late-labels", *SMALL[:4], "--gradient-accumulation-steps", 2, "--max-steps", 4)
+    assert "AGREES" in phalanx(*words).text
+    weighed_otherwise = phalanx(*words, "--loss-weighting", "samples")
+    assert weighed_otherwise.code == 1
+    assert "its weights after the last one differ" in weighed_otherwise.text
+
+
+def test_the_meaning_of_validation_files_is_proved(monkeypatch):
+    pytest.importorskip("datasets")
+    config = DistributedConfig(num_workers=1)
+    assert prove_case("data-schema", config)
+    monkeypatch.setattr("phalanx.zoo.data.learned_from", lambda train, name: {})
+    verdict = prove_case("data-schema", config)
+    assert not verdict
+    read_alone = [problem.split(":")[0] for problem in verdict.problems]
+    assert read_alone == ["csv", "jsonl", "parquet"], "class folders look at the training folder themselves"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--case", "late-label"), "Did you mean 'late-labels'?"),
+        (("--case", "late-labels", "digits"), "'digits' does not go with --case"),
+        (("--case", "changed-loss", "--device", "cpu"), "changed-loss needs a GPU"),
+        (("--case", "late-labels", "--device", "cpu", "--num-workers", 16), "8 samples in its first batch"),
+    ],
+)
+def test_a_case_that_cannot_be_proved_is_refused(words, said):
+    answer = phalanx("verify", *words)
+    assert answer.code == 2
+    assert said in answer.text

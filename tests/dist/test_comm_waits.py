@@ -12,7 +12,7 @@ from layouts import SHAPE, make_tokens
 from phalanx import PyTorchDDPTrainer
 from phalanx.comm import waits
 from phalanx.loop.hooks import Callback
-from phalanx.models.gpt import gpt
+from phalanx.zoo.models.gpt import gpt
 
 SLOW = 0.08
 STEPS = 16

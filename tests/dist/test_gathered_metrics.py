@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from phalanx.config import DistributedConfig
-from phalanx.data.sets.questions import questions
 from phalanx.errors import ModelError
 from phalanx.loop.metrics import MetricSums
 from phalanx.loop.task import TrainTask
-from phalanx.models import build
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.data.questions import questions
+from phalanx.zoo.models import build
 
 SAMPLES = 13
 """Neither the batches nor the ranks divide it."""

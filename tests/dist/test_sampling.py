@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.models import InnerAttention, build
 from phalanx.strategies.tensor_parallel import split_tensors
 from phalanx.trainers.job import Job, run_job
-from phalanx.trainers.recipe import SampleText, TextCode
+from phalanx.zoo.models import InnerAttention, build
+from phalanx.zoo.recipe import SampleText, TextCode
 
 if TYPE_CHECKING:
     from phalanx.loop.hooks import Callback

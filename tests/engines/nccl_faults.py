@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx
-from phalanx.models.gpt import gpt
 from phalanx.world import membership
+from phalanx.zoo.models.gpt import gpt
 
 WIDTH, CLASSES = 64, 4
 

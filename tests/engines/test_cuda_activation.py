@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx import Formation
-from phalanx.models import build
+from phalanx.zoo.models import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.data.ahead import fetch_ahead
-from phalanx.models.gpt import gpt
-from phalanx.models.resnet import resnet
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.resnet import resnet
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

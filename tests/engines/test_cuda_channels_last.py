@@ -11,7 +11,7 @@ from torch._inductor import config as inductor
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Formation, PyTorchDDPTrainer
-from phalanx.models.resnet import ResNet, resnet
+from phalanx.zoo.models.resnet import ResNet, resnet
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

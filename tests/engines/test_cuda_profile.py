@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.models.gpt import gpt
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.models.gpt import gpt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.loop.adamw8bit import AdamW8bit
-from phalanx.models import fp8
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
-from phalanx.models.loss import LMHead, token_loss
+from phalanx.speed import fp8
+from phalanx.speed.adamw8bit import AdamW8bit
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
+from phalanx.zoo.models.loss import LMHead, token_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_fp8 = pytest.mark.skipif(
@@ -37,7 +37,7 @@ def closeness(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("vocabulary", [100, 5000, 50257], ids=str)
 def test_the_loss_kernel_gives_loss_and_gradient_of_cross_entropy(vocabulary):
-    from phalanx.models.kernels import cross_entropy_
+    from phalanx.speed.kernels import cross_entropy_
 
     torch.manual_seed(0)
     width = -(-vocabulary // 64) * 64
@@ -56,7 +56,7 @@ def test_the_loss_kernel_gives_loss_and_gradient_of_cross_entropy(vocabulary):
 
 @needs_fp8
 def test_the_gradient_of_the_loss_in_8_bits():
-    from phalanx.models.kernels import E5M2, GRADIENT_SCALE, cross_entropy_gradient
+    from phalanx.speed.kernels import E5M2, GRADIENT_SCALE, cross_entropy_gradient
 
     torch.manual_seed(0)
     logits = torch.randn(200, 5056, device="cuda", dtype=torch.bfloat16) * 4
@@ -81,8 +81,8 @@ def test_the_gradient_of_the_loss_in_8_bits():
 @needs_fp8
 @pytest.mark.parametrize("held_logits", [2**31, 2**21], ids=["at once", "in parts"])
 def test_head_in_8_bits_is_close_to_whole_logits(monkeypatch, held_logits):
-    monkeypatch.setattr("phalanx.models.loss._CHUNK_LOGITS", 2**20)
-    monkeypatch.setattr("phalanx.models.loss._HELD_LOGITS", held_logits)
+    monkeypatch.setattr("phalanx.zoo.models.loss._CHUNK_LOGITS", 2**20)
+    monkeypatch.setattr("phalanx.zoo.models.loss._HELD_LOGITS", held_logits)
     torch.manual_seed(0)
     head = LMHead(256, 1003, bias=False).cuda()
     head.fp8 = True
@@ -100,7 +100,7 @@ def test_head_in_8_bits_is_close_to_whole_logits(monkeypatch, held_logits):
 
 @pytest.mark.parametrize("chunk_logits", [2**29, 2**20], ids=["one chunk", "chunks"])
 def test_head_in_bf16_equals_whole_logits(monkeypatch, chunk_logits):
-    monkeypatch.setattr("phalanx.models.loss._CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr("phalanx.zoo.models.loss._CHUNK_LOGITS", chunk_logits)
     torch.manual_seed(0)
     head = LMHead(256, 1003, bias=False).cuda()
     hidden = torch.randn(4, 1000, 256, device="cuda", requires_grad=True)
@@ -118,7 +118,7 @@ def test_head_in_bf16_equals_whole_logits(monkeypatch, chunk_logits):
 
 @needs_fp8
 def test_rounding_keeps_rows_and_transposes():
-    from phalanx.models.kernels import round_rows, round_transposed
+    from phalanx.speed.kernels import round_rows, round_transposed
 
     torch.manual_seed(0)
     values = (

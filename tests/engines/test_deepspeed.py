@@ -18,10 +18,10 @@ from phalanx.config import DistributedConfig, read_settings, resolve, write_toml
 from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.models.gpt import gpt
 from phalanx.runs import preflight
 from phalanx.strategies.base import local, whole
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.models.gpt import gpt
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'phalanx[deepspeed]'"

@@ -17,7 +17,7 @@ from layouts import SHAPE, make_tokens
 from phalanx import PyTorchDDPTrainer
 from phalanx.comm import waits
 from phalanx.loop.hooks import Callback
-from phalanx.models.gpt import gpt
+from phalanx.zoo.models.gpt import gpt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SLOW = 0.08

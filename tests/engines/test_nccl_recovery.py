@@ -81,12 +81,21 @@ class Run:
     def output(self) -> str:
         return (self.folder / "output0").read_text()
 
-    def recovered(self) -> list[dict[str, Any]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         lines = (self.folder / "run" / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == "recovered"]
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def recovered(self) -> list[dict[str, Any]]:
+        return self.events("recovered")
+
+    @property
+    def epoch_losses(self) -> list[float]:
+        return [event["train_loss"] for event in self.events("epoch")]
 
 
 def assert_close(quiet: Run, hit: Run) -> None:
+    """The weights, and the losses of epochs: those that were not read when a rank was lost, too."""
+    assert hit.epoch_losses == pytest.approx(quiet.epoch_losses, rel=1e-4)
     for name, value in quiet.weights.items():
         torch.testing.assert_close(hit.weights[name], value, rtol=1e-4, atol=1e-5)
 

@@ -210,7 +210,7 @@ LAYOUT_SCRIPT = """
 import os, sys
 import torch
 from phalanx import PyTorchDDPTrainer
-from phalanx.models.gpt import gpt
+from phalanx.zoo.models.gpt import gpt
 from phalanx.trainers.weights import whole_weights
 from torch.utils.data import TensorDataset
 from long_proofs import long_proof

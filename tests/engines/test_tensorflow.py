@@ -170,6 +170,7 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, here):
     assert (here / "died").exists()
     assert equal(weights(mirrored / "one.npz"), two.weights)
     emitted = events(here / "run")
+    assert json.loads((here / "run" / "run.json").read_text())["outcome"] == "finished"
     assert [event["epoch"] for event in emitted if event["event"] == "epoch"] == [1, 2, 3]
     assert any("Keras 2 (tf_keras)" in event.get("text", "") for event in emitted)
     first, reference = (

@@ -93,7 +93,9 @@ def test_a_run_is_kept_offline_and_a_resumed_one_continues_it():
 
     others = Path("run/wandb/offline-run-20260101_000000-others")
     others.mkdir()
-    check_run_dir(DistributedConfig(run_dir="run"), overwrite=True)
+    replaced = check_run_dir(DistributedConfig(run_dir="run"), overwrite=True)
+    assert replaced is not None
+    replaced.clear()
     assert list(Path("run/wandb").iterdir()) == [others], "data of other runs stay"
 
 
@@ -101,7 +103,7 @@ def test_a_run_of_the_calling_process_is_joined_and_left_open(tmp_path):
     import wandb
 
     from phalanx.observe import events
-    from phalanx.observe.wandb import WandbSink
+    from phalanx.trackers.wandb import WandbSink
 
     with wandb.init(project="theirs", dir=tmp_path) as theirs:
         sink = WandbSink(tmp_path, "mine")
@@ -117,7 +119,7 @@ def test_a_run_of_the_calling_process_is_joined_and_left_open(tmp_path):
 
 
 def test_without_wandb_the_extra_is_named_before_training(monkeypatch):
-    from phalanx.observe.wandb import import_wandb
+    from phalanx.trackers.wandb import import_wandb
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"pip install 'phalanx\[wandb\]'"):

@@ -20,8 +20,8 @@ from waiting import until
 import phalanx
 from phalanx.errors import RankFailedError
 from phalanx.launch.elastic import request_ranks
-from phalanx.models.gpt import gpt
 from phalanx.reliability import Fault
+from phalanx.zoo.models.gpt import gpt
 
 STEPS = 40
 FIXED = {"strategy": "ring", "fixed_order": True}

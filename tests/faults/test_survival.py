@@ -228,6 +228,59 @@ def small_fit(folder: Path, moment: str | None = None, step: int = 0, rank: int 
     return model.state_dict(), history, folder / "run"
 
 
+def own_step(step, batch):
+    x, y = batch
+    loss = nn.functional.mse_loss(step.model.net(x), y)
+    step.backward(loss)
+    step.optimizers["net"].step()
+    step.optimizers["net"].zero_grad()
+    return loss
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "auto"},
+        {"strategy": "auto", "gradient_accumulation_steps": 2, "batch_size": 2},
+        {"strategy": "ddp"},
+        {"strategy": "fsdp"},
+        {"strategy": "ddp", "training_step": own_step},
+    ],
+    ids=lambda settings: "-".join(str(getattr(value, "__name__", value)) for value in settings.values()),
+)
+def test_the_losses_of_a_lost_rank_that_were_not_read_are_reported(tmp_path, settings, fork_server):
+    """They are read at steps 1, 2, 3, 5 and 8 and where a report is due: the lost rank had a part of 9, 10 and 11."""
+    found = []
+    for name, kills in (("quiet", []), ("hit", [(1, 11), (0, 13)])):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(3)
+        model = Net()
+        trainer = phalanx.Trainer(
+            model,
+            optimizer={"net": torch.optim.SGD(model.net.parameters(), 0.05)} if "training_step" in settings else "sgd",
+            num_workers=2, device="cpu", epochs=2, max_restarts=3, log_every_n_steps=12, progress=False,
+            run_dir=str(tmp_path / name / "run"), callbacks=[Kill(tmp_path / name, kills)],
+            **({} if "training_step" in settings else {"loss_fn": "mse", "learning_rate": 0.05}),
+            **{"batch_size": 4, **settings},
+        )  # fmt: skip
+        history = trainer.fit(Rows())
+        assert kinds(tmp_path / name / "run").count("recovered") == len(kills)
+        steps = {step["step"]: step["loss"] for step in history.steps}
+        reports = () if settings["strategy"] == "fsdp" else (1, 12)  # which goes on after step 10, and reports 11
+        found.append([*(epoch.train_loss for epoch in history.epochs), *(steps[step] for step in reports)])
+    quiet, hit = found
+    assert hit == pytest.approx(quiet, rel=1e-6)
+
+
 def kinds(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx import Formation
 from phalanx.loop.offload import _View
-from phalanx.models import build
 from phalanx.strategies.base import whole
+from phalanx.zoo.models import build
 
 KINDS = {
     "full": {"activation_checkpointing": "full"},

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig
-from phalanx.data.augment import Augment
 from phalanx.loop.metrics import cross_entropy
 from phalanx.loop.task import TrainTask
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.data.augment import Augment
 
 STRONG = {"crop": "0:8 1:12", "randaugment": "2,9", "mixup": 0.2, "cutmix": 1.0, "erasing": 0.25, "classes": 4}
 

@@ -16,12 +16,12 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.models import InnerAttention
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
 from phalanx.strategies.base import whole
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import whole_weights
+from phalanx.zoo.models import InnerAttention
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
 
 SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16}
 MODELS = {"gpt": gpt, "llama": llama}

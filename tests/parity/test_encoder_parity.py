@@ -7,8 +7,8 @@ import torch
 from layouts import assert_same, train
 from long_proofs import long_proof
 
-from phalanx.models.bert import Bert, BertConfig
-from phalanx.models.t5 import t5
+from phalanx.zoo.models.bert import Bert, BertConfig
+from phalanx.zoo.models.t5 import t5
 
 COMMON = {"epochs": 1, "gradient_clipping": 0.5, "loss_weighting": "tokens", "optimizer": "sgd"}
 

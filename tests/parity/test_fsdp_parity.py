@@ -14,11 +14,11 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
 from phalanx.strategies.base import local, whole
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.torch import PyTorchDDPTrainer
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
 
 
 class Block(nn.Module):

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.models import build
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import whole_weights
+from phalanx.zoo.models import build
 
 
 def train(folder: str, optimizer: str, strategy: str) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.models import build
-from phalanx.models.lora import adapters
-from phalanx.models.lora.nf4 import quantise_base
 from phalanx.strategies.base import local, whole
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.models import build
+from phalanx.zoo.models.lora import adapters
+from phalanx.zoo.models.lora.nf4 import quantise_base
 
 
 def make_data(samples: int) -> TensorDataset:

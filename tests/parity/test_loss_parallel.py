@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from phalanx.loop.formation import Formation
-from phalanx.models.llama import llama
-from phalanx.models.loss import token_loss
+from phalanx.zoo.models.llama import llama
+from phalanx.zoo.models.loss import token_loss
 
 VOCABULARY = 61  # cannot be cut evenly
 

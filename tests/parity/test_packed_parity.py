@@ -9,9 +9,9 @@ from token_folders import make_documents, write_folder
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
-from phalanx.data.sets import load
 from phalanx.errors import UsageError
 from phalanx.trainers.weights import whole_weights
+from phalanx.zoo.data import load
 
 
 def train(folder: str, name: str, batch_size: int, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.models import build
-from phalanx.models.preference import DPO, reward_accuracy, reward_margin
 from phalanx.strategies.base import whole
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.models import build
+from phalanx.zoo.models.preference import DPO, reward_accuracy, reward_margin
 
 
 class Pairs(Dataset):

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Formation
 from phalanx.config import DistributedConfig, resolve
 from phalanx.errors import ConfigError
+from phalanx.loop.sync_norm import NormRanks, SyncedBatchNorm, synchronise
 from phalanx.loop.task import TrainTask
-from phalanx.models.resnet import resnet
-from phalanx.models.sync_norm import NormRanks, SyncedBatchNorm, synchronise
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.weights import whole_weights
+from phalanx.zoo.models.resnet import resnet
 
 
 class Norms(nn.Module):

@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import IterableDataset, TensorDataset
 
+from phalanx import model as contract
 from phalanx import torch_compiler
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.models import contract
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
 from phalanx.strategies.base import local, whole
 from phalanx.strategies.tensor_overlap import Overlap
 from phalanx.strategies.tensor_parallel import STYLES
 from phalanx.trainers.job import Job, run_job
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
 
 
 class Net(nn.Module):

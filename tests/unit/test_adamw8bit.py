@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.loop import adamw8bit
-from phalanx.loop.adamw8bit import AdamW8bit
+from phalanx.speed import adamw8bit
+from phalanx.speed.adamw8bit import AdamW8bit
 from phalanx.strategies.optimizer_state import match_layouts
 
 
@@ -184,7 +184,7 @@ def test_a_state_of_another_optimizer_is_refused(model, batch):
 @pytest.mark.parametrize("layout", [{"strategy": "fsdp"}, {"tensor_parallel": 2}], ids=["odd shards", "split rows"])
 def test_split_models_are_trained_and_saved(ranks, tmp_path, layout):
     def run() -> float:
-        from phalanx.models.gpt import gpt  # in the rank
+        from phalanx.zoo.models.gpt import gpt  # in the rank
 
         torch.manual_seed(0)
         tokens = torch.randint(259, (8, 65))

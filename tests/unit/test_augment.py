@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.config import resolve
-from phalanx.data import colours
-from phalanx.data.augment import Augment, betas, centre_crop, crop_matrices, sample, uniforms
 from phalanx.data.order import SampleKey
 from phalanx.errors import DataError, UsageError
 from phalanx.loop.metrics import cross_entropy, top5_accuracy
 from phalanx.loop.task import TrainTask, check_task
 from phalanx.loop.trainer import ModelCall
+from phalanx.zoo.data import colours
+from phalanx.zoo.data.augment import Augment, betas, centre_crop, crop_matrices, sample, uniforms
 
 EVERYTHING = {"crop": 16, "randaugment": "2,9", "mixup": 0.2, "cutmix": 1.0, "erasing": 0.25, "classes": 5}
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}

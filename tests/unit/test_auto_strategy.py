@@ -7,10 +7,10 @@ from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.host.gpus import gpu_memory
 from phalanx.host.processes import host_memory
-from phalanx.models.llama import llama
 from phalanx.trainers import session
 from phalanx.trainers.session import settle_here, settle_strategy
 from phalanx.world.env import RankEnv, rank_environment
+from phalanx.zoo.models.llama import llama
 
 GIB = 2**30
 
@@ -61,7 +61,7 @@ def test_what_the_user_has_chosen_stays(monkeypatch):
 
 def test_one_rank_and_small_models_are_not_looked_at(monkeypatch):
     assert settled(4, monkeypatch, ranks=1).note == ""
-    monkeypatch.setattr("phalanx.tool.tool", lambda _: pytest.fail("asked the planner about a small model"))
+    monkeypatch.setattr("phalanx.features.feature", lambda _: pytest.fail("asked the planner about a small model"))
     assert settled(80, monkeypatch, preset="debug").note == ""
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import Formation, PyTorchDDPTrainer
 from phalanx.config import resolve
 from phalanx.errors import ConfigError, ModelError
-from phalanx.models.resnet import resnet
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
+from phalanx.zoo.models.resnet import resnet
 
 
 class Convolutions(nn.Module):

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from phalanx.data.sets import load
-from phalanx.data.sets.chat_template import PLAIN, read_template
-from phalanx.data.sets.chats import messages_of
 from phalanx.errors import DataError, UsageError
+from phalanx.zoo.data import load
+from phalanx.zoo.data.chat_template import PLAIN, read_template
+from phalanx.zoo.data.chats import messages_of
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"

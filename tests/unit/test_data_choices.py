@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from phalanx.data.sets import load
 from phalanx.errors import DataError, UsageError
-from phalanx.models import build
+from phalanx.zoo.data import load
+from phalanx.zoo.models import build
 
 ITEMS = [
     {"ctx": "The cat sat", "endings": ["on the mat.", "in.", "over the moon and far away."], "label": 0},

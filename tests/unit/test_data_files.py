@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data.sets import READERS, load, load_splits, named_data, names, takes
-from phalanx.data.sets.files import files
 from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.loop.forward import implied_loss
-from phalanx.models import build
 from phalanx.recipes import Recipe
-from phalanx.trainers.recipe_parts import recipe_model, recipe_parts
+from phalanx.zoo.data import READERS, load, load_splits, named_data, names, takes
+from phalanx.zoo.data.files import files
+from phalanx.zoo.models import build
+from phalanx.zoo.recipe_parts import recipe_model, recipe_parts
 
 ROWS = 50
 
@@ -280,10 +280,59 @@ def test_the_type_of_a_target_is_that_of_the_training_files(tmp_path):
     assert train[0][1].dtype == val[0][1].dtype == torch.float32
     train, _ = load_splits(place, target_type="class", inputs="y", target="a", val_fraction=0)
     assert train[0][1].dtype == torch.int64
-    with pytest.raises(DataError, match=r"holds 0\.5 in the column 'y', and labels are whole numbers"):
-        load_splits(place, target_type="class", class_names=["x"])[0][0]
+    with pytest.raises(DataError, match=r"train\.csv holds '0\.5' in the column 'y', and the labels") as refused:
+        load_splits(place, target_type="class")
+    assert "target_type=number" in refused.value.hint
     with pytest.raises(UsageError, match="Did you mean 'number'"):
         load_splits(place, target_type="numbers")
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "said"),
+    [
+        (("a,label", "1,ant", "2,bee"), ("label,a", "bee,1", "cat,2"), r"row 2 of .*val.csv holds 'cat' .* ant, bee"),
+        (("a,label", "1,ant", "2,bee"), ("a,label", "1,0", "2,1"), r"row 1 of .*val.csv holds '0' .* ant, bee"),
+        (("a,label", "1,ant", "2,bee"), ("a,label", "1,0.5", "2,1.5"), r"row 1 of .*val.csv holds '0.5' .* ant, bee"),
+        (("a,label", "1,0", "2,1"), ("a,label", "1,1", "2,2"), r"row 2 of .*val.csv holds '2' .* are 0, 1"),
+        (("a,label", "1,True", "2,False"), ("a,label", "1,1", "2,0"), r"row 1 of .*val.csv holds '1' .* False, True"),
+        (("a,b,label", "1,2,0", "2,1,1"), ("a,label", "1,1"), r"unknown column 'b' of .*val.csv"),
+        (("a,label", "1,0", "2,1"), ("a,kind", "1,1"), r"unknown column 'label' of .*val.csv"),
+        (("a,y", "1,0.5", "2,1.5"), ("a,y", "1,ant"), r"row 1 of .*val.csv holds 'ant' .* not a number"),
+    ],
+)
+def test_a_split_that_does_not_fit_the_training_data_is_answered_by_name(tmp_path, train, val, said):
+    place = tables(tmp_path, train=train, val=val)
+    with pytest.raises((DataError, UsageError), match=said):
+        load_splits(place)[1][0]
+
+
+def test_labels_are_compared_by_name_whatever_number_a_file_gives_them(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name, classes in (("train", ["ant", "bee"]), ("val", ["bee", "ant"])):
+        features = datasets.Features({"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=classes)})
+        rows = datasets.Dataset.from_dict({"a": [1.0, 2.0], "label": ["ant", "bee"]}, features=features)
+        rows.to_parquet(tmp_path / f"{name}.parquet")
+    train, val = load_splits(str(tmp_path))
+    assert [int(label) for _, label in train] == [int(label) for _, label in val] == [0, 1]
+
+
+def test_texts_of_validation_are_the_column_that_was_trained(tmp_path):
+    pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    inner = pytest.importorskip("tokenizers").Tokenizer(
+        pytest.importorskip("tokenizers").models.WordLevel({"[UNK]": 0, "right": 1, "wrong": 2}, unk_token="[UNK]")
+    )
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[UNK]")
+    made.save_pretrained(tmp_path / "tokenizer")
+    for name, row in {
+        "train": {"text": "right", "title": "wrong", "y": "a"},
+        "val": {"label": 7, "title": "wrong", "text": "right", "y": "a"},
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    train, val = load_splits(str(tmp_path), tokenizer=str(tmp_path / "tokenizer"), seq_len=2)
+    assert train.columns == val.columns == {"inputs": ["text"], "target": "y", "target_type": "class"}
+    assert val[0]["input_ids"].tolist() == train[0]["input_ids"].tolist() == [1, 0]
+    assert int(val[0]["labels"]) == 0
 
 
 def test_whole_numbers_may_be_a_quantity(tmp_path):

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from phalanx.data.loader import shard_loader
-from phalanx.data.sets import load
-from phalanx.data.sets.masked import MaskedTokens, byte_words, masked, tokenizer_words
 from phalanx.errors import DataError, UsageError
+from phalanx.zoo.data import load
+from phalanx.zoo.data.masked import MaskedTokens, byte_words, masked, tokenizer_words
 
 TEXT = b"def first_name(x1, y): return x1  "
 

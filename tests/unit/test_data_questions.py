@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.data.sets import load
-from phalanx.data.sets.questions import AnswerScores, questions
-from phalanx.data.sets.squad import answer_scores, normalized, read_squad
 from phalanx.errors import DataError, UsageError
-from phalanx.models import build
-from phalanx.tools.data.questions import QuestionsJob, write_questions, write_tokenizer
+from phalanx.zoo.data import load
+from phalanx.zoo.data.questions import AnswerScores, questions
+from phalanx.zoo.data.squad import answer_scores, normalized, read_squad
+from phalanx.zoo.models import build
+from phalanx.zoo.pack.questions import QuestionsJob, write_questions, write_tokenizer
 
 CONTEXT = (
     "The old lighthouse of Brann was built in 1851 by Maria Øster. It burned down in 1902, and Anna Lund rebuilt it."

@@ -14,12 +14,12 @@ from torch.utils.data import default_collate
 
 import phalanx.data
 from phalanx.data.fetch import GatherDataset
-from phalanx.data.sets import load, names
 from phalanx.errors import DataError, UsageError
+from phalanx.zoo.data import load, names
 
 
 def test_names_are_listed_without_torch():
-    code = "import sys; from phalanx.data.sets import names; names(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from phalanx.zoo.data import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert names() == [
         *("chats", "choices", "digits", "files", "imagefolder", "masked", "mnist", "pairs", "preferences", "questions"),

@@ -17,12 +17,12 @@ from PIL import Image
 
 from phalanx.data.loader import shard_loader
 from phalanx.data.order import grouped_order
-from phalanx.data.sets import load, load_splits
-from phalanx.data.sets.image_files import UndecodableImage, decode
-from phalanx.data.sets.shard_index import ShardList, index_path
 from phalanx.errors import DataError, OrderError, UsageError
-from phalanx.tools.data.pack import FolderSource
-from phalanx.tools.data.write import damaged_shards, write_folder
+from phalanx.zoo.data import load, load_splits
+from phalanx.zoo.data.image_files import UndecodableImage, decode
+from phalanx.zoo.data.shard_index import ShardList, index_path
+from phalanx.zoo.pack.pack import FolderSource
+from phalanx.zoo.pack.write import damaged_shards, write_folder
 
 IMAGES = {"train": 23, "val": 6}
 
@@ -484,5 +484,5 @@ def test_mistakes_are_answered(tmp_path, packed, monkeypatch):
 
 
 def test_packing_needs_no_torch():
-    code = "import sys, phalanx.tools.data.pack, phalanx.tools.data.shapes; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.zoo.pack.pack, phalanx.zoo.pack.shapes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from phalanx.data.sets.masked import CorruptedSpans, byte_sentinels, spans, window_length
-from phalanx.data.sets.pairs import pairs
 from phalanx.errors import DataError, UsageError
+from phalanx.zoo.data.masked import CorruptedSpans, byte_sentinels, spans, window_length
+from phalanx.zoo.data.pairs import pairs
 
 
 def restored(tokens: torch.Tensor, targets: torch.Tensor) -> list[int]:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from command import COMMAND, ROOT, clean_environment, phalanx
 
-from phalanx.data.sets.token_shards import TokenManifest, TokenStream, read_tokenizer
 from phalanx.errors import DataError, UsageError
-from phalanx.tools.data import tokenize as tool
-from phalanx.tools.data.documents import DocumentOptions, plan_parts, read_documents
-from phalanx.tools.data.tokenize import tokenize
-from phalanx.tools.data.tokenizer import END_OF_TEXT, TokenizeJob, train_bpe
+from phalanx.zoo.data.token_shards import TokenManifest, TokenStream, read_tokenizer
+from phalanx.zoo.pack import tokenize as tool
+from phalanx.zoo.pack.documents import DocumentOptions, plan_parts, read_documents
+from phalanx.zoo.pack.tokenize import tokenize
+from phalanx.zoo.pack.tokenizer import END_OF_TEXT, TokenizeJob, train_bpe
 
 LIBRARY = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 SOURCES = [path.read_text() for path in LIBRARY if path.stat().st_size < 20_000][:25]

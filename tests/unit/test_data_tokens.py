@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from token_folders import make_documents, write_folder
 
 from phalanx.data.loader import shard_loader
-from phalanx.data.sets import load
-from phalanx.data.sets.tokens import pack_lengths
 from phalanx.errors import DataError, UsageError
+from phalanx.zoo.data import load
+from phalanx.zoo.data.tokens import pack_lengths
 
 
 def all_of(dataset):

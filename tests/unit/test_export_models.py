@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from phalanx.models import build
 from phalanx.trainers.export import export_model
+from phalanx.zoo.models import build
 
 DECODERS = ("gpt", "llama", "moe")
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx import DistributedConfig, Formation
 from phalanx.errors import ConfigError, ModelError
 from phalanx.loop.offload import _is_weight, _View
-from phalanx.models import build
+from phalanx.zoo.models import build
 
 
 def held_and_gradients(dropout: float = 0.0, **settings) -> tuple[int, dict[str, torch.Tensor]]:

@@ -20,9 +20,9 @@ from phalanx import PyTorchDDPTrainer, torch_compiler
 from phalanx.loop import compiling
 from phalanx.loop.compiling import CompiledCalls, CompileWatch, keep_compiled_code
 from phalanx.loop.hooks import Callback
-from phalanx.models import build
 from phalanx.observe import events
 from phalanx.observe.step_clock import StepClock
+from phalanx.zoo.models import build
 
 
 @pytest.fixture(autouse=True)

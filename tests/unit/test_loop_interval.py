@@ -93,7 +93,6 @@ def test_without_failures_those_of_a_published_cluster_are_expected():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mtbf": "3h"}, "mtbf is part of checkpoint_frequency: write checkpoint_frequency = 'auto 3h'"),
         ({"checkpoint_frequency": "auto often"}, "expected a duration above 0"),
         ({"checkpoint_frequency": "auto -3"}, "expected a duration above 0"),
         ({"checkpoint_frequency": "automatic"}, "'auto', or 'auto 12h'"),

@@ -15,7 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.label_count import counted_by
 from phalanx.loop.metrics import MetricSums
-from phalanx.models.preference import DPO
+from phalanx.zoo.models.preference import DPO
 
 
 def gradient_of_two_calls(*weights: float | None, accumulation: int = 1) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, Formation, PyTorchDDPTrainer
 from phalanx.errors import NonFiniteLossError
-from phalanx.models import build
+from phalanx.zoo.models import build
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.loop.gauges import peak_flops, token_rate
-from phalanx.models import build
 from phalanx.tools.plan.presets import gpu, names
+from phalanx.zoo.models import build
 
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 

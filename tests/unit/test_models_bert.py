@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import ModelError
-from phalanx.models import build, load_pretrained, save_pretrained
-from phalanx.models.bert import PRESETS, TASKS
+from phalanx.zoo.models import build, load_pretrained, save_pretrained
+from phalanx.zoo.models.bert import PRESETS, TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.models.registry import build, names, presets
+from phalanx.zoo.models.registry import build, names, presets
 
 PUBLISHED = {
     ("gpt", "gpt2"): 124_439_808,

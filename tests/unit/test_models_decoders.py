@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from phalanx.errors import ModelError, UsageError
-from phalanx.models import LMOutput, build
-from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
 from phalanx.strategies.tensor_parallel import STYLES
+from phalanx.zoo.models import LMOutput, build
+from phalanx.zoo.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
 
 
 @pytest.fixture(autouse=True, scope="module")

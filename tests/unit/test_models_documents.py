@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from phalanx.errors import UsageError
-from phalanx.models import build
-from phalanx.models.attention import InnerAttention, document_mask, positions_in
+from phalanx.zoo.models import build
+from phalanx.zoo.models.attention import InnerAttention, document_mask, positions_in
 
 LENGTHS = (7, 1, 12, 5)
 

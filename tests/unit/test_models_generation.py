@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.models import build
-from phalanx.models.generation import KVCache, Sampling
+from phalanx.zoo.models import build
+from phalanx.zoo.models.generation import KVCache, Sampling
 
 PROMPTS = [[5, 9, 2, 40, 77, 3], [11], [200, 4, 19]]
 MODELS = {"gpt": {"layers": 3}, "llama": {"kv_heads": 2}, "moe": {"experts": 4}}

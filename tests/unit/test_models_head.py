@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.models import loss
-from phalanx.models.gpt import gpt
-from phalanx.models.loss import LMHead, token_loss
+from phalanx.zoo.models import loss
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.loss import LMHead, token_loss
 
 
 @pytest.mark.parametrize("chunk_logits", [2**28, 100 * 37, 1], ids=["one chunk", "uneven chunks", "a token each"])

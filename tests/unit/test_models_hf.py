@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import CheckpointError, ModelError, UsageError
-from phalanx.models import build, load_pretrained, save_pretrained
-from phalanx.models.attention import RopeScaling
-from phalanx.models.hf import from_folder
-from phalanx.trainers.export import export_model
+from phalanx.zoo.export import export_folder
+from phalanx.zoo.models import build, load_pretrained, save_pretrained
+from phalanx.zoo.models.attention import RopeScaling
+from phalanx.zoo.models.hf import from_folder
 
 CASES = {
     "gpt": ("gpt", {"dropout": 0.1}),
@@ -200,7 +200,7 @@ def test_an_exported_folder_has_the_tokenizer_of_the_model_that_was_read(tmp_pat
     for name in ("gpt", "bert"):
         for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "notes.md"):
             (tmp_path / name / file).write_text(f"{name} {file}")
-        export_model(from_folder(tmp_path / name), tmp_path / "out" / name, "hf")
+        export_folder(from_folder(tmp_path / name), tmp_path / "out" / name)
         written = {path.name: path for path in (tmp_path / "out" / name).iterdir()}
         assert written["vocab.txt"].read_text() == f"{name} vocab.txt"
         assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= set(written)

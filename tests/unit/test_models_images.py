@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.data.sets import load
 from phalanx.errors import ModelError
-from phalanx.models import build
+from phalanx.zoo.data import load
+from phalanx.zoo.models import build
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,9 +14,9 @@ from torch import nn
 import phalanx
 from phalanx import DistributedConfig, Formation, PyTorchDDPTrainer
 from phalanx.errors import CheckpointError, ConfigError, ModelError, UsageError
-from phalanx.models import build
-from phalanx.models.lora import adapters, target_layers
-from phalanx.trainers.export import export_model
+from phalanx.zoo.export import export_folder
+from phalanx.zoo.models import build
+from phalanx.zoo.models.lora import adapters, target_layers
 
 TOKENS = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(1))
 
@@ -206,7 +206,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_unmerged_adapters_are_not_lost_in_the_hugging_face_layout(tmp_path):
-    from phalanx.models import load_pretrained, save_pretrained
+    from phalanx.zoo.models import load_pretrained, save_pretrained
 
     model = adapted()
     with pytest.raises(ModelError, match=r"has adapters(.|\n)*merge_lora"):
@@ -234,7 +234,7 @@ def test_an_exported_model_of_transformers_has_its_adapters(tmp_path):
     for adapter in adapters(phalanx.lora(model, 2)).values():
         nn.init.normal_(adapter.B)
     expected = model(TOKENS).logits
-    export_model(model, tmp_path / "hf", "hf")
+    export_folder(model, tmp_path / "hf")
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     torch.testing.assert_close(found(TOKENS).logits, expected)
     assert adapters(model), "the model itself stays as it was"

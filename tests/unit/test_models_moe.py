@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.errors import ModelError
-from phalanx.models import build
-from phalanx.models.moe import balance_loss, combine, dispatch, mean_over_labels
+from phalanx.zoo.models import build
+from phalanx.zoo.models.moe import balance_loss, combine, dispatch, mean_over_labels
 
 
 @pytest.fixture(autouse=True, scope="module")

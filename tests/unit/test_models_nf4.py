@@ -13,8 +13,8 @@ import phalanx
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.model_setup import adapt
-from phalanx.models import build
-from phalanx.models.lora.nf4 import NF4Linear, dequantise, quantise, quantise_base, quantise_layer, restore_base
+from phalanx.zoo.models import build
+from phalanx.zoo.models.lora.nf4 import NF4Linear, dequantise, quantise, quantise_base, quantise_layer, restore_base
 
 
 def small(seed: int = 0) -> nn.Module:
@@ -76,7 +76,7 @@ def test_a_base_takes_a_quarter_of_bfloat16_and_only_adapters_are_trained():
 def test_merging_gives_plain_layers_that_compute_the_same():
     model = small()
     adapt(model, DistributedConfig(lora_rank=2, lora_base="nf4", lora_targets="query,up"))
-    for adapter in phalanx.models.lora.adapters(model).values():
+    for adapter in phalanx.zoo.models.lora.adapters(model).values():
         nn.init.normal_(adapter.B, std=0.1)
     tokens = torch.randint(256, (2, 16))
     expected = model(tokens)
@@ -89,7 +89,7 @@ def test_merging_gives_plain_layers_that_compute_the_same():
 def test_adapters_are_saved_and_loaded_as_those_of_a_plain_base(tmp_path):
     model = small()
     adapt(model, DistributedConfig(lora_rank=2, lora_base="nf4"))
-    for adapter in phalanx.models.lora.adapters(model).values():
+    for adapter in phalanx.zoo.models.lora.adapters(model).values():
         nn.init.normal_(adapter.B, std=0.1)
     phalanx.save_adapter(model, tmp_path)
     other = small()

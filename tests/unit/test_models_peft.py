@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.models.lora import adapters
+from phalanx.zoo.models.lora import adapters
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

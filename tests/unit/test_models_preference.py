@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.models import build
-from phalanx.models.contract import InitialisesWeights, WrapsModel, implements
-from phalanx.models.hf import load_pretrained
-from phalanx.models.preference import DPO, answer_log_probabilities, reward_accuracy, reward_margin
-from phalanx.trainers.export import export_model
+from phalanx.model import InitialisesWeights, WrapsModel, implements
+from phalanx.zoo.export import export_folder
+from phalanx.zoo.models import build
+from phalanx.zoo.models.hf import load_pretrained
+from phalanx.zoo.models.preference import DPO, answer_log_probabilities, reward_accuracy, reward_margin
 
 
 def model() -> torch.nn.Module:
@@ -67,7 +67,7 @@ def test_with_adapters_the_reference_is_the_base_and_nothing_is_copied():
     objective = DPO(phalanx.lora(model(), 2, dropout=0.5))
     objective.begin()
     assert objective.reference is None
-    for adapter in phalanx.models.lora.adapters(objective).values():
+    for adapter in phalanx.zoo.models.lora.adapters(objective).values():
         torch.nn.init.normal_(adapter.B)
         adapter.dropout.p = 0.0
     objective.train()
@@ -119,7 +119,7 @@ def test_without_answers_it_is_the_model_and_that_is_exported(tmp_path):
     assert implements(DPO, WrapsModel)
     assert torch.equal(objective(tokens), objective.model(tokens))
     assert torch.equal(objective.generate(tokens, 2, temperature=0), objective.model.generate(tokens, 2, temperature=0))
-    export_model(objective, tmp_path / "folder", "hf")
+    export_folder(objective, tmp_path / "folder")
     assert torch.equal(load_pretrained(tmp_path / "folder")(tokens), objective.model(tokens))
 
 

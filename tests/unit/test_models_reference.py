@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.data.sets import load
 from phalanx.errors import ModelError, UsageError
-from phalanx.models.gpt import GPT, GPTConfig, gpt
-from phalanx.models.registry import build, names
+from phalanx.zoo.data import load
+from phalanx.zoo.models.gpt import GPT, GPTConfig, gpt
+from phalanx.zoo.models.registry import build, names
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,7 +27,7 @@ def _one_thread():
 
 
 def test_names_are_listed_without_torch():
-    code = "import sys; from phalanx.models import names; names(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from phalanx.zoo.models import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert names() == ["bert", "convnet", "gpt", "llama", "mlp", "moe", "resnet", "t5", "vit"]
 
@@ -141,8 +141,8 @@ def test_gpt_from_the_meta_device_gets_its_weights():
 
 def test_no_file_of_the_package_hides_a_public_name():
     """Importing a submodule sets it on the package, in place of a lazily found function of that name."""
-    import phalanx.models
+    import phalanx.zoo.models
 
-    files = {path.stem for path in Path(phalanx.models.__file__).parent.glob("*.py")}
-    assert not files & set(phalanx.models.__all__)
-    assert all(callable(getattr(phalanx.models, name)) for name in phalanx.models.__all__)
+    files = {path.stem for path in Path(phalanx.zoo.models.__file__).parent.glob("*.py")}
+    assert not files & set(phalanx.zoo.models.__all__)
+    assert all(callable(getattr(phalanx.zoo.models, name)) for name in phalanx.zoo.models.__all__)

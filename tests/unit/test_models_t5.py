@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from phalanx.errors import ModelError
-from phalanx.models import build, load_pretrained, save_pretrained
-from phalanx.models.t5 import PRESETS, distance_buckets
+from phalanx.zoo.models import build, load_pretrained, save_pretrained
+from phalanx.zoo.models.t5 import PRESETS, distance_buckets
 
 SHAPES = {
     "first": {"activation": "relu", "tie_weights": True},

@@ -20,10 +20,10 @@ from phalanx.errors import UsageError
 from phalanx.host.gpus import GpuSensor
 from phalanx.observe import events
 from phalanx.observe.history import EpochRecord, History
-from phalanx.observe.mlflow import MlflowSink
 from phalanx.observe.step_clock import StepClock
-from phalanx.observe.tensorboard import TensorBoardSink
-from phalanx.trainers.histograms import histogram_of
+from phalanx.trackers.histograms import histogram_of
+from phalanx.trackers.mlflow import MlflowSink
+from phalanx.trackers.tensorboard import TensorBoardSink
 
 
 def step(number: int, **changes) -> events.StepDone:
@@ -144,7 +144,7 @@ def test_tensorflow_is_never_imported(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from phalanx.observe.tensorboard import TensorBoardSink\n"
+        "from phalanx.trackers.tensorboard import TensorBoardSink\n"
         "from phalanx.observe.events import StepDone\n"
         "sink = TensorBoardSink(sys.argv[1]); sink.handle(StepDone(1, 1, 0.5, 0.1)); sink.close()\n"
         "print([name for name in ('tensorflow', 'torch', 'numpy') if name in sys.modules])"

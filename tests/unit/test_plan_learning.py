@@ -13,7 +13,6 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.models import registry
 from phalanx.observe.goodput import Account
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
@@ -23,6 +22,7 @@ from phalanx.tools.plan.learning import Component, RunComparison, compare, job_o
 from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rules import settings_of
 from phalanx.world.mesh import Mesh
+from phalanx.zoo.models import registry
 
 H100 = ("NVIDIA H100 80GB HBM3", 79.1)
 

@@ -13,8 +13,6 @@ import torch
 from phalanx.config import DistributedConfig
 from phalanx.config.fields import OPTIMIZERS
 from phalanx.loop.optim import build_optimizer
-from phalanx.models import loss
-from phalanx.models.registry import build
 from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import RECOMPUTE, Goal, Layout
@@ -30,6 +28,8 @@ from phalanx.tools.plan.rank_bytes import (
 )
 from phalanx.tools.plan.rank_memory import GIB, rank_memory
 from phalanx.tools.plan.stages import held_passes, in_flight, train_cut
+from phalanx.zoo.models import loss
+from phalanx.zoo.models.registry import build
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}

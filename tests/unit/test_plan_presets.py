@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.models import registry
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
+from phalanx.zoo.models import registry
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from published import Row, ibm_meta, megatron, mpt, nemo, nemo_fp8, published, r
 from waiting import plain_python_seconds
 
 from phalanx.errors import PhalanxError
-from phalanx.models import fp8
+from phalanx.speed import fp8
 from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape, estimate
 from phalanx.tools.plan.cluster import Group, collective_seconds, group_of
 from phalanx.tools.plan.kernels import FP8_OUTPUTS, FP8_WEIGHT

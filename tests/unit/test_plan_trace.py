@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from phalanx.errors import UsageError
-from phalanx.models.registry import build
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.trace import supports, trace_import, trace_module
+from phalanx.zoo.models.registry import build
 
-RESNET = "phalanx.models.resnet:resnet"
+RESNET = "phalanx.zoo.models.resnet:resnet"
 
 
 def test_resnet50_is_counted_as_published() -> None:
@@ -42,7 +42,7 @@ def test_operations_follow_the_image() -> None:
     ("model", "preset"), [("gpt", "gpt2"), ("llama", "1b"), ("moe", "small"), ("vit", "base"), ("gpt", "debug")]
 )
 def test_transformers_of_ours_become_dimensions(model: str, preset: str) -> None:
-    found = trace_import(f"phalanx.models.{model}:{model}", options={"preset": preset})
+    found = trace_import(f"phalanx.zoo.models.{model}:{model}", options={"preset": preset})
     assert isinstance(found, ModelShape)
     with torch.device("meta"):
         module = build(model, preset=preset)

@@ -9,9 +9,9 @@ import textwrap
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.models import build, save_pretrained
 from phalanx.recipes import Recipe, find_recipe, from_document, load_recipe, read_changes, recipe_names
-from phalanx.trainers.recipe_parts import recipe_parts
+from phalanx.zoo.models import build, save_pretrained
+from phalanx.zoo.recipe_parts import recipe_parts
 
 
 @pytest.fixture(autouse=True)

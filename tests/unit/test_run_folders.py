@@ -23,10 +23,10 @@ from phalanx.host.files import is_trusted, writer_of
 from phalanx.host.processes import began_at
 from phalanx.loop.recorders import own_run_dir
 from phalanx.observe.best_mark import Best, mark_best
-from phalanx.observe.tensorboard import TensorBoardSink
 from phalanx.runs.record import RunRecord, end_record
 from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
 from phalanx.runs.stored import StoredRun, find_run, list_runs
+from phalanx.trackers.tensorboard import TensorBoardSink
 
 
 def make_run(path: Path, *events: dict, host: str | None = None, pid: int | None = None) -> StoredRun:
@@ -104,7 +104,9 @@ def test_overwriting_removes_everything_that_checkpoints_leave():
     run = make_run(Path("runs/again"), ended())
     for name in ("step-00000001", ".chunks-run", ".writing-x", ".removing-x", ".copying-step-00000001"):
         (run.path / "checkpoints" / name / "ab").mkdir(parents=True)
-    check_run_dir(DistributedConfig(run_dir="runs/again"), overwrite=True)
+    replaced = check_run_dir(DistributedConfig(run_dir="runs/again"), overwrite=True)
+    assert replaced is not None
+    replaced.clear()
     assert not (run.path / "checkpoints").exists()
 
 
@@ -124,7 +126,9 @@ def test_overwriting_leaves_what_other_programs_and_runs_have_written(monkeypatc
     (second / "notes.txt").write_text("mine")
     (run.path / "written.txt").open("a").write("../outside\nwandb/../../outside\n")
     Path("outside").write_text("mine")
-    check_run_dir(DistributedConfig(run_dir="exp"), overwrite=True)
+    replaced = check_run_dir(DistributedConfig(run_dir="exp"), overwrite=True)
+    assert replaced is not None
+    replaced.clear()
     left = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
     assert left == sorted([*mine, "fit-2/notes.txt"])
     assert Path("outside").exists()

@@ -12,11 +12,11 @@ from phalanx.config import resolve
 from phalanx.errors import ConfigError
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.compiling import compile_in_place
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
-from phalanx.models.moe import moe
-from phalanx.models.vit import vit
 from phalanx.recipes import load_recipe
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
+from phalanx.zoo.models.moe import moe
+from phalanx.zoo.models.vit import vit
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from phalanx import torch_compiler
-from phalanx.models.gpt import gpt
-from phalanx.models.llama import llama
 from phalanx.strategies import tensor_overlap
 from phalanx.strategies.tensor_overlap import ALLOW_SHARED, Overlap
 from phalanx.strategies.tensor_parallel import GatherFirstInput, split_tensors
 from phalanx.world.mesh import Mesh
+from phalanx.zoo.models.gpt import gpt
+from phalanx.zoo.models.llama import llama
 
 SHAPE = {"vocab_size": 64, "seq_len": 16, "hidden": 32, "layers": 1, "heads": 4}
 GATHERS, SCATTERS = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"

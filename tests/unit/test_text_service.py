@@ -15,15 +15,15 @@ import pytest
 import torch
 from token_folders import make_documents, write_folder
 
-from phalanx.data.sets.chat_template import read_template
 from phalanx.errors import UsageError
-from phalanx.models import build, save_pretrained
-from phalanx.models.generation import KVCache, Sampling
 from phalanx.recipes import Recipe
 from phalanx.tools.serve.service import TextPiece, TextRequest, TextService, _Answer
-from phalanx.trainers.export import export_model
-from phalanx.trainers.recipe import TextCode
-from phalanx.trainers.text_model import TextModel, jinja_ask, open_text
+from phalanx.zoo.data.chat_template import read_template
+from phalanx.zoo.export import export_folder
+from phalanx.zoo.models import build, save_pretrained
+from phalanx.zoo.models.generation import KVCache, Sampling
+from phalanx.zoo.recipe import TextCode
+from phalanx.zoo.text_model import TextModel, jinja_ask, open_text
 
 testclient = pytest.importorskip("starlette.testclient")
 
@@ -511,7 +511,7 @@ def test_an_exported_run_on_conversations_keeps_its_template_and_end_tokens(fold
     data = {"name": "chats", "tokenizer": str(folder), "template": template}
     recipe = Recipe("sft", "", data, {"name": "llama"})
     out = tmp_path / "out"
-    export_model(decoder("llama", vocab_size=64), out, "hf", recipe=recipe)
+    export_folder(decoder("llama", vocab_size=64), out, recipe=recipe)
     messages = [{"role": "user", "content": "hello"}]
     expected = read_template(str(folder), template).ask(messages)
     assert read_template(str(out), None).ask(messages) == expected
@@ -523,7 +523,7 @@ def test_an_exported_run_on_conversations_keeps_its_template_and_end_tokens(fold
 
 def test_an_exported_run_on_chats_of_bytes_has_no_tokenizer_to_write(tmp_path):
     recipe = Recipe("sft", "", {"name": "chats", "template": "plain"}, {"name": "llama"})
-    export_model(decoder("llama"), tmp_path / "out", "hf", recipe=recipe)
+    export_folder(decoder("llama"), tmp_path / "out", recipe=recipe)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
@@ -531,7 +531,7 @@ def test_a_run_on_token_shards_has_their_tokenizer_and_end_token(folder, monkeyp
     write_folder(folder, [make_documents(2)])
     model = decoder("llama", vocab_size=64)
     run = SimpleNamespace(name="run", model=model, tokenizer=str(folder / "tokenizer.json"), recipe=None)
-    monkeypatch.setattr("phalanx.trainers.text_model.load_run", lambda name, checkpoint: run)
+    monkeypatch.setattr("phalanx.zoo.text_model.load_run", lambda name, checkpoint: run)
     found = open_text("run")
     assert found.end_tokens == {0}
     assert found.prompt("hello world") == [2, 3]  # its documents begin without a begin token

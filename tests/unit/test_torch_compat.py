@@ -27,7 +27,7 @@ from phalanx import torch_compat, torch_compiler, torch_flash, torch_records
 from phalanx.comm.backend import PhalanxGroup
 from phalanx.comm.compress.hook import FixedBuckets
 from phalanx.host.versions import NEWEST_TORCH
-from phalanx.models.sync_norm import SyncedBatchNorm
+from phalanx.loop.sync_norm import SyncedBatchNorm
 from phalanx.strategies import tensor_parallel
 
 NEEDS_CUDA = {"end_failed_capture"}
@@ -222,6 +222,22 @@ def test_buckets_of_ddp_are_rebuilt(group):
     torch_compat.rebuild_buckets(model.reducer)
     model(torch.ones(1, 2)).sum().backward()
     assert model.module.weight.grad.tolist() == [[1, 1]]
+
+
+def test_ddp_takes_no_gradients_without_its_hooks(group):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    torch_compat.remove_ddp_hooks(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch_compat.ddp_times(model) is None
+    torch_compat.remove_ddp_hooks(model)  # again, as its own end does
+
+
+def test_new_communicators_unbind_the_device_for_the_block(group):
+    default = torch.distributed.group.WORLD
+    before = default.bound_device_id
+    with torch_compat.new_communicators():
+        assert default.bound_device_id is None
+    assert default.bound_device_id == before
 
 
 def test_ddp_times_what_its_backward_waits_for(group):

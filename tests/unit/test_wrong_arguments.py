@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, Trainer
-from phalanx.data.sets import load
 from phalanx.errors import DataError, ModelError, PhalanxError, UsageError
 from phalanx.loop.metrics import LOSSES, find_loss
+from phalanx.zoo.data import load
 
 
 def refused(call, kind: type[PhalanxError] = UsageError) -> str:

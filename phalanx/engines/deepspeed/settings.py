@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.deepspeed.rules import AUTO, engine_settings, nvme_path, optimizer_name
-from phalanx.models.contract import HasHiddenSize, implements
+from phalanx.model import HasHiddenSize, implements
 
 if TYPE_CHECKING:
     from torch import nn

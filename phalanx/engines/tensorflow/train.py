@@ -17,11 +17,12 @@ from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, va
 from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
 from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.tf_config import read_task
-from phalanx.errors import ModelError, PreemptedError, UsageError
+from phalanx.errors import ModelError, UsageError
 from phalanx.host.files import make_private
 from phalanx.loop.recorders import open_sinks, save_config, tensorboard_dir
 from phalanx.observe.events import RunStarted
 from phalanx.observe.sinks import EventStream
+from phalanx.runs.conductor import outcome_of
 from phalanx.runs.record import make_run_dir
 from phalanx.world.env import read_rank_env
 
@@ -134,11 +135,8 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
         with callbacks.stopping(report):
             fitting.run(job, feed, val, directory, first_epoch, report, leads=leads)
         report.end()
-    except PreemptedError:
-        report.end("preempted")
-        raise
-    except BaseException:
-        report.end("failed")
+    except BaseException as error:
+        report.end(outcome_of(error))
         raise
     finally:
         events.close()

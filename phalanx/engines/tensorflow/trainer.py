@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,11 +14,12 @@ from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
 from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch_peers
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.observe.history import History
+from phalanx.runs.conductor import RecordedRun, recorded_run
 from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import discard_unused, make_run_dir
+from phalanx.runs.record import RunRecord, make_run_dir
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 
@@ -125,18 +127,24 @@ class TensorFlowDistributedTrainer:
             os.environ.update(quiet_environment(os.environ))
             from phalanx.engines.tensorflow.train import train
 
-            self._model, result = train(KerasJob(task, config))
+            if "PHALANX_RUN_DIR" in os.environ or not (member is None or member.leads):
+                self._model, result = train(KerasJob(task, config))  # another process keeps the run's record
+                return result
+            with self._recorded(task, config, in_place=True) as run:
+                self._model, result = train(KerasJob(task, config, run.folder))
             return result
         from phalanx.runs.start import send_job
 
-        run_dir = make_run_dir(config, task.name)
-        try:
-            result = send_job(KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout)
-        except PhalanxError as error:
-            discard_unused(config, run_dir, error)
-            raise
+        with self._recorded(task, config, in_place=False) as run:
+            result = send_job(KerasJob(task, config.with_trusted(device=layout.device), run.folder), layout)
         self._weights = result.weights
         return result
+
+    def _recorded(
+        self, task: KerasTask, config: DistributedConfig, *, in_place: bool
+    ) -> AbstractContextManager[RecordedRun]:
+        record = RunRecord.of_this_process(config.given())
+        return recorded_run(make_run_dir(config, task.name), config, record, in_place=in_place)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss and metrics over `data`, in this process."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
-from phalanx.models.contract import ExampleInputs, PipelineUnits, SequenceShards, implements
+from phalanx.model import ExampleInputs, PipelineUnits, SequenceShards, implements
 from phalanx.strategies.pipeline.strategy import Row, Tie
 from phalanx.strategies.tensors import PLACED, find_blocks
 from phalanx.world.splits import SCHEDULES, too_many_stages

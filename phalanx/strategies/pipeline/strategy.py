@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from phalanx import torch_compat
 from phalanx.errors import ModelError, UsageError
-from phalanx.models.contract import LossFromOutput, implements
+from phalanx.model import LossFromOutput, implements
 from phalanx.strategies.base import BatchPass, local
 from phalanx.strategies.context_parallel import TARGET_NAMES, SequenceSlices
 from phalanx.strategies.pipeline.loss import LossShare, MicrobatchLoss, cut_rows, fill_rows

@@ -24,11 +24,11 @@ from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of, recompute_of
 from phalanx.torch_compat import pytree
-from phalanx.trainers.recipe import recipe_augment, with_batch_size
-from phalanx.trainers.recipe_parts import recipe_parts
 from phalanx.trainers.session import settle_strategy
 from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
+from phalanx.zoo.recipe import recipe_augment, with_batch_size
+from phalanx.zoo.recipe_parts import recipe_parts
 
 _SEQ_LEN = 1024
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError, nearest, unknown_name
-from phalanx.models.contract import recorded_dimensions
+from phalanx.model import recorded_dimensions
 from phalanx.tools.plan.model import ModelShape
 
 _LLAMA = {"gated_mlp": True, "biases": False, "rms_norm": True, "tied_embeddings": False}

@@ -33,7 +33,7 @@ _BATCH = 2
 _TOKENS, _PIXELS = 1024, 224
 _HINT = "Give the shape of one sample: '3x224x224' for images, 'tokens:1024' for a language model, '64' for features."
 _METHODS = {"tensor": "tensor_plan", "pipeline": "pipeline_units", "expert": "expert_modules"}
-"""Axis to the method that a model must have for it (phalanx.models.contract)."""
+"""Axis to the method that a model must have for it (phalanx.model)."""
 
 Example = str | tuple[int, ...] | Tensor | tuple[Tensor, ...] | None
 

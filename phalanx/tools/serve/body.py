@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from phalanx.errors import unknown_name
-from phalanx.models.generation import Sampling
 from phalanx.tools.serve.service import TextRequest
-from phalanx.trainers.text_model import TextModel
+from phalanx.zoo.models.generation import Sampling
+from phalanx.zoo.text_model import TextModel
 
 _MAX_CHOICES = 128
 _DEFAULT_TOKENS = 16

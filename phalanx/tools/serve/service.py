@@ -13,10 +13,10 @@ from typing import NamedTuple, Self
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.models.generation import KVCache, Sampling
 from phalanx.observe.guard import say_to_user
-from phalanx.trainers.recipe import TextCode
-from phalanx.trainers.text_model import TextModel, open_text
+from phalanx.zoo.models.generation import KVCache, Sampling
+from phalanx.zoo.recipe import TextCode
+from phalanx.zoo.text_model import TextModel, open_text
 
 _PLACES = 256
 """Buffers of the cache grow to a multiple of this, so that few requests make them grow."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.observe.mlflow import import_mlflow
 from phalanx.runs.stored import STUDY_FILE
 from phalanx.tools.tune.domains import import_optuna
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.trial import Objective, State, Trial
+from phalanx.trackers.mlflow import import_mlflow
 
 _STUDY = "phalanx"
 

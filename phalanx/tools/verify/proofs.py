@@ -31,8 +31,12 @@ from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import JobLayout, plan_layout
 
-_ONE_PROCESS: dict[str, Any] = {"num_workers": 1, **{name: FIELDS[name].default for name in settings_with("split")}}
-"""One process takes a global batch in one piece."""
+_ONE_PROCESS: dict[str, Any] = {
+    "num_workers": 1,
+    "capture": False,
+    **{name: FIELDS[name].default for name in settings_with("split")},
+}
+"""One process takes a global batch in one piece, kernel by kernel."""
 
 _AXIS_FIELDS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "ep": "expert_parallel"}
 _AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")

@@ -203,7 +203,7 @@ def execute(run: Run, subject: Subject, folder: Path) -> Recording:
         dtype = getattr(torch, run.dtype)
         data, own_batch = _loader(parts, run, dtype)
         model = without_dropout(parts.model).to(dtype)
-        task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[probe], name=subject.name)
+        task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[*parts.callbacks, probe], name=subject.name)
         return task, _fitting(run, own_batch, data)
 
     def job() -> Job:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.models import registry as models
 from phalanx.recipes import find_recipe, load_recipe, recipe_names
+from phalanx.zoo.models import registry as models
 
 
 def default_settings(*, faults: bool = False) -> dict[str, int]:
@@ -32,6 +33,7 @@ class Parts:
     loss_fn: Any = None
     augment: Any = None
     """What makes a model's input of a batch, as in evaluation: two layouts see equal images."""
+    callbacks: Sequence[Any] = ()
 
 
 class Subject(Protocol):
@@ -55,9 +57,9 @@ class RecipeSubject:
 
     def build(self) -> Parts:
         """Build what `phalanx train` would train."""
-        from phalanx.data.sets import named_data
-        from phalanx.trainers.recipe import recipe_augment, recipe_loss
-        from phalanx.trainers.recipe_parts import recipe_parts
+        from phalanx.zoo.data import named_data
+        from phalanx.zoo.recipe import recipe_augment, recipe_loss
+        from phalanx.zoo.recipe_parts import recipe_parts
 
         recipe = load_recipe(self.name).with_preset(self.preset)
         recipe = recipe if self.data is None else recipe.with_parts(None, named_data(self.data, recipe.data))
@@ -74,8 +76,8 @@ class ModelSubject:
 
     def build(self) -> Parts:
         """Build the model; text for a language model, made-up images or vectors for the others."""
-        from phalanx.data.sets import load
         from phalanx.loop.forward import implied_loss
+        from phalanx.zoo.data import load
 
         model: Any = models.build(self.name, **({"preset": self.preset} if self.preset else {}))
         config: Any = getattr(model, "config", None)

@@ -1,0 +1,44 @@
+"""What the heart asks of the rooms above it: functions and modules by name, imported when they are asked for.
+
+The heart trains a user's own model on the user's own data. It never imports a tool, the zoo (`phalanx/zoo/`: reference
+models, data sets, recipes) or a feature that settings switch on (`phalanx/speed/`, `phalanx/trackers/`): this table is
+the only place that names one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from phalanx.errors import UsageError
+
+FEATURES = {
+    "adamw8bit": "phalanx.speed.adamw8bit:AdamW8bit",
+    "check-metrics": "phalanx.trackers:check_metrics",
+    "choose-strategy": "phalanx.tools.plan.auto:choose_strategy",
+    "fp8": "phalanx.speed.fp8",
+    "histograms": "phalanx.trackers:histogram_callbacks",
+    "lora": "phalanx.zoo.models.lora",
+    "metrics": "phalanx.trackers:open_metrics",
+    "nf4": "phalanx.zoo.models.lora.nf4",
+    "recipe": "phalanx.zoo.recipe:run_recipe",
+    "step-profile": "phalanx.tools.profile.record:StepProfile",
+    "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",
+    "trackers": "phalanx.trackers:open_trackers",
+    "verify-rank": "phalanx.tools.verify.rank:run_request",
+}
+"""`module:function`, or a module."""
+
+
+def feature(name: str) -> Any:
+    """Return what a name of the table stands for."""
+    module, _, function = FEATURES[name].partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):  # a package that the feature itself needs
+            raise
+        raise UsageError(
+            f"this run needs {module}, which is not installed", hint="Install phalanx as a whole: pip install phalanx"
+        ) from error
+    return getattr(found, function) if function else found

@@ -1,0 +1,253 @@
+"""Extractive question answering: questions with windows of their contexts, and the score of the answers.
+
+A sample is one window, `[begin] question [separator] context [separator]`. A context that does not fit is cut into
+windows that overlap; where the answer is not in a window, its label is position 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.data.fetch import GatherDataset
+from phalanx.errors import DataError, UsageError
+from phalanx.zoo.data.files import of_split
+from phalanx.zoo.data.pieces import TextPieces
+from phalanx.zoo.data.places import Root, find_files
+from phalanx.zoo.data.splits import check_fraction, held_out
+from phalanx.zoo.data.squad import Question, answer_scores, place_of, read_squad
+
+_NAMED = 3
+"""How many questions a warning names."""
+
+
+class Window(NamedTuple):
+    """A part of a context, in tokens of it: `first` up to before `stop`."""
+
+    question: int
+    first: int
+    stop: int
+
+
+class QuestionWindows(GatherDataset):
+    """Windows of contexts, each with its question: input_ids, token_type_ids, attention_mask and labels.
+
+    Labels are, by position in the window: the first and last token of the answer, the first and last of the context.
+    """
+
+    tokenizer: str | None = None
+
+    def __init__(
+        self,
+        contexts: Sequence[str],
+        questions: Sequence[Question],
+        pieces: TextPieces,
+        *,
+        seq_len: int,
+        stride: int,
+        longest_answer: int,
+    ) -> None:
+        self.contexts, self.questions, self.seq_len = contexts, questions, seq_len
+        self.vocab_size = pieces.vocab_size
+        used = {question.context for question in questions}
+        self._contexts = pieces.encode([text if number in used else "" for number, text in enumerate(contexts)])
+        self._asked = pieces.encode([question.text for question in questions])
+        self._begin, self._separator = pieces.special("begin"), pieces.special("separator")
+        self._padding = pieces.special("padding")
+        self.windows: list[Window] = []
+        self._answers = [self._tokens_of(question) for question in questions]
+        for number in range(len(questions)):
+            self.windows += self._cut(number, stride)
+        self.metrics = {"answers": AnswerScores(self, longest_answer)}
+
+    def _cut(self, number: int, stride: int) -> list[Window]:
+        asked, length = len(self._asked[number].tokens), len(self._contexts[self.questions[number].context].tokens)
+        room = self.seq_len - asked - 3
+        if room < self.seq_len // 2:
+            raise DataError(
+                f"the question {self.questions[number].key} has {asked} tokens, which leaves less than half of a "
+                f"window of {self.seq_len} for its context.",
+                hint=f"Write: --set data.seq_len={2 * asked + 8} or more, or leave the question out.",
+            )
+        windows = [Window(number, 0, min(room, length))]
+        while windows[-1].stop < length:
+            first = windows[-1].first + min(stride, room)
+            windows.append(Window(number, first, min(first + room, length)))
+        return windows
+
+    def _tokens_of(self, question: Question) -> tuple[int, int] | None:
+        """Return the first and last token of the first answer that is in the context; None without one."""
+        context, spans = self.contexts[question.context], self._contexts[question.context].spans
+        for answer in question.answers:
+            if (start := place_of(answer, context)) is not None:
+                end = start + len(answer.text)
+                first = bisect.bisect_right(spans, start, key=lambda span: span[1])
+                last = bisect.bisect_left(spans, end, key=lambda span: span[0]) - 1
+                return first, max(first, last)
+        return None
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def gather(self, index: Tensor) -> dict[str, Tensor]:
+        """Return a batch of windows, int64."""
+        rows = [self._row(self.windows[number]) for number in index.tolist()]
+        tokens = torch.full((len(rows), self.seq_len), self._padding)
+        kinds, mask = torch.zeros_like(tokens), torch.zeros_like(tokens)
+        for place, (asked, context, _) in enumerate(rows):
+            tokens[place, : len(asked) + len(context)] = torch.tensor(asked + context)
+            kinds[place, len(asked) : len(asked) + len(context)] = 1
+            mask[place, : len(asked) + len(context)] = 1
+        labels = torch.tensor([row[2] for row in rows])
+        return {"input_ids": tokens, "token_type_ids": kinds, "attention_mask": mask, "labels": labels}
+
+    def _row(self, window: Window) -> tuple[list[int], list[int], list[int]]:
+        """Return the two parts of a window, and its labels."""
+        asked = [self._begin, *self._asked[window.question].tokens, self._separator]
+        context = self._contexts[self.questions[window.question].context].tokens[window.first : window.stop]
+        labels, answer = [0, 0], self._answers[window.question]
+        if answer is not None and window.first <= answer[0] and answer[1] < window.stop:
+            labels = [len(asked) + token - window.first for token in answer]
+        return asked, [*context, self._separator], [*labels, len(asked), len(asked) + len(context) - 1]
+
+    def predictions(self, outputs: Tensor) -> list[dict[str, Any]]:
+        """Return what a model's outputs for all windows say of each question, for `phalanx predict`."""
+        samples, scores = torch.arange(len(self)), self.metrics["answers"]
+        answers = scores.answers(scores(outputs, self.gather(samples)["labels"]), samples)
+        return [
+            {"row": number, "id": self.questions[number].key, "question": self.questions[number].text, "answer": given}
+            for number, given in sorted(answers.items())
+        ]
+
+    def answer_text(self, window: Window, first: int, last: int) -> str:
+        """Return the text from one position of a window to another."""
+        shift = window.first - len(self._asked[window.question].tokens) - 2
+        context = self.questions[window.question].context
+        spans = self._contexts[context].spans
+        return self.contexts[context][spans[first + shift][0] : spans[last + shift][1]]
+
+
+class AnswerScores:
+    """Exact match and F1, as SQuAD's official script has them, of the best span over all windows of each question.
+
+    A span begins and ends in the context, and has at most `longest` tokens; its score is the sum of both logits. In
+    data with unanswerable questions, none is answered where the least score of position 0 is above the best span's.
+    """
+
+    def __init__(self, data: QuestionWindows, longest: int) -> None:
+        self._data, self._longest = data, longest
+        self._may_abstain = any(not question.answers for question in data.questions)
+        self._windows: dict[int, int] = defaultdict(int)
+        for window in data.windows:
+            self._windows[window.question] += 1
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return for each window: the score of its best span, its first and last position, the score of no answer."""
+        logits = output.float()
+        time = torch.arange(logits.shape[1], device=logits.device)
+        inside = (time >= target[:, 2:3]) & (time <= target[:, 3:4])
+        first, last = logits.masked_fill(~inside[..., None], -torch.inf).unbind(-1)
+        # By the length of a span, then by its first position.
+        scores = [first[:, : len(time) - more] + last[:, more:] for more in range(min(self._longest, len(time)))]
+        padded = [torch.nn.functional.pad(each, (0, len(time) - each.shape[1]), value=-torch.inf) for each in scores]
+        best, flat = torch.stack(padded, 1).flatten(1).max(1)
+        begin = flat % len(time)
+        none = logits[:, 0].sum(-1)
+        return torch.stack([best.double(), begin, begin + flat // len(time), none], 1)
+
+    def combine(self, rows: Tensor, samples: Tensor) -> dict[str, float]:
+        """Return the means over the questions all of whose windows were measured."""
+        golds = self._data.questions
+        answers = self.answers(rows, samples).items()
+        scores = [answer_scores(given, [gold.text for gold in golds[number].answers]) for number, given in answers]
+        means = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2).mean(0).tolist()
+        return dict(zip(("exact", "f1"), means, strict=True))
+
+    def answers(self, rows: Tensor, samples: Tensor) -> dict[int, str]:
+        """Return the answer to each question all of whose windows were measured; empty texts where there is none."""
+        found: dict[int, list[tuple[float, float, Window, int, int]]] = defaultdict(list)
+        for sample, (score, first, last, none) in zip(samples.tolist(), rows.tolist(), strict=True):
+            window = self._data.windows[sample]
+            found[window.question].append((score, none, window, int(first), int(last)))
+        return {number: self._best(parts) for number, parts in found.items() if len(parts) == self._windows[number]}
+
+    def _best(self, parts: list[tuple[float, float, Window, int, int]]) -> str:
+        best, _, window, first, last = max(parts, key=lambda part: part[0])
+        abstains = self._may_abstain and min(part[1] for part in parts) > best
+        return "" if abstains else self._data.answer_text(window, first, last)
+
+
+def questions(
+    split: str = "train",
+    root: Root | None = None,
+    tokenizer: str | None = None,
+    seq_len: int = 128,
+    stride: int | None = None,
+    longest_answer: int = 30,
+    val_fraction: float = 0.1,
+) -> QuestionWindows:
+    """Return questions in SQuAD's format, of a file or of the .json files of a folder, as windows of `seq_len` tokens.
+
+    Tokens are those of the Hugging Face tokenizer in the folder `tokenizer` or `root/tokenizer`, else bytes. The next
+    window begins `stride` tokens (half a window) later. Without files named dev*, val* or test*, a part of the contexts
+    is held out.
+    """
+    if root is None:
+        raise UsageError("the data set 'questions' needs a file in SQuAD's format", hint="Write: --data ./squad")
+    stride = max(1, seq_len // 2) if stride is None else stride
+    if not 1 <= stride <= seq_len or longest_answer < 1:
+        raise UsageError(
+            f"stride = {stride}, longest_answer = {longest_answer}: both are 1 or more, and stride is at most seq_len "
+            f"({seq_len})"
+        )
+    check_fraction(val_fraction, split)
+    place = find_files(root)
+    folder = place.folder
+    found = place.files if folder is None else sorted(folder.glob("*.json"))
+    if not found:
+        raise DataError(f"{folder} has no .json file with questions.", hint="Give a file in SQuAD's format.")
+    chosen, part = of_split(folder, found, split)
+    contexts, asked = read_squad(chosen)
+    if not asked:
+        raise DataError(f"{', '.join(map(str, chosen))}: there is no question in it.")
+    if (kept := held_out(len(contexts), part, val_fraction)) is not None:
+        own = set(kept)
+        asked = [question for question in asked if question.context in own]
+    asked, note = checked_answers(contexts, asked, keep_all=split == "val")
+    if tokenizer is None and folder is not None and (folder / "tokenizer").is_dir():
+        tokenizer = str(folder / "tokenizer")
+    options = {"seq_len": seq_len, "stride": stride, "longest_answer": longest_answer}
+    windows = QuestionWindows(contexts, asked, TextPieces(tokenizer), **options)
+    windows.tokenizer, windows.notes = tokenizer, (note,) if note else ()
+    return windows
+
+
+def checked_answers(
+    contexts: Sequence[str], asked: Sequence[Question], *, keep_all: bool
+) -> tuple[list[Question], str]:
+    """Return the questions that can be used, and a note about answers that are not where their files say.
+
+    A question none of whose answers is in its context cannot be trained on; `keep_all`: it is scored nevertheless.
+    """
+
+    moved: list[Question] = []
+    lost: list[Question] = []
+    for question in asked:
+        places = [place_of(answer, contexts[question.context]) for answer in question.answers]
+        if any(place != answer.start for place, answer in zip(places, question.answers, strict=True)):
+            (lost if set(places) == {None} else moved).append(question)
+    if not moved and not lost:
+        return list(asked), ""
+    wrong = [question.key for question in (*moved, *lost)]
+    named = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
+    note = f"warning: {len(wrong)} of {len(asked)} questions have answers that are not at answer_start ({named}): "
+    note += f"{len(moved)} are elsewhere in the context"
+    if lost:
+        note += f", {len(lost)} are not in it and {'are scored' if keep_all else 'left out of training'}"
+    left_out = set() if keep_all else set(lost)
+    return [each for each in asked if each not in left_out], note

@@ -1,0 +1,152 @@
+"""Start from the weights of another model: a run, a Hugging Face folder, or a file; a new task gets a new head.
+
+`[model] pretrained = "..."` works with every reference model. The shape is that of the source; tensors of the same name
+and shape are taken, the others are drawn, and the log names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.errors import CheckpointError, UsageError
+from phalanx.recipes import Recipe
+from phalanx.runs.stored import StoredRun
+from phalanx.trainers.weights import load_weights, read_weights
+from phalanx.zoo.data import takes
+from phalanx.zoo.models.hf import new_like
+from phalanx.zoo.models.hf.files import CONFIG
+from phalanx.zoo.models.registry import build, module_of
+
+_OWN = ("task", "classes", "dropout")
+"""Options that are those of the new model; all others are the shape of the source."""
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json")
+_LEAST = 0.5
+"""The share of a model's weights that a source of the same kind has: all but the head."""
+
+
+def build_pretrained(name: str, *, pretrained: str, weights: bool = True, **given: Any) -> nn.Module:
+    """Return a new model with the weights of `pretrained`; the other options are as those of `build`.
+
+    `weights`: False for the shape alone. What was taken is the model's attribute `weights_note`.
+    """
+    source = pretrained
+    own = {key: value for key, value in given.items() if key in _OWN}
+    path = Path(str(source))
+    state: Mapping[str, Any]
+    if (path / CONFIG).is_file():
+        model, state = new_like(path, own, weights=weights)
+    elif path.is_file():
+        own, model, state = given, build(name, **given), read_weights(path) if weights else {}
+    else:
+        model, state = _like_run(path, own, weights=weights)
+    if type(model).__module__ != module_of(name):
+        raise UsageError(f"model.pretrained = '{source}' holds a {type(model).__name__}, which is not a '{name}'")
+    if weights:
+        said = [key for key in given if key not in own]
+        model.weights_note = _fill(model, state, path) + (  # type: ignore[assignment]
+            f"; it decides on {', '.join(said)}" if said else ""
+        )
+    return model
+
+
+def _like_run(path: Path, own: Mapping[str, Any], *, weights: bool) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return a new model of a run's (or checkpoint's) shape, and the weights of its best checkpoint."""
+    run, checkpoint = _stored(path)
+    recipe = run.recipe
+    if recipe is None:
+        raise UsageError(
+            f"model.pretrained = '{path}' was not trained from a recipe, so its model is not known",
+            hint="Write its weights as a Hugging Face folder, or as a file: phalanx export RUN -o weights.safetensors",
+        )
+    table = dict(recipe.model)
+    make = partial(build_pretrained, weights=False) if "pretrained" in table else build
+    source: nn.Module = make(table.pop("name"), **table)
+    config: Any = getattr(source, "config", None)
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise UsageError(f"model.pretrained = '{path}': a {type(source).__name__} is read from a file of weights only")
+    kind: Any = type(source)
+    new: nn.Module = kind(dataclasses.replace(config, **own))
+    if not weights:
+        return new, {}
+    checkpoint = checkpoint or run.best_checkpoint or next(iter(reversed(run.checkpoints)), None)
+    if checkpoint is None:
+        raise UsageError(f"model.pretrained = '{path}' has no checkpoint in {run.checkpoint_dir}")
+    load_weights(source, checkpoint)
+    return new, source.state_dict()
+
+
+def _stored(path: Path) -> tuple[StoredRun, Path | None]:
+    if not path.is_dir():
+        raise UsageError(
+            f"model.pretrained = '{path}': there is nothing at that path",
+            hint="Give a run, a checkpoint, a Hugging Face folder, or a file of weights.",
+        )
+    is_checkpoint = (path / MANIFEST).is_file()
+    return (StoredRun(path.absolute().parent.parent), path) if is_checkpoint else (StoredRun(path), None)
+
+
+def _fill(model: nn.Module, state: Mapping[str, Any], source: Path) -> str:
+    """Load the tensors that fit into a model; return what was taken, what is new and what was left out."""
+    here = model.state_dict()
+    taken = {n: value for n, value in state.items() if n in here and here[n].shape == value.shape}
+    found, needed = (sum(here[name].numel() for name in names) for names in (taken, here))
+    if found < _LEAST * needed:
+        raise CheckpointError(
+            f"model.pretrained = '{source}' has {found:,} of the {needed:,} weights of the model: it is another model"
+        )
+    model.load_state_dict(taken, strict=False)
+    new, left = [name for name in here if name not in taken], [name for name in state if name not in taken]
+    note = f"weights of {source}: {len(taken)} tensors"
+    return note + _listed("new", new) + _listed("left out", left)
+
+
+def _listed(what: str, found: Iterable[str]) -> str:
+    text = ", ".join(found)
+    return f"; {what}: {text}" if text else ""
+
+
+def tokenizer_of(recipe: Recipe) -> str | None:
+    """Return the tokenizer of a recipe's tokens, a folder or a file tokenizer.json; None for bytes."""
+    root = recipe.data.get("root") or recipe.data.get("name", "")
+    root = root if isinstance(root, str) else root[0]
+    given = [recipe.data.get("tokenizer"), str(Path(root) / "tokenizer"), root, recipe.model.get("name", "")]
+    for place in filter(None, given):
+        if _has_tokenizer(Path(place)):
+            return str(place)
+    return pretrained_tokenizer(recipe.model.get("pretrained"))
+
+
+def pretrained_tokenizer(source: str | None) -> str | None:
+    """Return the tokenizer of what a model starts from; None where it has none."""
+    if source is None or not Path(source).is_dir() or _has_tokenizer(Path(source)):
+        return source if source is not None and Path(source).is_dir() else None
+    if (Path(source) / CONFIG).is_file():
+        return None
+    run = _stored(Path(source))[0]
+    if run.recipe is None or run.record is None:
+        return None
+    return tokenizer_of(run.recipe)
+
+
+def with_source_tokenizer(data: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a recipe's data with the tokenizer of what its model starts from."""
+    return with_tokenizer(data, pretrained_tokenizer(source))
+
+
+def with_tokenizer(data: dict[str, Any], tokenizer: str | None) -> dict[str, Any]:
+    """Return a recipe's data with a tokenizer, where they name none and can have one."""
+    if tokenizer is None or "tokenizer" in data or not takes(str(data["name"]), "tokenizer"):
+        return data
+    return {**data, "tokenizer": tokenizer}
+
+
+def _has_tokenizer(path: Path) -> bool:
+    own = path.name == _TOKENIZERS[0] and path.is_file()
+    return own or any((path / name).is_file() for name in _TOKENIZERS)

@@ -1,0 +1,257 @@
+"""The parts that a recipe describes: its model and its data, each as the other needs it.
+
+For training the data tell sizes of the model; the recipe that is kept with the run has them, so that a trained model is
+built without its training data, and other data are read as those were.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from phalanx.errors import UsageError
+from phalanx.model import WrapsModel, implements
+from phalanx.recipes import Recipe
+from phalanx.recipes.imports import call_with, extend_path, is_import_path, load_import
+from phalanx.zoo.data import inner_of, load_given, load_splits, takes
+from phalanx.zoo.models.registry import build, build_options, names
+
+_LONGEST_TEXT = 1024
+"""Longer windows of a corpus of some megabytes would be few."""
+_LONGEST_OF_FOLDER = 128
+"""For the model of a folder, whose limit may be far above what its texts need."""
+
+
+class RecipeParts(NamedTuple):
+    """A model, its data, and the recipe with the sizes that the model has taken from them."""
+
+    model: nn.Module
+    train: Any
+    val: Any
+    recipe: Recipe
+
+
+def recipe_parts(recipe: Recipe, *, without_storage: bool = False) -> RecipeParts:
+    """Return a recipe's model and its data for training and validation; `without_storage`: a model on "meta".
+
+    A loss that is a module around the model (`models.contract.WrapsModel`) is a part of it.
+    """
+    return _parts(recipe, _both_splits, without_storage)
+
+
+def given_parts(recipe: Recipe) -> tuple[nn.Module, Any]:
+    """Return a recipe's model, and its data as those that a trained model is asked about."""
+    parts = _parts(recipe, lambda table: (None, load_given(table["name"], **_options(table))), False)
+    return parts.model, parts.val
+
+
+def recipe_model(recipe: Recipe) -> nn.Module:
+    """Return the model of a run's recipe; its data are read only if the run ended before their sizes were known."""
+    if not recipe.sized:
+        return recipe_parts(recipe).model
+    extend_path(recipe.paths)
+    model = dict(recipe.model)
+    name = model.pop("name")
+    made: Any = _maker(name, model, weights=False)(name, **model)
+    from phalanx.zoo.pretrained import tokenizer_of
+
+    if (tokenizer := tokenizer_of(recipe)) and not hasattr(made, "name_or_path"):
+        made.name_or_path = tokenizer  # where `export` finds it
+    return _inside_loss(recipe, made)
+
+
+def given_data(table: Mapping[str, Any], model: nn.Module) -> Any:
+    """Return data that a trained model is asked about, as it takes them; `table`: as that of a recipe."""
+    table = dict(table)
+    bare: Any = model.trained_model() if implements(model, WrapsModel) else model
+    if takes(str(table["name"]), "seq_len") and table.get("seq_len", "model") == "model":
+        longest = _longest_input(bare)
+        if longest < sys.maxsize:
+            table["seq_len"] = min(longest, _LONGEST_TEXT)
+    data = load_given(table["name"], **_options(table))
+    _fit(bare, data, None)
+    _compare_tokenizers(bare, data, table)
+    return data
+
+
+def loss_options(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """Return the name of a recipe's loss, and its options."""
+    table = {"name": recipe.loss} if isinstance(recipe.loss, str) else recipe.loss
+    return table["name"], {key: value for key, value in table.items() if key != "name"}
+
+
+def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], without_storage: bool) -> RecipeParts:
+    extend_path(recipe.paths)
+    recipe = recipe.fitted()
+    place = torch.device("meta") if without_storage else nullcontext()
+    data, model = dict(recipe.data), dict(recipe.model)
+    name = model.pop("name")
+    are_files, is_folder = (Path(str(each)).is_absolute() for each in (data["name"], name))
+    if (are_files or data["name"] == "tokens") and "seq_len" in build_options(name):
+        data.setdefault("seq_len", "model")
+    make = _maker(name, model, weights=not without_storage)
+    if "pretrained" in model and name in names():
+        from phalanx.zoo.pretrained import with_source_tokenizer  # few runs need it
+
+        data = with_source_tokenizer(data, model["pretrained"])
+    made: Any = None
+    if data.get("seq_len") == "model":
+        with place:
+            made = make(name, **model)
+        longest = _longest_input(made)
+        data["seq_len"] = longest if data["name"] == "tokens" else min(longest, _LONGEST_TEXT)
+    elif are_files and is_folder and "seq_len" not in data and takes(str(data["name"]), "seq_len"):
+        made = make(name, **model)
+        data["seq_len"] = min(_longest_input(made), _LONGEST_OF_FOLDER)
+    train, val = load(data)
+    learned = val if train is None else train
+    sizes = _sizes(recipe, build_options(name), learned) if "pretrained" not in model else {}
+    classes = _class_count(learned) if "classes" in build_options(name) else None
+    if classes is not None and "classes" not in model:  # known only from the user's files
+        model["classes"], made = classes, None
+    if name in names():
+        model = {**sizes, **model}
+    if made is None:
+        with place:
+            made = make(name, **model)
+    _fit(made, learned, None if train is None else val)
+    _compare_tokenizers(made, learned, data)
+    if (tokenizer := _tokenizer_place(learned, data)) and not hasattr(made, "name_or_path"):
+        made.name_or_path = str(tokenizer)  # where `export` finds it
+    known = {**recipe.data, **({"seq_len": data["seq_len"]} if "seq_len" in data else {})}
+    sized = replace(recipe, data=known, model={"name": name, **model}, sized=True)
+    return RecipeParts(_inside_loss(recipe, made), train, val, sized)
+
+
+def _maker(name: str, model: Mapping[str, Any], *, weights: bool) -> Callable[..., nn.Module]:
+    if "pretrained" not in model or name not in names():
+        return build
+    from phalanx.zoo.pretrained import build_pretrained  # few runs need it
+
+    return partial(build_pretrained, weights=weights)
+
+
+def _inside_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
+    """Return a model, or the loss around it that is a module itself."""
+    if not recipe.loss:
+        return model
+    name, options = loss_options(recipe)
+    found: Any = load_import(name, "loss") if is_import_path(name) else None
+    if not implements(found, WrapsModel):
+        return model
+    wrapped: nn.Module = call_with(found, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]  # a class
+    return wrapped
+
+
+def _longest_input(model: Any) -> int:
+    """Return how many tokens a model takes at once; of one that does not say it, more than any text has."""
+    config = getattr(model, "config", None)
+    return getattr(config, "seq_len", None) or getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def _class_count(train: Any) -> int | None:
+    """Return how many classes data have, which names or a number of them tell."""
+    classes = getattr(train, "classes", None)
+    return classes if classes is None or isinstance(classes, int) else len(classes)
+
+
+def _sizes(recipe: Recipe, options: list[str], data: Any) -> dict[str, int]:
+    """Return the sizes of a model's ends that the first sample or the names of the classes tell."""
+    sample = _first_sample(data) if {"in_features", "image_size"} & {*options} else None
+    sample = (sample,) if isinstance(sample, torch.Tensor) else sample
+    if not isinstance(sample, (tuple, list)) or not isinstance(sample[0], torch.Tensor):
+        return {}
+    inputs, target = sample[0], sample[-1]
+    if "in_features" in options:
+        is_number = len(sample) > 1 and isinstance(target, torch.Tensor) and target.is_floating_point()
+        ends = target.numel() if is_number else _class_count(data)
+        return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
+    is_image = inputs.ndim == 3 and inputs.shape[1] == inputs.shape[2] and not recipe.augment.get("crop")
+    return {"image_size": inputs.shape[2], "channels": inputs.shape[0]} if is_image else {}
+
+
+def _first_sample(data: Any) -> Any:
+    has_first = hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data)
+    return data[0] if has_first else None
+
+
+def _fit(model: nn.Module, train: Any, val: Any) -> None:
+    """Let data that can do so give batches as the model takes them.
+
+    Raise where a model has fewer tokens than its data, or cannot keep packed documents apart.
+    """
+    for data in (train, val):
+        if hasattr(data, "fit_to"):
+            data.fit_to(model)
+    _check_tokens(model, train)
+    known, needed = (getattr(each, "vocab_size", None) for each in (getattr(model, "config", None), train))
+    if isinstance(known, int) and isinstance(needed, int) and known < needed:
+        raise UsageError(
+            f"the model knows {known} tokens, and the data have {needed}",
+            hint=f"Write: --set model.vocab_size={needed}, or make the data with the model's own tokenizer.",
+        )
+    if getattr(train, "is_packed", False) and "documents" not in inspect.signature(model.forward).parameters:
+        raise UsageError(
+            f"packed documents need a model whose forward takes `documents`, and {type(model).__name__} does not",
+            hint="Write: --set data.packing=windows (chats: none), or train gpt, llama or moe.",
+        )
+
+
+def _check_tokens(model: nn.Module, data: Any) -> None:
+    """Refuse numbers or images for a model of tokens."""
+    if not isinstance(getattr(getattr(model, "config", None), "vocab_size", None), int):
+        return
+    sample = _first_sample(data)
+    inputs = sample[0] if isinstance(sample, (tuple, list)) else sample
+    if not isinstance(inputs, torch.Tensor) or not inputs.is_floating_point():
+        return
+    columns = getattr(inner_of(data), "columns", {}).get("inputs", ())
+    numbers = f"numbers (the columns {', '.join(columns)})" if columns else f"numbers of shape {list(inputs.shape)}"
+    raise UsageError(
+        f"{type(model).__name__} reads tokens, and the data hold {numbers}",
+        hint="For rows of numbers write --model mlp, for images --model convnet; for a column of texts add "
+        "--set data.text=NAME",
+    )
+
+
+def _compare_tokenizers(model: Any, train: Any, data: dict[str, Any]) -> None:
+    """Raise where a folder's model, which has a tokenizer, would see bytes; note where it sees another one's tokens."""
+    own = Path(str(getattr(model, "name_or_path", ""))) / "tokenizer.json"
+    if not own.is_file() or not isinstance(getattr(train, "vocab_size", None), int):
+        return
+    given = _tokenizer_place(train, data)
+    if given is None:
+        raise UsageError(
+            f"the texts are read as bytes, and the model in {own.parent} knows the tokens of its tokenizer",
+            hint=f"Write: --set data.tokenizer={own.parent}",
+        )
+    other = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
+    if other.is_file() and other.read_bytes() != own.read_bytes():
+        note = f"warning: the tokens are those of {other}, which differs from the model's own {own}"
+        model.weights_note = f"{getattr(model, 'weights_note', '')} {note}".strip()
+
+
+def _tokenizer_place(train: Any, data: dict[str, Any]) -> str | None:
+    """Return the folder or file of the tokenizer that made the tokens of data; None for bytes, and other data."""
+    if data["name"] == "tokens":
+        return str(data.get("root") or data["sources"][0]["path"])
+    found = getattr(train, "tokenizer", data.get("tokenizer"))
+    return None if found is None else str(found)
+
+
+def _options(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key != "name"}
+
+
+def _both_splits(table: dict[str, Any]) -> tuple[Any, Any]:
+    train, val = load_splits(table["name"], **_options(table))
+    return train, None if val is not None and hasattr(val, "__len__") and not len(val) else val
