@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from phalanx.errors import PhalanxError
     from phalanx.loop.faults import FaultPlan
     from phalanx.loop.formation import Formation
-    from phalanx.loop.hooks import Callback, StepInfo
+    from phalanx.loop.hooks import Callback
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.step_info import StepInfo
     from phalanx.loop.values import log
     from phalanx.observe.history import History
     from phalanx.observe.performance import PerformanceMonitor
@@ -43,6 +45,7 @@ __all__ = [
     "PhalanxError",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "RunningTrainer",
     "StepInfo",
     "TensorFlowDistributedTrainer",
     "Trainer",
@@ -68,7 +71,9 @@ _NAMES = {
     "phalanx.errors": "PhalanxError",
     "phalanx.loop.faults": "FaultPlan",
     "phalanx.loop.formation": "Formation",
-    "phalanx.loop.hooks": "Callback StepInfo",
+    "phalanx.loop.hooks": "Callback",
+    "phalanx.loop.running_trainer": "RunningTrainer",
+    "phalanx.loop.step_info": "StepInfo",
     "phalanx.loop.values": "log",
     "phalanx.zoo.models.lora": "lora merge_lora remove_lora unmerge_lora",
     "phalanx.zoo.models.lora.files": "load_adapter save_adapter",

@@ -17,14 +17,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx import reliability
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 from phalanx.reliability import AT_RANDOM, Fault, Mark, Marks
 from phalanx.world.abort import raise_if_aborted
+
+if TYPE_CHECKING:
+    from phalanx.loop.stopping import StopRequest
 
 VARIABLE = "PHALANX_FAULTS"
 """Names the file of faults; marks are kept in a folder beside it."""
@@ -129,7 +133,7 @@ class FaultPlan(Callback):
             _flip_bits(trainer.saving.last_path)
         elif fault.kind == "scale":
             if fault.ranks != trainer.formation.world_size:  # a restart has begun with all of them again
-                _scale(trainer, fault.ranks)
+                _scale(trainer.stop, fault.ranks)
         else:
             _change_link(fault)
 
@@ -184,7 +188,7 @@ def _flip_bits(checkpoint: str | None) -> None:
         file.write(bytes(byte ^ 0xFF for byte in found))
 
 
-def _scale(trainer: Any, ranks: int) -> None:
+def _scale(stop: StopRequest, ranks: int) -> None:
     """Ask the launcher for another number of ranks, and wait until the ranks have to regroup for it."""
     log_dir = Path(os.environ.get("PHALANX_LOG_DIR", ""))
     answer = log_dir / "ranks.answer"  # as `phalanx runs scale` does, whose code belongs to the launcher's side
@@ -192,13 +196,13 @@ def _scale(trainer: Any, ranks: int) -> None:
     replace_file(log_dir / "ranks.request", json.dumps({"ranks": ranks}))
     deadline = time.monotonic() + _SCALE_SECONDS
     refused = None
-    while not (trainer.stop.requested or refused or time.monotonic() > deadline):
+    while not (stop.requested or refused or time.monotonic() > deadline):
         raise_if_aborted()  # another rank was lost; the request is carried out after that
         time.sleep(0.01)
         with contextlib.suppress(FileNotFoundError):
             refused = json.loads(answer.read_text())["refused"]
     answer.unlink(missing_ok=True)
-    if not trainer.stop.requested:
+    if not stop.requested:
         hint = "The run must allow that number: --num-workers 2:8, and with fixed_order a power of two."
         raise UsageError(refused or f"the launcher did not change the ranks to {ranks}", hint=hint)
 

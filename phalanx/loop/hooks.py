@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.plain import to_json
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.loop.step_info import StepInfo
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.heartbeat import within
 from phalanx.observe.sinks import Sink
 
 if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(slots=True)
-class StepInfo:
-    """One optimizer step, as the loop yields it. Reading `loss` waits for the device; the rest is free."""
-
-    step: int
-    epoch: int
-    samples: int
-    learning_rate: float
-    loss_tensor: torch.Tensor
-
-    @property
-    def loss(self) -> float:
-        """This rank's mean loss over the step's last micro-batch."""
-        return float(self.loss_tensor)
+    from phalanx.loop.running_trainer import RunningTrainer
 
 
 class Callback:
-    """Subclass and override what you need. `trainer` is the running loop."""
+    """Subclass and override what you need. `trainer` is a `RunningTrainer`."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what must survive a resume or a lost rank, as plain values, equal on all ranks; None: nothing."""
@@ -42,22 +26,22 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, before `on_fit_start`; also on a rank that replaces another."""
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Before the first step."""
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """After every optimizer step."""
 
-    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: RunningTrainer, epoch: int, metrics: dict[str, float]) -> None:
         """After every epoch and its evaluation."""
 
-    def on_checkpoint(self, trainer: Any, path: str) -> None:
+    def on_checkpoint(self, trainer: RunningTrainer, path: str) -> None:
         """After a checkpoint was published: some steps after it was begun, for it is written while training goes on."""
 
-    def on_training_end(self, trainer: Any) -> None:
+    def on_training_end(self, trainer: RunningTrainer) -> None:
         """After the last step and checkpoint, before the end of the run is reported."""
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """After the last step and evaluation."""
 
 
@@ -69,7 +53,7 @@ _HOOKS = "functions"
 class Hooks:
     """The hooks and callbacks of one run."""
 
-    def __init__(self, callbacks: list[Any] | None = None, trainer: Any = None) -> None:
+    def __init__(self, callbacks: list[Any] | None = None, trainer: RunningTrainer | None = None) -> None:
         """`trainer`: what the callbacks get."""
         self._trainer = trainer
         self._every: list[tuple[Hook, int]] = []

@@ -18,9 +18,9 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.ways import loop_note
 from phalanx.data.order import BatchSplit
-from phalanx.loop.hooks import StepInfo
 from phalanx.loop.recorders import open_sinks, own_run_dir
 from phalanx.loop.reporting import Reporter
+from phalanx.loop.step_info import StepInfo
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat

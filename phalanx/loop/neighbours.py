@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from phalanx.checkpoint import Snapshot
 from phalanx.checkpoint.memory import NeighbourMemory
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
 from phalanx.loop.run_state import kept, load_kept
 from phalanx.loop.state import fill_optimizers, state_tensors
+from phalanx.loop.step_info import StepInfo
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.trainer import TrainLoop
 
 
 class Neighbours(Callback):
@@ -41,7 +41,7 @@ class Neighbours(Callback):
         if self._memory is not None:
             self._memory.discard_pending()
 
-    def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
         """Keep the state where it is due."""
         if info.step % self._every == 0:
             assert self._memory is not None, "joined before"

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import NonFiniteLossError
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 from phalanx.strategies.base import local
 
 _SPIKE = 1000.0

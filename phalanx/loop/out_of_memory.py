@@ -9,18 +9,22 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from phalanx.errors import OutOfMemoryError, first_line
 from phalanx.host.processes import host_memory
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 from phalanx.observe.format import size
 from phalanx.observe.memory_breakdown import MemoryBreakdown, optimizer_states, write_breakdown
 from phalanx.strategies.base import local
 from phalanx.strategies.tensors import find_blocks
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
 
 _EVERY = 5.0
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -36,7 +40,7 @@ class _DeviceOutOfMemory(OutOfMemoryError, torch.OutOfMemoryError):
 class MemoryWatch(Callback):
     """Keeps the breakdown of this rank's memory up to date, and explains a failed allocation."""
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Write what can be expected before the first step."""
         self._trainer = trainer
         self._on_cuda = trainer.formation.device.type == "cuda"
@@ -45,7 +49,7 @@ class MemoryWatch(Callback):
         self._steps, self._due = 0, 0.0
         self._write()
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Note how much is held between steps."""
         self._steps += 1
         is_power = self._steps & (self._steps - 1) == 0  # often at first: a leak may fill the memory in seconds

@@ -21,8 +21,9 @@ from torch import nn
 from phalanx.checkpoint.group import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
 from phalanx.host.processes import STOPS
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
 from phalanx.loop.run_state import RunState, StepBoundary, capture, restore
+from phalanx.loop.step_info import StepInfo
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
@@ -37,6 +38,8 @@ from phalanx.world.world import World
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
     from phalanx.loop.neighbours import Neighbours
+    from phalanx.loop.reporting import Reporter
+    from phalanx.loop.running_trainer import RunningTrainer
 
 _SAVE_SECONDS = 0.1
 """Grace period for an in-flight save after a loss; it completes only if the lost ranks had written their part."""
@@ -227,7 +230,7 @@ class ElasticSurvivor(Survivor):
             take_spent()  # the first group is start-up
         else:
             loop.state.regrouped = True
-            loop.hooks.add(_ReportRecovery(self._change, max(self.step, self._step_before)))
+            loop.hooks.add(_ReportRecovery(loop.report, self._change, max(self.step, self._step_before)))
 
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Keep shards in the memory of other ranks; return what restores them, else a checkpoint."""
@@ -280,7 +283,7 @@ class _StartCallback(Callback):
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
-    def on_fit_start(self, trainer: TrainLoop) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Call it."""
         self._call()
 
@@ -288,30 +291,30 @@ class _StartCallback(Callback):
 class _ReportRecovery(Callback):
     """Reports a change of the group when the first step after it is complete, and has left all ranks equal."""
 
-    def __init__(self, change: membership.Position, step_before: int) -> None:
-        self._change = change
+    def __init__(self, report: Reporter, change: membership.Position, step_before: int) -> None:
+        self._report, self._change = report, change
         self._before = step_before
         self._first = -1
 
-    def on_fit_start(self, trainer: TrainLoop) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Note where the ranks go on."""
         self._first = trainer.step
 
-    def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Compare the ranks and report, once."""
         if info.step == self._first + 1:
-            self._report(trainer)
+            self._emit(trainer)
             from phalanx.loop.checks import compare_ranks
 
             compare_ranks(trainer.formation, trainer.model)
 
-    def on_fit_end(self, trainer: TrainLoop) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """Report a change after the last step."""
         if trainer.step == self._first:
-            self._report(trainer)
+            self._emit(trainer)
 
-    def _report(self, trainer: TrainLoop) -> None:
-        trainer.report.recovered(
+    def _emit(self, trainer: RunningTrainer) -> None:
+        self._report.recovered(
             Recovered(
                 step=self._first,
                 lost_steps=max(0, self._before - self._first),

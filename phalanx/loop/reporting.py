@@ -21,9 +21,9 @@ from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
 from phalanx.data.order import BatchSplit
 from phalanx.loop.gauges import RankGauges, RunSpeed, token_rate
-from phalanx.loop.hooks import StepInfo
 from phalanx.loop.loss_log import Losses, LossLog, LossSum
 from phalanx.loop.recorders import tensorboard_dir
+from phalanx.loop.step_info import StepInfo
 from phalanx.loop.values import OWN_CURVES, ValueLog, Values, as_events, checked, reduced
 from phalanx.model import recorded_dimensions
 from phalanx.observe.events import (

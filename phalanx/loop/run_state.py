@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,17 @@ import torch.distributed as dist
 from phalanx.checkpoint import Snapshot
 from phalanx.loop.evaluate import Evaluation
 from phalanx.loop.formation import Formation
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
 from phalanx.loop.optim import rate_factor
 from phalanx.loop.state import put_back, snapshot_of
+from phalanx.loop.step_info import StepInfo
 from phalanx.loop.train_state import TrainState, count_steps
 from phalanx.torch_compat import foreach_copy_, pytree
 from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.seed import set_rng_state
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
 
 
 def loop_state(state: TrainState, evaluation: Evaluation) -> dict[str, Any]:
@@ -111,17 +115,17 @@ class StepBoundary(Callback):
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Note where the run begins or resumes."""
         self._buffers = [buffer for model in trainer.formation.models for buffer in model.buffers()]
         self._copies = [buffer.clone() for buffer in self._buffers]
         self._note(trainer.formation)
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Note what this step has read."""
         self._note(trainer.formation)
 
-    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: RunningTrainer, epoch: int, metrics: dict[str, float]) -> None:
         """Note that the epoch is over and reported: a surviving rank begins the next one."""
         self._note(trainer.formation)
 

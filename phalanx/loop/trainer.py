@@ -14,7 +14,7 @@ from phalanx.loop.checkpoint_policy import CheckpointPolicy
 from phalanx.loop.evaluate import Evaluation, begin_training, validation_loader
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import decide_forward
-from phalanx.loop.hooks import Hooks, StepInfo
+from phalanx.loop.hooks import Hooks
 from phalanx.loop.last_finite import LastFinite
 from phalanx.loop.loss_log import Losses
 from phalanx.loop.optim import OptimizerSettings
@@ -22,6 +22,7 @@ from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import CheckpointWriter
 from phalanx.loop.step import StepOutcome, Weighting, train_step
+from phalanx.loop.step_info import StepInfo
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
 from phalanx.loop.train_state import TrainState, count_steps, max_epochs

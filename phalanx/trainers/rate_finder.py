@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from phalanx.errors import DataError, UsageError
 from phalanx.host.files import scratch_folder
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 
 _SMOOTHING = 0.9
 _DIVERGED = 3.0

@@ -18,7 +18,6 @@ from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
 from phalanx.loop.metrics import cross_entropy, find_loss
 from phalanx.loop.task import TrainTask
-from phalanx.loop.trainer import TrainLoop
 from phalanx.model import InitialisesWeights, WrapsModel, implements
 from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
@@ -45,7 +44,7 @@ class SampleText(Callback):
         self.temperature = temperature
         self.code = TextCode(tokenizer)
 
-    def on_fit_end(self, trainer: TrainLoop) -> None:
+    def on_fit_end(self, trainer: Any) -> None:
         """Draw the text, the same on all ranks, and report it on the main rank."""
         formation = trainer.formation
         model: Any = formation.unwrap(trainer.model)

@@ -116,6 +116,28 @@ def test_circles_of_types_are_listed():
     assert [group for group in circles(types=True) if set(group) not in TYPE_CIRCLES] == []
 
 
+def test_parts_of_the_loop_say_what_they_get():
+    """Callbacks of users and tests may take any trainer; what the loop calls itself has a type."""
+
+    def untyped(node: ast.AST, inside: str) -> list[str]:
+        found = []
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef) and "Callback" in {ast.unparse(base) for base in child.bases}:
+                continue
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                arguments = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
+                found += [
+                    f"{inside}: {child.name}({argument.arg}: Any)"
+                    for argument in arguments
+                    if argument.arg in {"loop", "trainer", "formation", "state", "evaluation", "saving"}
+                    and (argument.annotation is None or ast.unparse(argument.annotation) == "Any")
+                ]
+            found += untyped(child, inside)
+        return found
+
+    assert not [each for name in modules() if room(name) == "loop" for each in untyped(parsed(name), named(name))]
+
+
 def test_public_class_names_mean_one_thing():
     homes = defaultdict(set)
     for name in modules():

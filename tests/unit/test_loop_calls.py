@@ -19,11 +19,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import PyTorchDDPTrainer, RunningTrainer
 from phalanx.errors import CheckpointError, CommunicationError, DataError, ModelError, UsageError
 from phalanx.loop.evaluate import kept_in_eval
-from phalanx.loop.hooks import Callback, Hooks, StepInfo
+from phalanx.loop.hooks import Callback, Hooks
 from phalanx.loop.metrics import cross_entropy, find_loss
+from phalanx.loop.step_info import StepInfo
 
 if TYPE_CHECKING:
     from phalanx.observe.history import History
@@ -387,7 +388,7 @@ import os, signal, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from phalanx import PyTorchDDPTrainer
+from phalanx import PyTorchDDPTrainer, RunningTrainer
 
 def stop(info):
     if info.step == 3:
@@ -568,3 +569,21 @@ def test_functions_and_callbacks_that_a_lost_rank_broke_off_are_called_once_each
     assert hooks.called == {}
     hooks.after_step(StepInfo(8, 0, 1, 0.1, torch.zeros(())))
     assert called[4:] == ["first", "second", "third", "rare", "own"]
+
+
+def test_callbacks_get_all_that_the_reference_describes():
+    promised = [name for name in vars(RunningTrainer) if not name.startswith("_")]
+    seen: dict[str, object] = {}
+
+    class Look(Callback):
+        def on_epoch_end(self, trainer, epoch, metrics):
+            seen.update({name: getattr(trainer, name) for name in promised})
+            seen["state"] = (trainer.step, trainer.epoch, trainer.global_batch, trainer.total_steps, trainer.max_epochs)
+            trainer.request_stop("the callback has seen enough")
+
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8, 2))
+    history = trainer(nn.Linear(3, 2), callbacks=[Look()], epochs=3).fit(data)
+    assert set(promised) < set(seen)
+    assert {"formation", "model", "optimizer", "history", "log", "evaluate"} < set(promised)
+    assert seen["state"] == (2, 1, 4, 6, 3)
+    assert history.reason == "the callback has seen enough"

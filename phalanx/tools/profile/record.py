@@ -28,7 +28,8 @@ from phalanx.comm.comm_thread import mark_jobs
 from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import replace_file, replacing
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 from phalanx.tools.profile.collect import TraceExchange
 from phalanx.tools.profile.findings import conclude
 from phalanx.tools.profile.read import top_owners

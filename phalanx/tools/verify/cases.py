@@ -23,7 +23,8 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 from phalanx.tools.verify.proofs import prove
 from phalanx.tools.verify.subject import Parts
 from phalanx.tools.verify.verdict import Verdict

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx import torch_compat
 from phalanx.loop.formation import Formation
-from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.hooks import Callback
+from phalanx.loop.step_info import StepInfo
 from phalanx.strategies.base import whole
 from phalanx.strategies.pipeline.placement import join_stages
 from phalanx.strategies.pipeline.strategy import Pipeline
