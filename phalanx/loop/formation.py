@@ -214,6 +214,13 @@ class Formation:
         weighting = self.config.loss_weighting
         return weighting == "tokens" or (weighting == "auto" and forward.is_mean_over_labels(batch))
 
+    def parts_count_by_labels(self, *, by_labels: bool) -> bool:
+        """Whether the parts of a batch count by labels: as batches do, and slices of sequences in any case.
+
+        The loss of a slice is a mean over its own labels, whatever the loss of a whole sequence is a mean of.
+        """
+        return by_labels or self.world.mesh.cp > 1
+
     def require_weight(self, weight: float | torch.Tensor | None, of: str) -> None:
         """Raise for a backward call without a weight if micro-batches are to be weighed by labels, which it has."""
         if weight is None and self.config.loss_weighting == "tokens":
@@ -348,7 +355,8 @@ class Formation:
         if weight is None and self._has_shares:
             weight = share
         self.clock.enter("forward")
-        passes = BatchPasses(self.gradients, self.precision, forward, self.clock, weight, by_labels=by_labels)
+        in_parts = self.parts_count_by_labels(by_labels=by_labels)
+        passes = BatchPasses(self.gradients, self.precision, forward, self.clock, weight, by_labels=in_parts)
         loss = self.strategy.train_batch(model, batch, passes)
         self.clock.enter("other")
         self._record.add_loss(loss, share)

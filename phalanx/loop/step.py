@@ -73,9 +73,8 @@ def add_micro_batch(
     gradients = formation.gradients
     share = forward.share(batch, gradients.current.samples, by_labels=weighting.by_labels)
     weight = share if weighting.gradients else None
-    passes = BatchPasses(
-        gradients, formation.precision, forward, formation.clock, weight, by_labels=weighting.by_labels
-    )
+    in_parts = formation.parts_count_by_labels(by_labels=weighting.by_labels)
+    passes = BatchPasses(gradients, formation.precision, forward, formation.clock, weight, by_labels=in_parts)
     return formation.strategy.train_batch(model, batch, passes), share
 
 
