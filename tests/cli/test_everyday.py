@@ -145,7 +145,7 @@ def test_force_replaces_a_file(inside):
 def test_runs_and_jobs_take_each_others_names(inside):
     assert "printed nothing" in phalanx("runs", "logs", "names").err
     assert "printed nothing" in phalanx("jobs", "logs", "names").err
-    assert "phalanx runs logs RUN" in phalanx("logs", "names").err
+    assert "phalanx runs logs names" in phalanx("logs", "names").err
     assert "status" in phalanx("jobs", "show", "names").out
     answer = phalanx("jobs", "cancel", "names")
     assert (answer.code, "is not in progress: its status is finished" in answer.err) == (2, True)

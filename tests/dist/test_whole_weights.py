@@ -76,7 +76,7 @@ def test_weights_of_another_model_are_refused_by_every_part(ranks, tmp_path, lay
         return str(caught.value)
 
     for message in ranks(run, world_size=2):
-        assert "embed.tokens.weight is [60," in message
+        assert "'embed.tokens.weight' is [60," in message
 
 
 def bytes_held() -> int:

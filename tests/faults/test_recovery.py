@@ -71,7 +71,9 @@ def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, plan=
     folder = tmp_path / name
     folder.mkdir()
     model = make() if make is not None else make_model(buffers=buffers)
-    chosen = {"max_restarts": 20, "heartbeat_timeout": 1.0, "max_steps": STEPS, "learning_rate": 0.02, **settings}
+    chosen = {"max_restarts": 20, "max_steps": STEPS, "learning_rate": 0.02, **settings}
+    if chosen["max_restarts"] or not isinstance(ranks, int):
+        chosen.setdefault("heartbeat_timeout", 1.0)
     trainer = phalanx.PyTorchDDPTrainer(
         model=model,
         num_workers=ranks,
