@@ -25,6 +25,7 @@ _LONGEST = 1 << 16
 _NOISE = re.compile(
     r"(\[rank\d+\]:)?\[?[WEF]\d{4} [\d:.]+ .*"
     r"\b(ProcessGroup\w*|NCCLUtils|TCPStore\w*|socket|FlightRecorder\w*|TraceUtils)\.[ch]pp:\d+\]"
+    r"|.*\b(ProcessGroupNCCL|NCCLUtils)\.[ch]pp:\d+\]"  # anywhere: threads write into each other's lines
     r"|\S+:\d+:\d+ \[\d+\] .*\bNCCL WARN "
     r"|frame #\d+: .*[(\[]0x[\da-f]+( in \S+\)|\])$|Exception raised from .*\(most recent call first\):"
     r"|terminate called (after throwing an instance of '(c10|gloo)::|recursively)|  what\(\):  \[(PG|enforce) "

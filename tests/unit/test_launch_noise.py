@@ -34,6 +34,7 @@ socketProgress: Connection closed by remote peer localhost<51690>
 Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2770 \
 (most recent call first):
 [W1120 10:11:12.131415161 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3, addr=[localhost]:4)
+  File "/home/me/train[rank1]:[E1118 23:12:20.817956786 ProcessGroupNCCL.cpp:750] [Rank 1] Some NCCL operations failed
 host:123:456 [0] misc/socket.cc:881 NCCL WARN socketProgress: Connection closed by remote peer
 """
 OWN = """\
