@@ -127,6 +127,7 @@ class BatchPasses:
 
     def forward(self, wrapped: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
+        self._gradients.announce(self._weight)
         with self.autocast():
             return self._forward.loss(wrapped, batch)
 

@@ -143,6 +143,27 @@ class Gradients:
         self._strategy.backward(scaled)
         self.leave()
 
+    def announce(self, weight: float | torch.Tensor | None) -> None:
+        """Say before a prepared loader's batch is passed forward which weight its backward pass will have.
+
+        The ranks add up the weight meanwhile, if it is that of a step's only micro-batch.
+        """
+        if weight is not None and self.micro is not None and not self._calls and self._is_only_batch:
+            self._weight.announce(self._units(weight))
+
+    @property
+    def _is_only_batch(self) -> bool:
+        """Whether the next backward pass is of a step's only micro-batch.
+
+        It is divided before its backward pass: that spares a pass over all gradients. Not in a fixed order, whose bits
+        are those of any number of micro-batches.
+        """
+        return self.boundary and self._weight.is_empty and not self._fixed_order
+
+    def _units(self, weight: float | torch.Tensor) -> float | torch.Tensor:
+        """Return the weight of a batch's loss: 0 for a placeholder without samples."""
+        return 0.0 if self.micro is not None and self.micro.samples == 0 else weight
+
     def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
         """Begin a backward pass; return the factor on its loss. `leave` ends it."""
         self._ready = False
@@ -156,12 +177,8 @@ class Gradients:
             raise _one_pass(self._strategy.name)
         factor: float | torch.Tensor
         if weight is not None:
-            empty = self.micro is not None and self.micro.samples == 0
-            # The only micro-batch of a step is divided before its backward pass: that spares a pass over all gradients.
-            # Not in a fixed order, whose bits are those of any number of micro-batches.
-            only = self.boundary and self._weight.is_empty and not self._fixed_order
-            weigh = self._weight.whole if only else self._weight.add
-            factor = weigh(0.0 if empty else weight, self._calls)
+            weigh = self._weight.whole if self._is_only_batch else self._weight.add
+            factor = weigh(self._units(weight), self._calls)
         else:
             self._weight.none()
             factor = 1.0 / self._accumulation if self.micro is None else self.micro.scale

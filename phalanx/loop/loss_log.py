@@ -196,6 +196,8 @@ class LossWeights:
         self._sums: list[torch.Tensor] = []
         self._mean: torch.Tensor | None = None
         self._without = self._divided = False
+        self._announced: tuple[torch.Tensor, dist.Work] | None = None
+        """The weight of a step's only micro-batch, which is being added up over the ranks."""
 
     def none(self) -> None:
         """Note a backward call without a weight."""
@@ -208,6 +210,26 @@ class LossWeights:
         """Whether no micro-batch of this step was counted yet."""
         return not self._sums
 
+    def announce(self, weight: float | torch.Tensor) -> None:
+        """Begin to add up the weight of a step's only micro-batch while its forward pass runs; all ranks call this.
+
+        On a GPU no collective holds the host, so `whole` adds up there.
+        """
+        if self._ranks > 1 and self._device.type == "cpu":
+            total = torch.as_tensor(weight, dtype=torch.float64).clone()
+            self._announced = total, dist.all_reduce(total, async_op=True)
+
+    def _sum(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of the weight of a step's only micro-batch."""
+        if self._announced is None:
+            total = weight.clone()
+            dist.all_reduce(total)
+            return total
+        total, work = self._announced
+        self._announced = None
+        work.wait()
+        return total
+
     def whole(self, weight: float | torch.Tensor, _: int) -> torch.Tensor:
         """Return the factor on the loss of a step's only micro-batch, after which its gradient needs no divisor.
 
@@ -219,8 +241,7 @@ class LossWeights:
         weight = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
         if self._ranks == 1:
             return (weight > 0).double()
-        total = weight.clone()
-        dist.all_reduce(total)
+        total = self._sum(weight)
         # Without any weight there is no gradient either: zero, where a division would give NaN.
         return torch.where(total == 0, 0.0, weight * self._ranks / total)
 
@@ -264,7 +285,7 @@ class LossWeights:
 
     def clear(self) -> None:
         """Begin the next step."""
-        self._sums, self._mean = [], None
+        self._sums, self._mean, self._announced = [], None, None
         self._without = self._divided = False
 
 
