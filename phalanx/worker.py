@@ -14,6 +14,7 @@ from phalanx.config import DistributedConfig
 from phalanx.features import feature
 from phalanx.recipes import Recipe
 from phalanx.runs.result import JobResult, write_result
+from phalanx.speed import CompileWatch  # noqa: F401 - likewise
 from phalanx.trainers.job import Job
 from phalanx.world.env import read_rank_env
 

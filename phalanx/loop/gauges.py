@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.features import feature
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
-from phalanx.loop.compiling import CompileWatch
 from phalanx.model import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import Event, Goodput, RanksReported
@@ -28,6 +28,7 @@ from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.loop.formation_state import FormationState
+    from phalanx.loop.speedups import CompileCount
 
 _EVERY = 1.0
 _REPORT_SECONDS = 10.0
@@ -156,7 +157,7 @@ class RunSpeed:
         world = formation.world
         self.ledger = Ledger(self.clock, attempt=world.env.attempt + world.env.generation, launched=world.is_launched)
         self.tokens = TokenRate()
-        self.compiles = CompileWatch(self.clock, emit)
+        self.compiles: CompileCount = feature("compile-watch")(self.clock, emit)
         self._first_step = self._first_samples = 0
 
     def begin(self, step: int, samples: int) -> None:

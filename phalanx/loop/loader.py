@@ -16,7 +16,7 @@ from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.world.abort import raise_if_aborted
 
 if TYPE_CHECKING:
-    from phalanx.loop.compiling import CompiledCalls
+    from phalanx.loop.speedups import CompiledSwitch
 
 Augmentation = Callable[[Any, SampleKey | None], Any]
 """augment(batch, key) -> batch, on the device; `key` is where its samples are in training, None in evaluation."""
@@ -51,7 +51,7 @@ class PreparedLoader:
         self,
         sharded: ShardedLoader,
         gradients: Gradients | None = None,
-        calls: CompiledCalls | None = None,
+        calls: CompiledSwitch | None = None,
         active: ActiveLoader | None = None,
     ) -> None:
         """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph.

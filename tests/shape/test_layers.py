@@ -59,6 +59,8 @@ SIDEWAYS = {
 """Packages of one layer of which one may import the other, in this direction only."""
 BETWEEN_TOOLS = {("bench", "plan")}
 """Tools stand alone, but for the measurements that a plan is calibrated with."""
+KERNELS = {("phalanx.zoo.models.loss", "phalanx.speed.kernels")}
+"""A module that is given to others as a whole: `from phalanx.speed import kernels`."""
 OF_ALL_TOOLS = {"svg", "namespaces", "web"}
 """Modules that several tools use."""
 
@@ -89,6 +91,19 @@ def test_imports_point_down():
             if mine in RANK_SIDE and other == "launch":
                 wrong.append(f"{named(name)} runs in ranks, launch/ in the parent")
     assert not wrong, wrong
+
+
+def test_a_feature_is_entered_by_its_front_door():
+    """Other rooms import the package of a feature, none of its modules; the table of features names that package."""
+    inside = {f"phalanx.{name}." for name in FEATURE_ROOMS}
+    wrong = [
+        f"{named(name)} imports {other}"
+        for name in modules()
+        for other in imports(name)
+        if room(name) != room(other) and other.startswith(tuple(inside)) and (name, other) not in KERNELS
+    ]
+    assert not wrong, wrong
+    assert not [place for place in FEATURES.values() if place.startswith(tuple(inside))]
 
 
 def test_tools_stand_alone():
