@@ -40,7 +40,7 @@ from phalanx.host.remote import as_path
 from phalanx.loop.forward import BatchPasses, Forward, decide_forward
 from phalanx.loop.gather import gather, gather_samples
 from phalanx.loop.gradients import Gradients
-from phalanx.loop.loader import ActiveLoader, PreparedLoader
+from phalanx.loop.loader import ActiveLoader, CompiledSwitch, PreparedLoader
 from phalanx.loop.loop_record import LoopRecord
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.model_setup import adapt, check_trains_adapters, convert_layers
@@ -59,7 +59,6 @@ from phalanx.world.world import join_world, leave_world
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
     from phalanx.loop.ema import WeightAverage
-    from phalanx.loop.speedups import CompiledSwitch
 
 _FORMATIONS = itertools.count(1)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.loop.formation_state import FormationState
-    from phalanx.loop.speedups import CompileCount
 
 _EVERY = 1.0
 _REPORT_SECONDS = 10.0
@@ -144,6 +143,22 @@ class TokenRate:
         """Return the model's operations as a share of all devices' peak."""
         tokens = self.tokens(samples_per_second)
         return None if tokens is None or self.peak_share_per_token is None else tokens * self.peak_share_per_token
+
+
+class CompileCount(Protocol):
+    """Counts what torch.compile compiles in this process (`speed/compilation.py`)."""
+
+    seconds: float
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were made so far."""
+
+    def watch(self, first_step: int, *, compiles: bool) -> Callable[[], None]:
+        """Watch from now on, and return what ends it."""
+
+    def step_done(self) -> None:
+        """Report what was compiled up to the end of a step, if anything."""
 
 
 class RunSpeed:

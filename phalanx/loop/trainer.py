@@ -22,7 +22,7 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import CheckpointWriter
-from phalanx.loop.step import StepOutcome, Weighting, train_step
+from phalanx.loop.step import StepCapture, StepOutcome, Weighting, train_step
 from phalanx.loop.step_info import StepInfo
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
@@ -34,7 +34,6 @@ from phalanx.observe.sinks import EventStream
 
 if TYPE_CHECKING:
     from phalanx.loop.checks import RankChecks
-    from phalanx.loop.speedups import StepCapture
 
 
 class TrainLoop:
