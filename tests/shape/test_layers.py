@@ -32,13 +32,12 @@ CORE = {
     "launch": 1,
     "world": 2,
     "comm": 3,
-    "runs": 4,
     "strategies": 4,
     "checkpoint": 4,
     "data": 4,
     "model": 1,
     "loop": 5,
-    "trainers": 6,
+    "run": 6,
 }
 """What trains a model. It names tools and engines in tables only (`features.py`, `config/backends.py`)."""
 FEATURE_ROOMS = {"speed": 7, "trackers": 7}
@@ -64,6 +63,19 @@ KERNELS = {("phalanx.zoo.models.loss", "phalanx.speed.kernels")}
 OF_ALL_TOOLS = {"svg", "namespaces", "web"}
 """Modules that several tools use."""
 
+PARENT_SIDE = (
+    "conductor",
+    "facts",
+    "preflight",
+    "record",
+    "result",
+    "resume",
+    "script_settings",
+    "spec",
+    "start",
+    "stored",
+)
+"""The half of `run/` that commands load: without torch, and without the loop."""
 RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "loop"}
 """Packages that run in a rank and must not import `launch`, which runs in the parent."""
 
@@ -104,6 +116,15 @@ def test_a_feature_is_entered_by_its_front_door():
     ]
     assert not wrong, wrong
     assert not [place for place in FEATURES.values() if place.startswith(tuple(inside))]
+
+
+def test_the_parents_half_of_run_loads_no_torch():
+    loaded = [f"phalanx.run.{name}" for name in PARENT_SIDE]
+    for name in loaded:
+        loaded += sorted(imports(name, types=False, functions=False) - set(loaded))
+    assert not [name for name in loaded if room(name) in {"loop", "strategies", "checkpoint", "data", "comm"}]
+    heavy = [name for name in loaded for node in parsed(name).body if "import torch" in ast.unparse(node)]
+    assert not heavy, heavy
 
 
 def test_tools_stand_alone():

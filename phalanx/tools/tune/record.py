@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.runs.stored import STUDY_FILE
+from phalanx.run.stored import STUDY_FILE
 from phalanx.tools.tune.domains import import_optuna
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.space import SearchSpace
