@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from phalanx.loop.values import log
     from phalanx.observe.history import History
     from phalanx.observe.performance import PerformanceMonitor
+    from phalanx.run.trainer import PyTorchDDPTrainer, Trainer
     from phalanx.tools import plan, tune
     from phalanx.tools.tune.tuner import DistributedTuner
     from phalanx.tools.verify.proofs import verify
-    from phalanx.trainers.torch import PyTorchDDPTrainer, Trainer
     from phalanx.zoo.models.lora import lora, merge_lora, remove_lora, unmerge_lora
     from phalanx.zoo.models.lora.files import load_adapter, save_adapter
     from phalanx.zoo.saved_run import load_run
@@ -84,7 +84,7 @@ _NAMES = {
     "phalanx.tools.tune.tuner": "DistributedTuner",
     "phalanx.tools.verify.proofs": "verify",
     "phalanx.zoo.saved_run": "load_run",
-    "phalanx.trainers.torch": "PyTorchDDPTrainer Trainer",
+    "phalanx.run.trainer": "PyTorchDDPTrainer Trainer",
 }
 __getattr__ = lazy_names(__name__, _NAMES)
 

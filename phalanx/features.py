@@ -13,19 +13,26 @@ from typing import Any
 from phalanx.errors import UsageError
 
 FEATURES = {
-    "adamw8bit": "phalanx.speed.adamw8bit:AdamW8bit",
+    "adamw8bit": "phalanx.speed:AdamW8bit",
+    "captured-step": "phalanx.speed:captured_step",
     "check-metrics": "phalanx.trackers:check_metrics",
     "choose-strategy": "phalanx.tools.plan.auto:choose_strategy",
-    "fp8": "phalanx.speed.fp8",
+    "compile-parts": "phalanx.speed:compile_parts",
+    "compile-watch": "phalanx.speed:CompileWatch",
+    "compiled-calls": "phalanx.speed:CompiledCalls",
+    "fp8-layers": "phalanx.speed:use_fp8",
     "histograms": "phalanx.trackers:histogram_callbacks",
     "lora": "phalanx.zoo.models.lora",
     "metrics": "phalanx.trackers:open_metrics",
     "nf4": "phalanx.zoo.models.lora.nf4",
+    "own-stream": "phalanx.speed:own_stream",
     "recipe": "phalanx.zoo.recipe:recipe_job",
+    "spare-activations": "phalanx.speed:spare_activations",
     "step-profile": "phalanx.tools.profile.record:StepProfile",
     "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",
     "trackers": "phalanx.trackers:open_trackers",
     "verify-rank": "phalanx.tools.verify.rank:run_request",
+    "why-no-fp8": "phalanx.speed:why_no_fp8",
 }
 """`module:function`, or a module."""
 

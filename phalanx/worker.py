@@ -13,8 +13,9 @@ import phalanx.strategies.ring_ddp  # noqa: F401 - most runs need it: the fork s
 from phalanx.config import DistributedConfig
 from phalanx.features import feature
 from phalanx.recipes import Recipe
-from phalanx.runs.result import JobResult, write_result
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
+from phalanx.run.result import JobResult, write_result
+from phalanx.speed import CompileWatch  # noqa: F401 - likewise
 from phalanx.world.env import read_rank_env
 
 

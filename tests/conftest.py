@@ -63,7 +63,7 @@ four for each of two cores, and the site is built once.
 
 _FOR_RANKS = ",".join(
     [
-        *("phalanx.worker", "phalanx.trainers.torch", "phalanx.strategies.compose", "phalanx.zoo.models.loss"),
+        *("phalanx.worker", "phalanx.run.trainer", "phalanx.strategies.compose", "phalanx.zoo.models.loss"),
         *("pytest", "psutil", "phalanx.launch.supervisor"),
     ]
 )

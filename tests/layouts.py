@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.observe.history import History
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
 from phalanx.zoo.models.moe import moe

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from phalanx.comm.collectives import ALGORITHMS, P2PChannel
 from phalanx.config.strategies import COMPRESSORS
 from phalanx.observe.history import History
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 
 BF16 = 0.05
 """How far a bf16 run may be from one process in bf16: relative to how far the weights have moved, and to each norm."""

@@ -13,8 +13,8 @@ sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests" / 
 
 PARENT, RANK, BOTH = "#cfe2f3", "#d9ead3", "#eeeeee"
 _SIDES = {
-    PARENT: {"cli", "runs", "launch"},
-    RANK: {"worker", "trainers", "loop", "strategies", "checkpoint", "data", "models", "comm", "world"},
+    PARENT: {"cli", "launch"},
+    RANK: {"worker", "loop", "strategies", "checkpoint", "data", "models", "comm", "world"},
 }
 
 _TIERS = {"tools": "#fff2cc", "engines": "#f4cccc"}

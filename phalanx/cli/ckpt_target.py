@@ -12,7 +12,7 @@ from phalanx.checkpoint.publish import is_published, step_name
 from phalanx.errors import EXIT_USAGE, CheckpointError, UsageError, nearest
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
-from phalanx.runs.stored import StoredRun, find_run, is_run
+from phalanx.run.stored import StoredRun, find_run, is_run
 
 _CHOSEN = re.compile(r"(?P<place>.+)@(?P<which>\d+|best|last)")
 

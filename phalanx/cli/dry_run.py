@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.json_output import print_json
 from phalanx.config import Resolved
 from phalanx.observe.format import size, speed_note, table
-from phalanx.runs.spec import given_settings
+from phalanx.run.spec import given_settings
 
 if TYPE_CHECKING:
     from phalanx.recipes import Recipe

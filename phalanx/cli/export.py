@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
     kind = _format(namespace.format, namespace.output)
-    from phalanx.trainers.export import export_model
+    from phalanx.run.export import export_model
     from phalanx.zoo.export import export_folder
     from phalanx.zoo.saved_run import load_run, open_run
 

@@ -16,7 +16,7 @@ from phalanx.cli.runs import run as run_runs
 from phalanx.cli.submit import target_of
 from phalanx.errors import PhalanxError, UsageError, unknown_name
 from phalanx.observe.format import of_total, table
-from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
+from phalanx.run.stored import StoredRun, find_run, is_run, list_runs
 from phalanx.tools.submit.job import ENDED, JobRecord, find_record, records, write_record
 from phalanx.tools.submit.target import Status
 

@@ -88,7 +88,7 @@ def json_at_end(summary: Callable[[], dict[str, Any]], *, wanted: bool = True) -
 
 def run_summary(run_dir: Path, start: int = 0) -> dict[str, Any]:
     """Return how a run ended, and its last metrics, by its events after an offset in bytes: those of this command."""
-    from phalanx.runs.stored import StoredRun  # behind --help, which does not need it
+    from phalanx.run.stored import StoredRun  # behind --help, which does not need it
 
     ended: dict[str, Any] = {}
     begun: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 from phalanx.observe.format import span, table
 from phalanx.observe.goodput import account
 from phalanx.reliability import HOUR, PRESETS, FailureRate, Process, best_interval
-from phalanx.runs.stored import RUNS, find_run
+from phalanx.run.stored import RUNS, find_run
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.cluster import Cluster
 from phalanx.tools.plan.learning import keep_factors

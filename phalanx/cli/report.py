@@ -11,7 +11,7 @@ from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.observe.format import duration, rate, speed_note, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
-from phalanx.runs.stored import RUNS, StoredRun, find_run
+from phalanx.run.stored import RUNS, StoredRun, find_run
 from phalanx.tools.profile.findings import document, lines
 from phalanx.tools.profile.pictures import MERGED, draw, merge
 from phalanx.tools.profile.split import Analysis, analyse

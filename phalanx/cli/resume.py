@@ -14,8 +14,8 @@ from phalanx.cli.flags import FlagParser, add_config_flags
 from phalanx.cli.json_output import add_json_flag
 from phalanx.cli.train import resume_run
 from phalanx.errors import UsageError
-from phalanx.runs.resume import note_end
-from phalanx.runs.stored import StoredRun
+from phalanx.run.resume import note_end
+from phalanx.run.stored import StoredRun
 from phalanx.tools.submit.job import JobRecord, find_record, records
 
 _HELP = (

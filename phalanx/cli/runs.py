@@ -21,10 +21,10 @@ from phalanx.launch.elastic import request_ranks
 from phalanx.observe.events import RunEnded, RunStarted, from_dict
 from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
 from phalanx.observe.guard import say_to_user
-from phalanx.runs.facts import differences, facts, surroundings
-from phalanx.runs.record import CHANGES, PACKAGES
-from phalanx.runs.resume import name_run, note_end, note_run, refuse_running, remove_run, tag_run
-from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs, list_studies
+from phalanx.run.facts import differences, facts, surroundings
+from phalanx.run.record import CHANGES, PACKAGES
+from phalanx.run.resume import name_run, note_end, note_run, refuse_running, remove_run, tag_run
+from phalanx.run.stored import RUNS, StoredRun, find_run, list_runs, list_studies
 
 ACTIONS = {
     "list": "list the runs, the newest first",

@@ -19,7 +19,7 @@ from phalanx.host.processes import is_stopped
 from phalanx.launch.blame import ranks_text
 from phalanx.launch.collectives import ASK, process_of, read_calls
 from phalanx.launch.stacks import latest_dump
-from phalanx.runs.stored import RUNS, StoredRun, find_run
+from phalanx.run.stored import RUNS, StoredRun, find_run
 
 _HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.
 

@@ -17,7 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.observe.format import duration, of_total, rate, size, speed_note, table
 from phalanx.observe.heartbeat import Beat, Gauges, read_beats
 from phalanx.observe.rank_table import PERCENTILES, beats_of, percentiles, slowest_first, slowest_of, slowness
-from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
+from phalanx.run.stored import RUNS, StoredRun, find_run, list_runs
 
 _HELP = "Show the ranks of a run while it trains: step, speed, waiting, memory, GPU, age of the heartbeat."
 _ONE_BY_ONE = 40

@@ -26,14 +26,15 @@ from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.spec import Target
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
+from phalanx.observe.run_folder import make_run_dir
 from phalanx.recipes import Recipe, find_recipe, recipe_names
-from phalanx.runs.conductor import recorded_run
-from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RunRecord, make_run_dir
-from phalanx.runs.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
-from phalanx.runs.script_settings import check_script_settings
-from phalanx.runs.spec import RUN_JOB, given_settings, launch_spec, recipe_target, settings_environment
-from phalanx.runs.stored import RUNS, StoredRun, find_run
+from phalanx.run.conductor import recorded_run
+from phalanx.run.preflight import check_before_start, check_packages, check_script_starter
+from phalanx.run.record import RunRecord
+from phalanx.run.resume import check_run_dir, check_tag, how_to_resume, last_run_of, resume_command, resume_settings
+from phalanx.run.script_settings import check_script_settings
+from phalanx.run.spec import RUN_JOB, given_settings, launch_spec, recipe_target, settings_environment
+from phalanx.run.stored import RUNS, StoredRun, find_run
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.mesh import JobLayout, plan_layout
 

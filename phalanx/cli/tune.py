@@ -19,8 +19,8 @@ from phalanx.recipes import Recipe
 from phalanx.tools.tune.trainable import Trainable
 
 if TYPE_CHECKING:
+    from phalanx.run.rate_finder import RateSweep
     from phalanx.tools.tune.results import Results
-    from phalanx.trainers.rate_finder import RateSweep
 
 _ROWS, _BAR = 14, 30
 """The size of the picture on the terminal."""
@@ -65,7 +65,7 @@ def _find_rate(namespace: argparse.Namespace, words: Sequence[str], own: list[st
     if not isinstance(recipe, Recipe):
         hint = "In the script, with its trainer: print(trainer.find_lr(train_data).suggestion)"
         raise UsageError("--lr takes a recipe: what a script trains is known to the script alone", hint=hint)
-    from phalanx.trainers.torch import PyTorchDDPTrainer
+    from phalanx.run.trainer import PyTorchDDPTrainer
     from phalanx.zoo.recipe import recipe_task
 
     resolved = resolve_flags(namespace, recipe)

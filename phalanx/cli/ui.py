@@ -16,7 +16,7 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_output_flag
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file, scratch_folder
-from phalanx.runs.stored import RUNS, find_run
+from phalanx.run.stored import RUNS, find_run
 
 _HELP = """Show all runs of a folder as a web page: a table, each run with its logs, runs compared, and searches.
 

@@ -18,7 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe
 from phalanx.reliability import AT_RANDOM, LINKS, Fault, draw_faults, read_faults
-from phalanx.runs.spec import elastic_sizes
+from phalanx.run.spec import elastic_sizes
 from phalanx.tools.verify.subject import RecipeSubject, Subject, default_settings, find_subject
 from phalanx.tools.verify.verdict import Verdict
 

@@ -35,11 +35,12 @@ from phalanx.config import DistributedConfig
 from phalanx.config.ways import refuse_in_loop
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
+from phalanx.features import feature
 from phalanx.host.remote import as_path
 from phalanx.loop.forward import BatchPasses, Forward, decide_forward
 from phalanx.loop.gather import gather, gather_samples
 from phalanx.loop.gradients import Gradients
-from phalanx.loop.loader import ActiveLoader, PreparedLoader
+from phalanx.loop.loader import ActiveLoader, CompiledSwitch, PreparedLoader
 from phalanx.loop.loop_record import LoopRecord
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.model_setup import adapt, check_trains_adapters, convert_layers
@@ -57,7 +58,6 @@ from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
-    from phalanx.loop.compiling import CompiledCalls
     from phalanx.loop.ema import WeightAverage
 
 _FORMATIONS = itertools.count(1)
@@ -118,12 +118,10 @@ class Formation:
         self._clear()
         self._locks: dict[Path, RunLock] = {}
         self.saver = Saver()
-        self._compiled_calls: CompiledCalls | None = None
+        self._compiled_calls: CompiledSwitch | None = None
         if config.compile:
-            from phalanx.loop.compiling import CompiledCalls
-
-            self._compiled_calls = CompiledCalls(self.notes)
-            self._undo.append(self._compiled_calls.end)
+            self._compiled_calls = calls = feature("compiled-calls")(self.notes)
+            self._undo.append(calls.end)
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
@@ -274,17 +272,13 @@ class Formation:
         self._undo += undo
         self.notes += notes
         if self.config.recompute is not None or self.config.activation_offload:
-            from phalanx.loop.activation import spare_activations
-
-            self._undo.append(spare_activations(model, self.config))
+            self._undo.append(feature("spare-activations")(model, self.config))
         wrapped = self.strategy.wrap(model)
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model
             self._replaced.apply(optimizer)
         if self.config.compile:
-            from phalanx.loop.compiling import compile_parts
-
-            self._undo += compile_parts(self.strategy.compile_targets(wrapped), self.device, self.notes)
+            self._undo += feature("compile-parts")(self.strategy.compile_targets(wrapped), self.device, self.notes)
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped

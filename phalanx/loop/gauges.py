@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from phalanx.features import feature
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
-from phalanx.loop.compiling import CompileWatch
 from phalanx.model import CountsFlops, implements
 from phalanx.observe import rank_table
 from phalanx.observe.events import Event, Goodput, RanksReported
@@ -145,6 +145,22 @@ class TokenRate:
         return None if tokens is None or self.peak_share_per_token is None else tokens * self.peak_share_per_token
 
 
+class CompileCount(Protocol):
+    """Counts what torch.compile compiles in this process (`speed/compilation.py`)."""
+
+    seconds: float
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were made so far."""
+
+    def watch(self, first_step: int, *, compiles: bool) -> Callable[[], None]:
+        """Watch from now on, and return what ends it."""
+
+    def step_done(self) -> None:
+        """Report what was compiled up to the end of a step, if anything."""
+
+
 class RunSpeed:
     """How fast the run is: throughput, tokens, MFU, and the share of the time in which it trains (goodput)."""
 
@@ -156,7 +172,7 @@ class RunSpeed:
         world = formation.world
         self.ledger = Ledger(self.clock, attempt=world.env.attempt + world.env.generation, launched=world.is_launched)
         self.tokens = TokenRate()
-        self.compiles = CompileWatch(self.clock, emit)
+        self.compiles: CompileCount = feature("compile-watch")(self.clock, emit)
         self._first_step = self._first_samples = 0
 
     def begin(self, step: int, samples: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +14,6 @@ from phalanx.data.order import MicroInfo, SampleKey
 from phalanx.loop.gradients import Gradients
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.world.abort import raise_if_aborted
-
-if TYPE_CHECKING:
-    from phalanx.loop.compiling import CompiledCalls
 
 Augmentation = Callable[[Any, SampleKey | None], Any]
 """augment(batch, key) -> batch, on the device; `key` is where its samples are in training, None in evaluation."""
@@ -35,6 +32,16 @@ def _work_left(device: torch.device) -> Callable[[], bool]:
     return lambda: not stream.query()
 
 
+class CompiledSwitch(Protocol):
+    """Switches compiled models between their graphs and the code as it is written (`speed/compilation.py`)."""
+
+    def use(self, *, compiled: bool) -> None:
+        """Let calls from now on run compiled, or as written."""
+
+    def end(self) -> None:
+        """Let calls run compiled again."""
+
+
 class ActiveLoader:
     """The prepared loader that has yielded the last batch."""
 
@@ -51,7 +58,7 @@ class PreparedLoader:
         self,
         sharded: ShardedLoader,
         gradients: Gradients | None = None,
-        calls: CompiledCalls | None = None,
+        calls: CompiledSwitch | None = None,
         active: ActiveLoader | None = None,
     ) -> None:
         """`gradients`: None for evaluation; `calls`: runs a compiled model as written on batches not worth a graph.

@@ -24,8 +24,8 @@ from phalanx.loop.step_info import StepInfo
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
+from phalanx.observe.run_folder import make_run_dir
 from phalanx.observe.sinks import EventStream
-from phalanx.runs.record import make_run_dir
 
 if TYPE_CHECKING:
     from phalanx.loop.formation_state import FormationState

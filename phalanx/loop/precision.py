@@ -61,7 +61,7 @@ def _why_no_fp8(config: DistributedConfig, device: torch.device, *, by_engine: b
         return f"{config.resolved_strategy} has a precision of its own"
     if config.tensor_parallel > 1:
         return "layers that tensor_parallel splits have no products in 8 bits"
-    why: str = feature("fp8").why_not(device)
+    why: str = feature("why-no-fp8")(device)
     return why
 
 

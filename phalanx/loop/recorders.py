@@ -15,8 +15,8 @@ from phalanx.config.distributed import RECORD_HEADER
 from phalanx.features import feature
 from phalanx.observe.events import Message
 from phalanx.observe.guard import Guard, say_to_user
+from phalanx.observe.run_folder import note_written
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink, outside_sinks
-from phalanx.observe.written import note_written
 from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,32 @@ class StepOutcome(NamedTuple):
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
+
+
+class StepCapture(Protocol):
+    """Takes steps as one CUDA graph once that is possible (`speed/capture.py`)."""
+
+    is_off: bool
+
+    def take(
+        self,
+        forward: Forward,
+        batches: Iterator[Any],
+        *,
+        weighting: Weighting,
+        measure_norm: bool = False,
+        reseed: Callable[[int, int], None] | None = None,
+    ) -> StepOutcome | None:
+        """Take a step, as `train_step` does; None when the epoch has none left."""
+
+    def check(self) -> None:
+        """Drop the recording if what it depends on has changed."""
+
+    def drop(self) -> None:
+        """Drop the recording."""
+
+    def refuse(self, why: str) -> None:
+        """Record no step from here on."""
 
 
 def train_step(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
+from phalanx.features import feature
 from phalanx.loop.checkpoint_policy import CheckpointPolicy
 from phalanx.loop.evaluate import Evaluation, begin_training, validation_loader
 from phalanx.loop.formation import Formation
@@ -21,7 +22,7 @@ from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.run_state import load_loop_state
 from phalanx.loop.saving import CheckpointWriter
-from phalanx.loop.step import StepOutcome, Weighting, train_step
+from phalanx.loop.step import StepCapture, StepOutcome, Weighting, train_step
 from phalanx.loop.step_info import StepInfo
 from phalanx.loop.stopping import RunControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_schedule, prepare_task
@@ -32,7 +33,6 @@ from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
 if TYPE_CHECKING:
-    from phalanx.loop.capture import CapturedStep
     from phalanx.loop.checks import RankChecks
 
 
@@ -351,7 +351,7 @@ class ModelCall:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self.weighting = Weighting()
-        self._captured: CapturedStep | None = None
+        self._captured: StepCapture | None = None
         self._begun = False
 
     def runs_on_host(self, why: str) -> None:
@@ -370,9 +370,7 @@ class ModelCall:
             and state.own_step is None
             and (state.formation.device.type == "cuda" or state.config.capture)
         ):
-            from phalanx.loop.capture import captured_step  # ranks without a GPU do not load it
-
-            self._captured = captured_step(state, is_watched=is_watched)
+            self._captured = feature("captured-step")(state, is_watched=is_watched)
         self._begun = True
         if self._captured is not None:
             self._captured.check()
@@ -423,11 +421,8 @@ class ModelCall:
 
 def _leave_default_stream(formation: Formation) -> None:
     """Prepare for a CUDA graph of the step, where several ranks may capture it."""
-    if formation.device.type == "cuda":
-        from phalanx.loop.capture import own_stream
-
-        if (undo := own_stream(formation)) is not None:
-            formation.undo_later(undo)
+    if formation.device.type == "cuda" and (undo := feature("own-stream")(formation)) is not None:
+        formation.undo_later(undo)
 
 
 def _ranks_synced(formation: Formation, step: int) -> bool:

@@ -33,7 +33,7 @@ _FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with products in 8 bits: Ada; Hopper is 9.0."""
 
 
-def why_not(device: torch.device) -> str:
+def why_no_fp8(device: torch.device) -> str:
     """Return why a device computes no products in 8 bits, in words; empty where it does."""
     if device.type != "cuda":
         return "the CPU has no products in 8 bits"

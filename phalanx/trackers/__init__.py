@@ -66,6 +66,13 @@ def check_metrics() -> None:
     import_client()
 
 
+def load_mlflow() -> Any:
+    """Return the package `mlflow`; raise UsageError if it is not installed."""
+    from phalanx.trackers.mlflow import import_mlflow
+
+    return import_mlflow()
+
+
 def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
     """Return the settings by which runs are compared: the usual ones, and those that differ from their defaults."""
     changed = (name for name, field in FIELDS.items() if getattr(config, name) != field.default)

@@ -26,7 +26,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepDone,
 )
-from phalanx.observe.written import note_written
+from phalanx.observe.run_folder import note_written
 
 _FLUSH_SECONDS = 5.0
 _CASTAGNOLI = 0x82F63B78

@@ -11,8 +11,8 @@ from typing import Any
 
 from phalanx.errors import UsageError, first_line
 from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.run_folder import note_written
 from phalanx.observe.sinks import read_tracking, write_tracking
-from phalanx.observe.written import note_written
 
 _EXIT_CODES = {"failed": 1, "preempted": 1, "interrupted": 1}
 _FACTS = ("world_size", "device", "strategy", "precision", "global_batch", "parameters")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from phalanx.recipes import CONVERSATIONS, Recipe
-from phalanx.runs.record import TEXT_FILES
-from phalanx.trainers.export import whole_model
+from phalanx.run.export import whole_model
+from phalanx.run.record import TEXT_FILES
 from phalanx.zoo.data.chat_template import PLAIN, read_template
 from phalanx.zoo.models.hf import save_pretrained
 from phalanx.zoo.models.hf.files import end_tokens_of, read_json

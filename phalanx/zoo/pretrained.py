@@ -17,8 +17,8 @@ from torch import nn
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.recipes import Recipe
-from phalanx.runs.stored import StoredRun
-from phalanx.trainers.weights import load_weights, read_weights
+from phalanx.run.stored import StoredRun
+from phalanx.run.weights import load_weights, read_weights
 from phalanx.zoo.data import takes
 from phalanx.zoo.models.hf import new_like
 from phalanx.zoo.models.hf.files import CONFIG

@@ -22,8 +22,8 @@ from phalanx.model import InitialisesWeights, WrapsModel, implements
 from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import call_with, is_import_path, load_import, unknown_option
-from phalanx.trainers.job import Job
-from phalanx.trainers.session import is_large, rank_bytes
+from phalanx.run.auto_strategy import is_large, rank_bytes
+from phalanx.run.job import Job
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 from phalanx.zoo.models.registry import build, names

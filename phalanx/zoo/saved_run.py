@@ -22,9 +22,9 @@ from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path
-from phalanx.runs.stored import StoredRun, find_run, is_run, list_runs
-from phalanx.trainers.torch import Trainer
-from phalanx.trainers.weights import load_weights
+from phalanx.run.stored import StoredRun, find_run, is_run, list_runs
+from phalanx.run.trainer import Trainer
+from phalanx.run.weights import load_weights
 from phalanx.zoo.given_data import Given, check_changes, given_table
 from phalanx.zoo.recipe import recipe_augment, recipe_loss, recipe_metrics
 from phalanx.zoo.recipe_parts import given_data, given_parts, recipe_model, recipe_parts

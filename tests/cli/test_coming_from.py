@@ -12,7 +12,7 @@ from command import ROOT, finish, phalanx, start
 from long_proofs import long_proof
 
 from phalanx.config.aliases import NAMES
-from phalanx.trainers.torch import TorchTrainer
+from phalanx.run.trainer import TorchTrainer
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
 FOLDER = ROOT / "examples" / "11-coming-from"

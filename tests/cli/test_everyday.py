@@ -21,10 +21,10 @@ from phalanx.cli.parsers import tune_parser
 from phalanx.errors import UsageError
 from phalanx.observe.events import RunEnded, RunStarted
 from phalanx.observe.format import summary_rows
-from phalanx.runs.facts import surroundings
-from phalanx.runs.record import RunRecord
-from phalanx.runs.stored import StoredRun, find_run
-from phalanx.trainers.rate_finder import RateSweep, smoothed
+from phalanx.run.facts import surroundings
+from phalanx.run.rate_finder import RateSweep, smoothed
+from phalanx.run.record import RunRecord
+from phalanx.run.stored import StoredRun, find_run
 
 FAST = ("--device", "cpu", "--num-workers", 1, "--no-tensorboard", "--no-progress")
 

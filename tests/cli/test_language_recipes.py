@@ -11,7 +11,7 @@ from command import phalanx
 
 from phalanx import load_run
 from phalanx.recipes import load_recipe
-from phalanx.trainers.weights import load_weights
+from phalanx.run.weights import load_weights
 from phalanx.zoo.models import build, presets
 
 SHORT = ("--preset", "debug", "--device", "cpu", "--max-steps", 2, "--batch-size", 64, "--run-dir", "run")

@@ -8,7 +8,7 @@ import pytest
 from command import phalanx
 
 from phalanx.observe.history import History
-from phalanx.runs.stored import StoredRun
+from phalanx.run.stored import StoredRun
 from phalanx.tools.ui.columns import RunEvents
 
 RAW = """

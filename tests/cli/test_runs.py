@@ -16,9 +16,9 @@ from command import Answer, phalanx, start
 
 import phalanx as px
 from phalanx.errors import UsageError
-from phalanx.runs.record import is_unused
-from phalanx.runs.stored import StoredRun, find_run, list_runs
-from phalanx.trainers.export import export_model
+from phalanx.run.export import export_model
+from phalanx.run.record import is_unused
+from phalanx.run.stored import StoredRun, find_run, list_runs
 from phalanx.zoo.models import build
 
 FAST = ("--device", "cpu", "--num-workers", 2, "--no-tensorboard", "--no-progress")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, clean_environment
 
-from phalanx.runs.record import RunRecord
+from phalanx.run.record import RunRecord
 
 ROUNDS, WHOLE = 20, 3
 """How often two commands start at once, and in how many of these their ranks start, too, which takes seconds."""
@@ -19,7 +19,7 @@ DRIVER = """
 import multiprocessing, os, sys, time
 
 from phalanx.cli import main, train  # both begin with it imported, so that they are as close as two can be
-from phalanx.runs.conductor import RecordedRun
+from phalanx.run.conductor import RecordedRun
 
 
 def runs_nothing(run, *args, **options):

@@ -11,7 +11,7 @@ from command import phalanx
 from phalanx.cli import top
 from phalanx.observe import rank_table
 from phalanx.observe.heartbeat import Beat, Gauges, HeartbeatBoard
-from phalanx.runs.stored import StoredRun
+from phalanx.run.stored import StoredRun
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from phalanx import Callback
 from phalanx.checkpoint import find_best
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import load_weights, whole_weights
+from phalanx.run.job import Job
+from phalanx.run.weights import load_weights, whole_weights
 
 
 class SlowOnRankOne(Callback):

@@ -14,8 +14,8 @@ from phalanx.config import DistributedConfig, fields
 from phalanx.errors import ModelError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.ddp import RANK_STATE
-from phalanx.trainers.job import Job
 
 COMPRESSORS = [name for name in fields.COMPRESSORS if name != "none"]
 SHARES = {"fp16": 0.501, "bf16": 0.501, "int8": 0.30, "sign": 0.06, "topk": 0.03, "randomk": 0.02, "powersgd": 0.35}

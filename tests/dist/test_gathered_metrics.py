@@ -13,7 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 from phalanx.loop.metrics import MetricSums
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
 from phalanx.zoo.data.questions import questions
 from phalanx.zoo.models import build
 

@@ -18,7 +18,7 @@ from phalanx.engines.parameter_server.placement import plan_placement
 from phalanx.engines.parameter_server.process import ShardProcess
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
 
 COMMON = {"name": "gpt", "epochs": 1, "batch_size": 5, "log_every_n_steps": 2}
 SERVERS = {"strategy": "parameter-server", "num_servers": 2}

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.tensor_parallel import split_tensors
-from phalanx.trainers.job import Job
 from phalanx.zoo.models import InnerAttention, build
 from phalanx.zoo.recipe import SampleText, TextCode
 

@@ -404,7 +404,7 @@ def test_code_of_the_script_may_name_modules_of_other_types(tmp_path):
     script.write_text(
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from phalanx.runs.start import write_payload\n"
+        "from phalanx.run.start import write_payload\n"
         "def precise():\n"
         "    torch.backends.cuda.matmul.allow_tf32 = False\n"
         "    return torch.backends.cudnn.allow_tf32\n"

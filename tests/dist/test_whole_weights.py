@@ -14,10 +14,10 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import CheckpointError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.trainers import weights
-from phalanx.trainers.job import Job
-from phalanx.trainers.torch import PyTorchDDPTrainer
-from phalanx.trainers.weights import whole_weights
+from phalanx.run import weights
+from phalanx.run.job import Job
+from phalanx.run.trainer import PyTorchDDPTrainer
+from phalanx.run.weights import whole_weights
 from phalanx.zoo.models.gpt import gpt
 
 SHAPE = {"layers": 2, "vocab_size": 61, "seq_len": 16}  # 61 tokens cannot be cut evenly

@@ -13,8 +13,8 @@ from phalanx import Formation, PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.base import local
-from phalanx.trainers.job import Job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

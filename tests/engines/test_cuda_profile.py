@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
 from phalanx.zoo.models.gpt import gpt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

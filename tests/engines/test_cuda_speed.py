@@ -20,7 +20,7 @@ from phalanx.zoo.models.loss import LMHead, token_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_fp8 = pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(fp8.why_not(torch.device("cuda"))), reason="needs a GPU with fp8"
+    not torch.cuda.is_available() or bool(fp8.why_no_fp8(torch.device("cuda"))), reason="needs a GPU with fp8"
 )
 
 

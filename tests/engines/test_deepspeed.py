@@ -18,9 +18,9 @@ from phalanx.config import DistributedConfig, read_settings, resolve, write_toml
 from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.runs import preflight
+from phalanx.run import preflight
+from phalanx.run.job import Job
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.job import Job
 from phalanx.zoo.models.gpt import gpt
 
 installed = pytest.mark.skipif(

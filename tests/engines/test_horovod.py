@@ -21,7 +21,7 @@ from phalanx import HorovodTrainer, PyTorchDDPTrainer
 from phalanx.engines.horovod import installed_library, speaks_mpi
 from phalanx.engines.horovod.launch import HorovodRun, starter
 from phalanx.errors import ConfigError, UsageError
-from phalanx.runs.preflight import check_script_starter
+from phalanx.run.preflight import check_script_starter
 from phalanx.world.env import read_rank_env
 
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))

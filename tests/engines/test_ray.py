@@ -211,7 +211,7 @@ import os, sys
 import torch
 from phalanx import PyTorchDDPTrainer
 from phalanx.zoo.models.gpt import gpt
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 from torch.utils.data import TensorDataset
 from long_proofs import long_proof
 

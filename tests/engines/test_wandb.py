@@ -14,7 +14,7 @@ from command import phalanx
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.runs.resume import check_run_dir
+from phalanx.run.resume import check_run_dir
 
 if importlib.util.find_spec("wandb") is None:  # importing it takes seconds, which collecting tests need not
     pytest.skip("Weights & Biases is not installed: pip install 'phalanx[wandb]'", allow_module_level=True)

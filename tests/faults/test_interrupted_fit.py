@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import phalanx
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.errors import PhalanxError
-from phalanx.runs.stored import list_runs
+from phalanx.run.stored import list_runs
 
 torch.manual_seed(0)
 INPUTS = torch.randn(64, 4)
@@ -182,7 +182,7 @@ class RaisesAndBreaks(Raises):
 
     def on_step_end(self, trainer, info) -> None:
         if info.step == 20:
-            import phalanx.trainers.weights as weights
+            import phalanx.run.weights as weights
 
             def broken(*_, **__):
                 raise RuntimeError("CUDA error: device-side assert triggered")

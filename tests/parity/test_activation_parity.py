@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx import Formation
-from phalanx.loop.offload import _View
+from phalanx.speed.offload import _View
 from phalanx.strategies.base import whole
 from phalanx.zoo.models import build
 

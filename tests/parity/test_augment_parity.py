@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx.config import DistributedConfig
 from phalanx.loop.metrics import cross_entropy
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
 from phalanx.zoo.data.augment import Augment
 
 STRONG = {"crop": "0:8 1:12", "randaugment": "2,9", "mixup": 0.2, "cutmix": 1.0, "erasing": 0.25, "classes": 4}

@@ -14,9 +14,9 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
+from phalanx.run.weights import load_weights, whole_weights
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import load_weights, whole_weights
 
 DECAY = 0.8
 

@@ -16,9 +16,9 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
+from phalanx.run.weights import whole_weights
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models import InnerAttention
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.job import Job
+from phalanx.run.weights import whole_weights
 
 
 def make_model(dropout: float = 0.0) -> nn.Module:

@@ -14,9 +14,9 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
+from phalanx.run.trainer import PyTorchDDPTrainer
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.job import Job
-from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
 

@@ -14,9 +14,9 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.base import local, whole
 from phalanx.strategies.tensor_parallel import FusedColumns, known_plan
-from phalanx.trainers.job import Job
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.job import Job
+from phalanx.run.weights import whole_weights
 from phalanx.zoo.models import build
 
 

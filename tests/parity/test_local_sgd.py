@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import DistributedConfig, Formation
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
 
 
 def average_every_step(folder: str) -> None:

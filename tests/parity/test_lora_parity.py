@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.job import Job
 from phalanx.zoo.models import build
 from phalanx.zoo.models.lora import adapters
 from phalanx.zoo.models.lora.nf4 import quantise_base

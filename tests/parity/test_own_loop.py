@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from phalanx import Formation
 from phalanx.errors import UsageError
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 from phalanx.world.seed import derive_seed
 
 SEED = 5

@@ -10,7 +10,7 @@ from token_folders import make_documents, write_folder
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 from phalanx.zoo.data import load
 
 

@@ -16,10 +16,10 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
+from phalanx.run.weights import whole_weights
 from phalanx.strategies.base import local
 from phalanx.strategies.pipeline.placement import cut_evenly
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import whole_weights
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
 

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.base import whole
-from phalanx.trainers.job import Job
 from phalanx.zoo.models import build
 from phalanx.zoo.models.preference import DPO, reward_accuracy, reward_margin
 

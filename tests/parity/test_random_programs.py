@@ -26,7 +26,7 @@ from phalanx import Callback
 from phalanx.config import DistributedConfig
 from phalanx.errors import PhalanxError
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
+from phalanx.run.job import Job
 
 SEED = int(os.environ.get("PHALANX_PROGRAM_SEED", "1"))
 PROGRAMS = 60

@@ -10,7 +10,7 @@ from layouts import assert_same
 from torch import nn
 
 from phalanx.loop.formation import Formation
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 
 PIPELINE = (2, {"pipeline_parallel": 2, "microbatches": 2})
 LAYOUTS = {"pipeline 2": PIPELINE, "ddp 2": (2, {}), "one": (1, {}), "fsdp 2": (2, {"strategy": "fsdp"})}

@@ -15,8 +15,8 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.errors import ConfigError
 from phalanx.loop.sync_norm import NormRanks, SyncedBatchNorm, synchronise
 from phalanx.loop.task import TrainTask
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.job import Job
+from phalanx.run.weights import whole_weights
 from phalanx.zoo.models.resnet import resnet
 
 

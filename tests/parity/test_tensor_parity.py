@@ -19,10 +19,10 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
 from phalanx.strategies.base import local, whole
 from phalanx.strategies.tensor_overlap import Overlap
 from phalanx.strategies.tensor_parallel import STYLES
-from phalanx.trainers.job import Job
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
 

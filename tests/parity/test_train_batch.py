@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Formation, PyTorchDDPTrainer
 from phalanx.errors import UsageError
-from phalanx.trainers.weights import whole_weights
+from phalanx.run.weights import whole_weights
 
 GLOBAL = 8
 GENERATOR = torch.Generator().manual_seed(1)

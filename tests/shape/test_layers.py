@@ -32,13 +32,12 @@ CORE = {
     "launch": 1,
     "world": 2,
     "comm": 3,
-    "runs": 4,
     "strategies": 4,
     "checkpoint": 4,
     "data": 4,
     "model": 1,
     "loop": 5,
-    "trainers": 6,
+    "run": 6,
 }
 """What trains a model. It names tools and engines in tables only (`features.py`, `config/backends.py`)."""
 FEATURE_ROOMS = {"speed": 7, "trackers": 7}
@@ -59,9 +58,24 @@ SIDEWAYS = {
 """Packages of one layer of which one may import the other, in this direction only."""
 BETWEEN_TOOLS = {("bench", "plan")}
 """Tools stand alone, but for the measurements that a plan is calibrated with."""
+KERNELS = {("phalanx.zoo.models.loss", "phalanx.speed.kernels")}
+"""A module that is given to others as a whole: `from phalanx.speed import kernels`."""
 OF_ALL_TOOLS = {"svg", "namespaces", "web"}
 """Modules that several tools use."""
 
+PARENT_SIDE = (
+    "conductor",
+    "facts",
+    "preflight",
+    "record",
+    "result",
+    "resume",
+    "script_settings",
+    "spec",
+    "start",
+    "stored",
+)
+"""The half of `run/` that commands load: without torch, and without the loop."""
 RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "loop"}
 """Packages that run in a rank and must not import `launch`, which runs in the parent."""
 
@@ -89,6 +103,28 @@ def test_imports_point_down():
             if mine in RANK_SIDE and other == "launch":
                 wrong.append(f"{named(name)} runs in ranks, launch/ in the parent")
     assert not wrong, wrong
+
+
+def test_a_feature_is_entered_by_its_front_door():
+    """Other rooms import the package of a feature, none of its modules; the table of features names that package."""
+    inside = {f"phalanx.{name}." for name in FEATURE_ROOMS}
+    wrong = [
+        f"{named(name)} imports {other}"
+        for name in modules()
+        for other in imports(name)
+        if room(name) != room(other) and other.startswith(tuple(inside)) and (name, other) not in KERNELS
+    ]
+    assert not wrong, wrong
+    assert not [place for place in FEATURES.values() if place.startswith(tuple(inside))]
+
+
+def test_the_parents_half_of_run_loads_no_torch():
+    loaded = [f"phalanx.run.{name}" for name in PARENT_SIDE]
+    for name in loaded:
+        loaded += sorted(imports(name, types=False, functions=False) - set(loaded))
+    assert not [name for name in loaded if room(name) in {"loop", "strategies", "checkpoint", "data", "comm"}]
+    heavy = [name for name in loaded for node in parsed(name).body if "import torch" in ast.unparse(node)]
+    assert not heavy, heavy
 
 
 def test_tools_stand_alone():

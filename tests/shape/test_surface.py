@@ -93,7 +93,7 @@ def test_the_strategy_contract_stays_on_one_page():
     assert len(methods) <= 25, methods
 
 
-@pytest.mark.parametrize("package", ["loop", "trainers"])
+@pytest.mark.parametrize("package", ["loop", "run"])
 def test_the_loop_asks_no_strategy_for_its_type(package):
     """What differs between strategies is in their contract: no isinstance, getattr or hasattr on one."""
     probed = re.compile(r"\b(isinstance|getattr|hasattr)\((self\.)?_?(\w+\.)*_?strategy\b")

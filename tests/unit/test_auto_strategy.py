@@ -7,16 +7,18 @@ from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.host.gpus import gpu_memory
 from phalanx.host.processes import host_memory
-from phalanx.trainers import session
-from phalanx.trainers.session import settle_here, settle_strategy
+from phalanx.run import auto_strategy
+from phalanx.run.auto_strategy import settle_here, settle_strategy
 from phalanx.world.env import RankEnv, rank_environment
 from phalanx.zoo.models.llama import llama
 
 GIB = 2**30
 
 
-def settled(memory_gib: float, monkeypatch, ranks: int = 8, preset: str = "1b", **settings: object) -> session.Settled:
-    monkeypatch.setattr(session, "rank_bytes", lambda *_: round(memory_gib * GIB))
+def settled(
+    memory_gib: float, monkeypatch, ranks: int = 8, preset: str = "1b", **settings: object
+) -> auto_strategy.Settled:
+    monkeypatch.setattr(auto_strategy, "rank_bytes", lambda *_: round(memory_gib * GIB))
     with torch.device("meta"):
         model = llama(preset)
     config = DistributedConfig(num_workers=ranks, **{"batch_size": 1, "mixed_precision": "bf16", **settings})
@@ -74,14 +76,14 @@ def test_a_model_that_cannot_be_traced_counts_by_its_parameters(monkeypatch):
         def forward(self, values: dict) -> torch.Tensor:
             return values["x"] * self.weight
 
-    monkeypatch.setattr(session, "rank_bytes", lambda *_: 2 * GIB)
+    monkeypatch.setattr(auto_strategy, "rank_bytes", lambda *_: 2 * GIB)
     found = settle_strategy(DistributedConfig(num_workers=4), Odd(), None, "cuda", 4, 4)
     assert found.config.resolved_strategy == "fsdp"
 
 
 def test_a_trainer_shards_what_does_not_fit_and_says_so(monkeypatch, tmp_path, capfd):
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 2))
-    monkeypatch.setattr(session, "rank_bytes", lambda *_: 1 << 15)
+    monkeypatch.setattr(auto_strategy, "rank_bytes", lambda *_: 1 << 15)
     data = torch.utils.data.TensorDataset(torch.randn(32, 16), torch.zeros(32, dtype=torch.long))
     before = model[0].weight.detach().clone()
     trainer = PyTorchDDPTrainer(
@@ -95,7 +97,7 @@ def test_a_trainer_shards_what_does_not_fit_and_says_so(monkeypatch, tmp_path, c
 
 
 def test_ranks_of_a_launcher_decide_from_the_same_facts(monkeypatch):
-    monkeypatch.setattr(session, "rank_bytes", lambda _, here: 64 * GIB // here)
+    monkeypatch.setattr(auto_strategy, "rank_bytes", lambda _, here: 64 * GIB // here)
     with torch.device("meta"):
         model = llama("1b")
     config = DistributedConfig(device="cpu", batch_size=1)

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import Callback, PyTorchDDPTrainer
-from phalanx.loop import capture
-from phalanx.loop.host_state import HostProbe, HostWatch, change, hooked, model_state
-from phalanx.loop.recording import StaticBatch, StepBatches, batch_form, takes_rate_on_device
+from phalanx.speed import capture
+from phalanx.speed.host_watch import HostProbe, HostWatch, change, hooked, model_state
+from phalanx.speed.recording import StaticBatch, StepBatches, batch_form, takes_rate_on_device
 
 
 class Replayed:
@@ -50,7 +50,7 @@ def recorded(monkeypatch) -> list[int]:
     monkeypatch.setattr(capture, "why_not", lambda prepared: "")
     monkeypatch.setattr(capture.CapturedStep, "_record", record)
     # Dropout draws from the generator of the CPU, which stands for that of the device.
-    monkeypatch.setattr("phalanx.loop.host_state.random_state", lambda: {"random": random.getstate()})
+    monkeypatch.setattr("phalanx.speed.host_watch.random_state", lambda: {"random": random.getstate()})
     monkeypatch.setattr(capture, "count_replayed", lambda gradients, passes: None)  # the calls themselves count
     return steps
 
@@ -111,7 +111,7 @@ def test_a_replayed_step_is_the_eager_step(tmp_path, recorded, case):
 
 
 def test_losses_of_many_steps_between_two_readings(tmp_path, recorded, monkeypatch):
-    monkeypatch.setattr("phalanx.loop.recording._LOSSES", 4)
+    monkeypatch.setattr("phalanx.speed.recording._LOSSES", 4)
     log, plain = Log(), Log()
     _, history = train(tmp_path, capture=True, callbacks=[log], log_every_n_steps=100)
     _, eager = train(tmp_path, capture=False, callbacks=[plain], log_every_n_steps=100)

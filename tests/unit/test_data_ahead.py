@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from phalanx.data import ahead, mapped
 from phalanx.data.ahead import SharedGroups, group_size, holds_data_only
 from phalanx.data.loader import shard_loader
-from phalanx.loop import capture
+from phalanx.speed import capture
 
 
 class Plain(Dataset):

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import ENGINES, VARIABLE, Engine, engine_name, engine_of, engines_here, find_engine
-from phalanx.runs.spec import engine_environment
+from phalanx.run.spec import engine_environment
 
 
 @pytest.mark.parametrize(

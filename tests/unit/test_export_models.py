@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from phalanx.trainers.export import export_model
+from phalanx.run.export import export_model
 from phalanx.zoo.models import build
 
 DECODERS = ("gpt", "llama", "moe")

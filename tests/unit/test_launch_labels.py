@@ -6,7 +6,7 @@ import pytest
 
 from phalanx import DistributedConfig
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
-from phalanx.runs.spec import launch_spec
+from phalanx.run.spec import launch_spec
 from phalanx.world.mesh import plan_layout
 
 OURS = CallTarget("phalanx.worker:run_job", "recipe.json")

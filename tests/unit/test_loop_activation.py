@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx import DistributedConfig, Formation
 from phalanx.errors import ConfigError, ModelError
-from phalanx.loop.offload import _is_weight, _View
+from phalanx.speed.offload import _is_weight, _View
 from phalanx.zoo.models import build
 
 

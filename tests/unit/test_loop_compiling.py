@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer, torch_compiler
-from phalanx.loop import compiling
-from phalanx.loop.compiling import CompiledCalls, CompileWatch, keep_compiled_code
 from phalanx.loop.hooks import Callback
 from phalanx.observe import events
 from phalanx.observe.step_clock import StepClock
+from phalanx.speed import compilation
+from phalanx.speed.compilation import CompiledCalls, CompileWatch, keep_compiled_code
 from phalanx.zoo.models import build
 
 
@@ -146,8 +146,8 @@ def test_the_watch_ends_with_the_run(tmp_path):
 
 
 def test_a_long_compilation_is_reported_while_it_lasts_from_any_thread(monkeypatch):
-    monkeypatch.setattr(compiling, "_SAID_AFTER", 0.1)
-    monkeypatch.setattr(compiling, "_SAID_AGAIN", 1000)
+    monkeypatch.setattr(compilation, "_SAID_AFTER", 0.1)
+    monkeypatch.setattr(compilation, "_SAID_AGAIN", 1000)
     clock, said = StepClock(), Said()
     watch = CompileWatch(clock, said.handle)
 
@@ -220,7 +220,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):
     environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     start = "compiled code is not kept for the next run: "
     assert re.match(rf"{start}.*Not a directory: .*file/phalanx", keep_compiled_code(environ))
-    monkeypatch.setattr(compiling.os, "access", lambda *_: False)  # tests may run as root, who may write anywhere
+    monkeypatch.setattr(compilation.os, "access", lambda *_: False)  # tests may run as root, who may write anywhere
     assert keep_compiled_code({"XDG_CACHE_HOME": str(tmp_path)}).startswith(f"{start}{tmp_path}/phalanx/compile is not")
     assert list(environ) == ["XDG_CACHE_HOME"]
 

@@ -23,7 +23,7 @@ from phalanx.loop.script import ScriptRecord
 from phalanx.loop.values import OWN_CURVES, ValueLog, checked, never_logged
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone, from_json
 from phalanx.observe.history import History
-from phalanx.runs.stored import StoredRun, last_values
+from phalanx.run.stored import StoredRun, last_values
 from phalanx.tools.tune.trial import Trial
 
 DATA = TensorDataset(torch.ones(24, 1), torch.zeros(24, 1))

@@ -22,8 +22,8 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe import events
 from phalanx.observe.heartbeat import Gauges, HeartbeatBoard, board_path
+from phalanx.run.job import JobResult
 from phalanx.trackers import prometheus
-from phalanx.trainers.job import JobResult
 
 pytest.importorskip("prometheus_client", reason="pip install 'phalanx[monitor]'")
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -133,7 +133,7 @@ def test_a_port_in_use_and_wrong_settings_are_answered(tmp_path):
 def test_only_training_serves_and_reports(monkeypatch):
     """A run that still trains may hold the port, and the machine may lack a tracker's package."""
     asked = []
-    monkeypatch.setattr("phalanx.runs.start.send_job", lambda job, layout, data: asked.append(job) or JobResult())
+    monkeypatch.setattr("phalanx.run.start.send_job", lambda job, layout, data: asked.append(job) or JobResult())
     settings = {"num_workers": 2, "device": "cpu", "metrics_port": 9400, "mlflow": True}
     trainer = PyTorchDDPTrainer(nn.Linear(1, 1), DistributedConfig(**settings))
     trainer.evaluate([torch.ones(1, 1)])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import CheckpointError, UsageError
-from phalanx.trainers.weights import save_weights
+from phalanx.run.weights import save_weights
 from phalanx.zoo.models import build, save_pretrained
 from phalanx.zoo.pretrained import build_pretrained, pretrained_tokenizer
 

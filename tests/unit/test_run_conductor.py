@@ -11,9 +11,10 @@ import pytest
 
 from phalanx import DistributedConfig
 from phalanx.errors import PhalanxError, PreemptedError
-from phalanx.runs.conductor import recorded_run
-from phalanx.runs.record import RunRecord, make_run_dir
-from phalanx.runs.stored import StoredRun
+from phalanx.observe.run_folder import make_run_dir
+from phalanx.run.conductor import recorded_run
+from phalanx.run.record import RunRecord
+from phalanx.run.stored import StoredRun
 
 
 @pytest.fixture(autouse=True)

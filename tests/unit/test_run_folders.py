@@ -23,9 +23,9 @@ from phalanx.host.files import is_trusted, writer_of
 from phalanx.host.processes import began_at
 from phalanx.loop.recorders import own_run_dir
 from phalanx.observe.best_mark import Best, mark_best
-from phalanx.runs.record import RunRecord, end_record
-from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
-from phalanx.runs.stored import StoredRun, find_run, list_runs
+from phalanx.run.record import RunRecord, end_record
+from phalanx.run.resume import check_run_dir, how_to_resume, resume_settings
+from phalanx.run.stored import StoredRun, find_run, list_runs
 from phalanx.trackers.tensorboard import TensorBoardSink
 
 

@@ -31,7 +31,7 @@ from phalanx.config.run_fields import AdvancedOptions
 from phalanx.config.settings import Settings
 from phalanx.errors import PhalanxError
 from phalanx.launch import CallTarget, ScriptTarget
-from phalanx.runs.spec import launch_spec
+from phalanx.run.spec import launch_spec
 from phalanx.strategies.base import local
 from phalanx.world.mesh import plan_layout
 
@@ -255,8 +255,11 @@ def read_in(*rooms: str) -> set[str]:
     return found & ways.ALL.keys()
 
 
-PARENT = ("runs", "launch", "world", "engine.py", "cli/train.py")
-TORCH = (*PARENT, "trainers", "loop", "data", "checkpoint", "observe", "strategies/base.py", "strategies/registry.py")
+PARENT = (
+    *(f"run/{name}.py" for name in ("conductor", "preflight", "record", "result", "spec", "start")),
+    *("observe/run_folder.py", "launch", "world", "engine.py", "cli/train.py"),
+)
+TORCH = (*PARENT, "run", "loop", "data", "checkpoint", "observe", "strategies/base.py", "strategies/registry.py")
 ANY_ENGINE = ("strategies", "comm", "engines/ray", "engines/deepspeed", "engines/parameter_server")
 ROOMS = {
     "script": (*PARENT, "engines/ray"),

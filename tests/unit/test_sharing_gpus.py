@@ -17,9 +17,9 @@ from phalanx.host import gpus
 from phalanx.launch import LaunchSpec, ScriptTarget
 from phalanx.launch.environment import NodeInfo, rank_environment
 from phalanx.observe import events, format
-from phalanx.runs.spec import identity
+from phalanx.run.auto_strategy import rank_bytes
+from phalanx.run.spec import identity
 from phalanx.tools.verify.proofs import _layout_name
-from phalanx.trainers.session import rank_bytes
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 from phalanx.world.world import _pick_device

@@ -10,9 +10,9 @@ from torch.utils.data import TensorDataset
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import resolve
 from phalanx.errors import ConfigError
-from phalanx.loop.activation import spare_activations
-from phalanx.loop.compiling import compile_in_place
 from phalanx.recipes import load_recipe
+from phalanx.speed.activations import spare_activations
+from phalanx.speed.compilation import compile_in_place
 from phalanx.zoo.models.gpt import gpt
 from phalanx.zoo.models.llama import llama
 from phalanx.zoo.models.moe import moe

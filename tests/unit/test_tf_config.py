@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, UsageError
 from phalanx.launch.forkserver.client import import_settings
 from phalanx.launch.forkserver.preload import extra_modules
 from phalanx.observe.trial_control import CONTROL, TrialControl
-from phalanx.runs.spec import engine_environment
+from phalanx.run.spec import engine_environment
 from phalanx.world.env import RankEnv
 from phalanx.world.mesh import plan_layout
 

@@ -7,7 +7,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.observe.history import History
-from phalanx.runs.result import RESULT_NAME, WEIGHTS_NAME, JobResult, read_result, write_result
+from phalanx.run.result import RESULT_NAME, WEIGHTS_NAME, JobResult, read_result, write_result
 
 
 def trained() -> JobResult:

@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.engines.horovod.rendezvous import horovod
 from phalanx.errors import UsageError
-from phalanx.trainers.torch import TorchTrainer
+from phalanx.run.trainer import TorchTrainer
 from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from phalanx.config.aliases import NAMES
 from phalanx.errors import DataError, UsageError
 from phalanx.loop.hooks import Callback
 from phalanx.observe.history import History
-from phalanx.trainers.torch import TorchTrainer
+from phalanx.run.trainer import TorchTrainer
 from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:

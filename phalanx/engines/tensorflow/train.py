@@ -21,9 +21,9 @@ from phalanx.errors import ModelError, UsageError
 from phalanx.host.files import make_private
 from phalanx.loop.recorders import open_sinks, save_config, tensorboard_dir
 from phalanx.observe.events import RunStarted
+from phalanx.observe.run_folder import make_run_dir
 from phalanx.observe.sinks import EventStream
-from phalanx.runs.conductor import outcome_of
-from phalanx.runs.record import make_run_dir
+from phalanx.run.conductor import outcome_of
 from phalanx.world.env import read_rank_env
 
 

@@ -17,9 +17,10 @@ from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
 from phalanx.observe.history import History
-from phalanx.runs.conductor import RecordedRun, recorded_run
-from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import RunRecord, make_run_dir
+from phalanx.observe.run_folder import make_run_dir
+from phalanx.run.conductor import RecordedRun, recorded_run
+from phalanx.run.preflight import check_before_start
+from phalanx.run.record import RunRecord
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 
@@ -133,7 +134,7 @@ class TensorFlowDistributedTrainer:
             with self._recorded(task, config, in_place=True) as run:
                 self._model, result = train(KerasJob(task, config, run.folder))
             return result
-        from phalanx.runs.start import send_job
+        from phalanx.run.start import send_job
 
         with self._recorded(task, config, in_place=False) as run:
             result = send_job(KerasJob(task, config.with_trusted(device=layout.device), run.folder), layout)

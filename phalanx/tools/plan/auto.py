@@ -15,6 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.model_setup import adapt
 from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
+from phalanx.run.auto_strategy import settle_strategy
 from phalanx.strategies.pipeline.placement import cut_at, units_of
 from phalanx.tools.plan.cluster import Gpu
 from phalanx.tools.plan.hf_config import shape_of
@@ -24,7 +25,6 @@ from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of, recompute_of
 from phalanx.torch_compat import pytree
-from phalanx.trainers.session import settle_strategy
 from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
 from phalanx.zoo.recipe import recipe_augment, with_batch_size

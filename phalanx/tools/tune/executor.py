@@ -16,8 +16,8 @@ from phalanx.launch import LaunchResult, launch
 from phalanx.launch.error_file import read_record
 from phalanx.observe.guard import Guard, Streams, say_to_user
 from phalanx.observe.trial_control import CONTROL, TrialControl
-from phalanx.runs.preflight import check_packages
-from phalanx.runs.spec import launch_spec
+from phalanx.run.preflight import check_packages
+from phalanx.run.spec import launch_spec
 from phalanx.tools.tune.schedulers import Points
 from phalanx.tools.tune.trainable import Trainable
 from phalanx.tools.tune.trial import RESUMES_AFTER, Trial

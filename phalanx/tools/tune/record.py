@@ -10,12 +10,12 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.runs.stored import STUDY_FILE
+from phalanx.run.stored import STUDY_FILE
 from phalanx.tools.tune.domains import import_optuna
 from phalanx.tools.tune.results import Results
 from phalanx.tools.tune.space import SearchSpace
 from phalanx.tools.tune.trial import Objective, State, Trial
-from phalanx.trackers.mlflow import import_mlflow
+from phalanx.trackers import load_mlflow
 
 _STUDY = "phalanx"
 
@@ -180,7 +180,7 @@ class MlflowTracking(Tracking):
     """The search's run and its children; their ids are in their folders so that a resumed search continues them."""
 
     def __init__(self, config: DistributedConfig, name: str, objective: Objective, folder: Path) -> None:
-        mlflow = import_mlflow()
+        mlflow = load_mlflow()
         self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
         self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         self._objective = objective

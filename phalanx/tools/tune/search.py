@@ -18,8 +18,8 @@ from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
-from phalanx.runs.spec import engine_environment
-from phalanx.runs.stored import STUDY_FILE, StoredRun
+from phalanx.run.spec import engine_environment
+from phalanx.run.stored import STUDY_FILE, StoredRun
 from phalanx.tools.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tools.tune.executor import Executor, LocalExecutor, plan_slots
 from phalanx.tools.tune.page import PAGE_FILE, axes_and_lines, command_words, page

@@ -20,8 +20,8 @@ from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
 from phalanx.observe.sinks import JsonlSink
 from phalanx.recipes import Recipe, load_recipe
-from phalanx.runs.record import RunRecord
-from phalanx.runs.spec import given_settings, recipe_target, settings_environment
+from phalanx.run.record import RunRecord
+from phalanx.run.spec import given_settings, recipe_target, settings_environment
 from phalanx.tools.tune.trial import REPORTED, Trial, as_number
 from phalanx.world.env import read_rank_env
 

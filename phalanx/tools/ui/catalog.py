@@ -19,9 +19,9 @@ from phalanx.host.files import open_below
 from phalanx.host.remote import RemotePath
 from phalanx.observe.best_mark import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
-from phalanx.runs.facts import changed, choices, facts
-from phalanx.runs.record import FILE
-from phalanx.runs.stored import STUDY_FILE, StoredRun, is_run, last_values
+from phalanx.run.facts import changed, choices, facts
+from phalanx.run.record import FILE
+from phalanx.run.stored import STUDY_FILE, StoredRun, is_run, last_values
 from phalanx.tools.ui.columns import RunEvents, preview
 
 _CHANGING = ("running", "unknown")

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from phalanx.runs.facts import defaults
-from phalanx.runs.stored import StoredRun
+from phalanx.run.facts import defaults
+from phalanx.run.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
 
 STATIC = Path(__file__).parent / "static"

@@ -29,9 +29,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.runs.facts import defaults
-from phalanx.runs.resume import name_run, note_run, refuse_running, remove_run, tag_run
-from phalanx.runs.stored import StoredRun
+from phalanx.run.facts import defaults
+from phalanx.run.resume import name_run, note_run, refuse_running, remove_run, tag_run
+from phalanx.run.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
 from phalanx.tools.ui.page import ALONE, STATIC, page
 

@@ -16,12 +16,12 @@ from phalanx import torch_compat
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.step_info import StepInfo
+from phalanx.run.weights import whole_tensors
 from phalanx.strategies.base import whole
 from phalanx.strategies.pipeline.placement import join_stages
 from phalanx.strategies.pipeline.strategy import Pipeline
 from phalanx.tools.verify.verdict import MEASURES, Comparison, ModuleRow, StepRow
 from phalanx.torch_compat import pytree
-from phalanx.trainers.weights import whole_tensors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -20,9 +20,9 @@ from phalanx.launch import CallTarget
 from phalanx.loop.faults import OBJECTS
 from phalanx.observe.guard import say_to_user
 from phalanx.reliability import Fault
-from phalanx.runs.record import log_folder
-from phalanx.runs.spec import launch_spec
-from phalanx.runs.start import run_on_ranks, write_payload
+from phalanx.run.record import log_folder
+from phalanx.run.spec import launch_spec
+from phalanx.run.start import run_on_ranks, write_payload
 from phalanx.tools.verify.faults import PlannedFaults
 from phalanx.tools.verify.probe import FLOAT32, Recording, compare, limits_of, same_bits
 from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read_recording

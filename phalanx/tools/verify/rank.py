@@ -26,11 +26,11 @@ from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.loader import PreparedLoader
 from phalanx.loop.metrics import LossFn
 from phalanx.loop.task import TrainTask
+from phalanx.run.job import Job
+from phalanx.run.weights import whole_tensors
 from phalanx.tools.verify.probe import Probe, Recording, Tensors
 from phalanx.tools.verify.subject import Parts, Subject
 from phalanx.torch_compat import pytree
-from phalanx.trainers.job import Job
-from phalanx.trainers.weights import whole_tensors
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 

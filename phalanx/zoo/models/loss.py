@@ -142,7 +142,7 @@ class _EightBits(_Factors):
     """The same with all products in 8 bits."""
 
     def __init__(self, matrix: Tensor, hidden: Tensor, trains_matrix: bool) -> None:
-        from phalanx.speed import kernels
+        from phalanx.speed import kernels  # imports Triton
 
         super().__init__(matrix, hidden, trains_matrix)
         self._kernels, self._hidden = kernels, hidden
@@ -181,9 +181,9 @@ class _EightBits(_Factors):
 def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return each token's loss, and the gradient of the logits; those may be overwritten."""
     if logits.is_cuda and has_triton():
-        from phalanx.speed.kernels import cross_entropy_
+        from phalanx.speed import kernels
 
-        return cross_entropy_(logits, targets, vocabulary), logits
+        return kernels.cross_entropy_(logits, targets, vocabulary), logits
     counted = targets != IGNORED_LABEL
     places = targets.where(counted, 0)[:, None]
     precise = logits[:, :vocabulary].to(torch.promote_types(logits.dtype, torch.float32))  # sums lose digits in half

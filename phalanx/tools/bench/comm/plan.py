@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import scratch_folder
 from phalanx.launch import CallTarget, LaunchSpec, RankConsole
-from phalanx.runs.start import run_on_ranks
+from phalanx.run.start import run_on_ranks
 from phalanx.world.env import card_environment, export_rank_env, read_rank_env
 
 ALGORITHMS_OF = {

@@ -16,7 +16,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
-from phalanx.errors import PreemptedError
+from phalanx.errors import PhalanxError, PreemptedError
 from phalanx.features import feature
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
@@ -29,14 +29,16 @@ from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
+from phalanx.observe.run_folder import make_run_dir
 from phalanx.observe.sinks import EventStream
-from phalanx.runs.conductor import recorded_run
-from phalanx.runs.record import FILE as RECORD
-from phalanx.runs.record import RunRecord, keep_recipe, make_run_dir
-from phalanx.runs.result import JobResult
+from phalanx.run.auto_strategy import settle_here
+from phalanx.run.conductor import recorded_run
+from phalanx.run.record import FILE as RECORD
+from phalanx.run.record import RunRecord, keep_recipe
+from phalanx.run.result import JobResult
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.trainers.session import check_per_node, settle_here
+from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
@@ -98,7 +100,7 @@ def _run_formed(job: Job, survivor: Survivor | None = None) -> JobResult:
         if return_weights and not by_engine:
             _take_trained(result, formation, job.task, keep=keep)
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
-        from phalanx.trainers.weights import whole_state, whole_weights
+        from phalanx.run.weights import whole_state, whole_weights
 
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
@@ -112,7 +114,7 @@ def _take_trained(result: JobResult, formation: Formation, task: TrainTask, *, k
 
     All ranks call this, for sharded tensors are gathered from all of them; `keep`: whether this one keeps them.
     """
-    from phalanx.trainers.weights import whole_state, whole_weights
+    from phalanx.run.weights import whole_state, whole_weights
 
     result.weights = whole_weights(task.model, keep=keep)
     result.trained = {name: p.requires_grad for name, p in task.model.named_parameters()}
@@ -145,7 +147,7 @@ def _fit_in_folder(formation: Formation, job: Job, survivor: Survivor | None) ->
     """Train in the run's folder. The main rank keeps its record, unless the process that started the ranks does."""
     formation.notes += [note for note in (job.note, kept_in_eval(job.task.model)) if note]
     if not job.checked:
-        check_per_node(formation.world, job.config)
+        _check_per_node(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
     folder = before or job.run_dir
     placed = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))
@@ -163,6 +165,24 @@ def _fit_in_folder(formation: Formation, job: Job, survivor: Survivor | None) ->
         result = _train(formation, job, run_dir, survivor)
         run.outcome = result.outcome
     return result
+
+
+def _check_per_node(world: World, config: DistributedConfig) -> None:
+    """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
+    found: PhalanxError | None = None
+    if world.env.local_rank == 0:
+        from phalanx.run.preflight import check_before_start  # the other ranks do not load it
+
+        try:
+            check_before_start(config)
+        except PhalanxError as error:
+            found = error
+    errors = [found]
+    if world.world_size > 1:
+        errors *= world.world_size
+        dist.all_gather_object(errors, found)
+    for each in filter(None, errors):
+        raise each
 
 
 def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survivor | None) -> JobResult:
@@ -191,7 +211,7 @@ def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survivor | N
                     loop.report.ended("interrupted", BY_CTRL_C, loop.step, loop.saving.last_path)
                 raise
         if plan is not None and plan.weights_path is not None:
-            from phalanx.trainers.weights import whole_weights
+            from phalanx.run.weights import whole_weights
 
             weights = whole_weights(job.task.model, keep=formation.is_main)
             if formation.is_main:

@@ -17,7 +17,7 @@ from phalanx.errors import ModelError, UsageError, first_line
 from phalanx.features import feature
 from phalanx.loop.evaluate import model_output, own_modes
 from phalanx.model import AdapterLayer, WrapsModel, implements
-from phalanx.trainers.weights import save_weights
+from phalanx.run.weights import save_weights
 
 
 class _Outputs(nn.Module):

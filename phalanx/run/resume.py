@@ -13,8 +13,8 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.runs.record import release_claim
-from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
+from phalanx.run.record import release_claim
+from phalanx.run.stored import RUNS, StoredRun, is_run, list_runs
 
 
 def last_run_of(name: str) -> StoredRun:

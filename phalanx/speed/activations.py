@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +23,8 @@ from torch.utils.checkpoint import (
 from phalanx import torch_compat, torch_compiler
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
+from phalanx.speed.offload import HostMemory
 from phalanx.strategies.tensors import find_blocks
-
-if TYPE_CHECKING:
-    from phalanx.loop.offload import HostMemory
 
 
 def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:
@@ -45,8 +43,6 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     for config_of_model in cached:
         config_of_model.use_cache = False
     if config.activation_offload:  # outside: of a block that is recomputed only the input is left to move
-        from phalanx.loop.offload import HostMemory
-
         memory = HostMemory(with_compiler=config.compile)
         # With compile each block is a separate graph, between copies that are not compiled.
         offloaded: Callable[..., Any] = _offloaded

@@ -32,21 +32,22 @@ from phalanx.loop.stopping import BY_CTRL_C
 from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
-from phalanx.runs.conductor import recorded_run
-from phalanx.runs.preflight import check_before_start
-from phalanx.runs.record import RunRecord, make_run_dir
-from phalanx.runs.result import JobResult
+from phalanx.observe.run_folder import make_run_dir
+from phalanx.run.auto_strategy import settle_strategy
+from phalanx.run.conductor import recorded_run
+from phalanx.run.job import Job, came_back
+from phalanx.run.preflight import check_before_start
+from phalanx.run.record import RunRecord
+from phalanx.run.result import JobResult
+from phalanx.run.weights import load_weights, return_weights, save_weights
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
-from phalanx.trainers.job import Job, came_back
-from phalanx.trainers.session import settle_strategy
-from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
-    from phalanx.trainers.rate_finder import RateSweep
+    from phalanx.run.rate_finder import RateSweep
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
 _REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
@@ -164,7 +165,7 @@ class TorchTrainer:
         It ends where the loss diverges. The model, the optimizer and ./runs stay as they are.
         """
         __tracebackhide__ = True
-        from phalanx.trainers.rate_finder import find_rate  # few trainers need it
+        from phalanx.run.rate_finder import find_rate  # few trainers need it
 
         return find_rate(self, train, low, high, steps)
 
@@ -204,7 +205,7 @@ class TorchTrainer:
         return path
 
     def _save_onnx(self, path: Path, data: Any) -> Path:
-        from phalanx.trainers.export import export_model
+        from phalanx.run.export import export_model
 
         if read_rank_env() is not None:
             raise UsageError(
@@ -260,7 +261,7 @@ class TorchTrainer:
         if action != "fit":
             config = config.with_trusted(**_REPORTS_OFF)
         else:
-            from phalanx.runs.resume import check_not_in_use  # the parent's side: a rank does not load it
+            from phalanx.run.resume import check_not_in_use  # the parent's side: a rank does not load it
 
             check_not_in_use(config, again=True)
         layout, note = plan_layout(config, count_gpus()), ""
@@ -281,7 +282,7 @@ class TorchTrainer:
                 "last --profile",
                 stacklevel=5,
             )
-        from phalanx.runs.start import send_job  # the parent's side: a rank does not load it
+        from phalanx.run.start import send_job  # the parent's side: a rank does not load it
 
         job = Job(action, task, config_here, checked=True, note=note, gives_back=True, sends_back=True)
         data = engine_of(config_here).datasets(task.train, task.val)
@@ -329,14 +330,14 @@ def _take_back(trainer: TorchTrainer, result: JobResult) -> None:
 def _check_left(config: DistributedConfig) -> None:
     """Refuse to resume a checkpoint with nothing left to train."""
     if isinstance(config.resume_from_checkpoint, str) and read_rank_env() is None:
-        from phalanx.runs.resume import check_left  # the parent's side: a rank does not load it
+        from phalanx.run.resume import check_left  # the parent's side: a rank does not load it
 
         check_left(config)
 
 
 def _what_came(run_dir: Path, trained: str = "") -> str:
     """Say what the caller has after a fit that failed; `trained`: what came back."""
-    from phalanx.runs.stored import StoredRun  # the parent's side, after a failure
+    from phalanx.run.stored import StoredRun  # the parent's side, after a failure
 
     last = StoredRun(run_dir).checkpoints[-1:]
     kept = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"

@@ -8,8 +8,8 @@ from typing import Any
 
 from phalanx.config.settings import FIELDS
 from phalanx.config.sources import read_settings
-from phalanx.runs.record import CHANGES, PACKAGES
-from phalanx.runs.stored import StoredRun
+from phalanx.run.record import CHANGES, PACKAGES
+from phalanx.run.stored import StoredRun
 
 _OF_ONE_PLACE = ("run_dir", "node_rank", "rdzv_endpoint")
 """Settings that differ between any two runs."""

@@ -24,9 +24,9 @@ from phalanx.observe.events import MetricsReported, StepDone, from_dict
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
-from phalanx.observe.written import WRITTEN, read_written
+from phalanx.observe.run_folder import WRITTEN, read_written
 from phalanx.recipes import Recipe
-from phalanx.runs.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, read_record
+from phalanx.run.record import CHANGES, FILE, MODEL_FILES, PACKAGES, RunRecord, read_record
 
 RUNS = Path("runs")
 STUDY_FILE = "study.db"

@@ -30,9 +30,9 @@ from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.observe.console import Console
 from phalanx.observe.events import KINDS, Phase, from_dict
 from phalanx.observe.sinks import Sink
-from phalanx.runs.record import log_folder
-from phalanx.runs.result import RESULT_NAME, JobResult, read_result
-from phalanx.runs.spec import RUN_JOB, launch_spec
+from phalanx.run.record import log_folder
+from phalanx.run.result import RESULT_NAME, JobResult, read_result
+from phalanx.run.spec import RUN_JOB, launch_spec
 from phalanx.world.mesh import JobLayout
 
 

@@ -1,40 +1,18 @@
-"""What a run needs before its loop: the checks of each machine, and a strategy if none is named."""
+"""The strategy of a run that names none: DDP, or fsdp where copies of the training state would not fit."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.settings import settings_with
-from phalanx.errors import PhalanxError
 from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
 from phalanx.host.processes import host_memory
 from phalanx.world.env import read_rank_env
-from phalanx.world.world import World
-
-
-def check_per_node(world: World, config: DistributedConfig) -> None:
-    """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
-    found: PhalanxError | None = None
-    if world.env.local_rank == 0:
-        from phalanx.runs.preflight import check_before_start
-
-        try:
-            check_before_start(config)
-        except PhalanxError as error:
-            found = error
-    errors = [found]
-    if world.world_size > 1:
-        errors *= world.world_size
-        dist.all_gather_object(errors, found)
-    for each in filter(None, errors):
-        raise each
-
 
 _STATE_BYTES = 16
 """Of one parameter with AdamW: weights, gradients and optimizer states, in fp32 or in mixed precision."""

@@ -1,7 +1,7 @@
 """A whole training step as one CUDA graph: recorded once, then launched with one call.
 
 A small step spends its time in Python and in launching kernels. `CapturedStep` takes the first steps as they are, looks
-at one of them for what needs the host (`host_state.py`), and records the next one: forward and backward passes of all
+at one of them for what needs the host (`host_watch.py`), and records the next one: forward and backward passes of all
 micro-batches, unscaling, clipping and the optimizer. Recording executes nothing, so the recorded step is replayed once
 to be taken. A step that does not fit what was recorded (the last batch of an epoch) runs without it, on the same
 weights and states. Gradients live in the memory of the graph alone: outside of it they are None, as after zero_grad.
@@ -22,12 +22,12 @@ from phalanx.errors import first_line
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward
 from phalanx.loop.gradients import count_replayed, undone_on_error
-from phalanx.loop.host_state import HostProbe, HostWatch
 from phalanx.loop.loss_log import LossLog
-from phalanx.loop.recording import RecordedStep, StepBatches, StepCalls, StepParts, rates_of, takes_rate_on_device
 from phalanx.loop.step import StepOutcome, Weighting
 from phalanx.loop.train_state import TrainState
 from phalanx.observe.call_ring import GRADIENTS
+from phalanx.speed.host_watch import HostProbe, HostWatch
+from phalanx.speed.recording import RecordedStep, StepBatches, StepCalls, StepParts, rates_of, takes_rate_on_device
 from phalanx.torch_compat import pytree
 
 _PROBED = 2

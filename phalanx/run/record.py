@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import itertools
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import socket
@@ -25,10 +23,10 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import PhalanxError, RankFailedError, UsageError
-from phalanx.host.files import close_scratch, make_private, open_scratch, replace_file
+from phalanx.host.files import close_scratch, open_scratch, replace_file
 from phalanx.host.processes import began_at
 from phalanx.observe.goodput import EVENTS, read_events
-from phalanx.observe.written import note_written
+from phalanx.observe.run_folder import note_written
 from phalanx.version import __version__
 
 TEXT_FILES = (
@@ -282,32 +280,6 @@ def _started_by_another(run_dir: Path, holder: str) -> UsageError:
 def release_claim(run_dir: Path) -> None:
     """Forget the process that started a run: it is known to have ended, also if its host was lost with the lock."""
     (run_dir / CLAIM).unlink(missing_ok=True)
-
-
-def make_run_dir(config: DistributedConfig, name: str) -> Path:
-    """Make the folder of this run: the configured one, or a new runs/<name>-<time>."""
-    if config.run_dir is not None:
-        return _make(Path(config.run_dir), exist_ok=True)
-    plain = re.sub(r"[^\w.-]+", "-", config.name or name).strip("-") or "run"
-    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(1):
-        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
-        with suppress(FileExistsError):
-            return _make(path, exist_ok=False)
-    raise AssertionError("counting does not end")
-
-
-def _make(path: Path, *, exist_ok: bool) -> Path:
-    try:
-        make_private(path, exist_ok=exist_ok)
-    except OSError as error:
-        if path.is_dir() and not exist_ok:
-            raise  # another run has that name; where a parent is a file, no other name would help
-        raise UsageError(
-            f"the run's folder {path} cannot be made: {error.strerror}",
-            hint="Set run_dir to a folder you can write to.",
-        ) from None
-    return path
 
 
 def is_unused(config: DistributedConfig, run_dir: Path, error: BaseException | None = None) -> bool:

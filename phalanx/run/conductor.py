@@ -14,7 +14,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import PreemptedError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
-from phalanx.runs.record import RunRecord, claim_run_dir, discard, end_record, is_unused
+from phalanx.run.record import RunRecord, claim_run_dir, discard, end_record, is_unused
 
 if TYPE_CHECKING:
     from phalanx.launch import LaunchSpec
@@ -37,7 +37,7 @@ class RecordedRun:
 
     def on_ranks(self, spec: LaunchSpec, *, waiting: str = "") -> None:
         """Start the ranks, and return when all have ended; `waiting`: what the console shows until they report."""
-        from phalanx.runs.start import run_on_ranks  # the parent's side: a rank does not load it
+        from phalanx.run.start import run_on_ranks  # the parent's side: a rank does not load it
 
         self.was_started = True
         run_on_ranks(spec, self.config, waiting=waiting)
