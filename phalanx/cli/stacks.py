@@ -16,9 +16,9 @@ from pathlib import Path
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
 from phalanx.host.processes import is_stopped
-from phalanx.launch.blame import ranks_text
-from phalanx.launch.collectives import ASK, process_of, read_calls
-from phalanx.launch.stacks import latest_dump
+from phalanx.diagnosis.blame import ranks_text
+from phalanx.diagnosis.calls import ASK, process_of, read_calls
+from phalanx.diagnosis.stacks import latest_dump
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
 _HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.

@@ -12,13 +12,13 @@ from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import SignalInbox, how_it_ended
-from phalanx.launch.diagnosis import Evidence
-from phalanx.launch.elastic import ElasticControl
+from phalanx.diagnosis.evidence import Evidence
+from phalanx.recovery.launcher.elastic import ElasticControl
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.inquiry import Diagnosis
+from phalanx.diagnosis.inquiry import Diagnosis
 from phalanx.launch.launcher_loop import (
     SUCCESS_CODES,
     LauncherLoop,
@@ -32,7 +32,7 @@ from phalanx.launch.launcher_loop import (
 )
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.roles import LauncherContext
+from phalanx.recovery.launcher.roles import LauncherContext
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.watches import StartupNotices, StartWatch, Watch
 

@@ -13,9 +13,9 @@ from typing import Any
 from phalanx.errors import error_line
 from phalanx.host.lost_peers import reports_lost_peer, reports_mismatch
 from phalanx.host.versions import installed_packages, untested_torch
-from phalanx.launch.stacks import main_stack
+from phalanx.diagnosis.stacks import main_stack
 from phalanx.observe.call_ring import is_users
-from phalanx.observe.memory_breakdown import MemoryBreakdown
+from phalanx.diagnosis.memory_breakdown import MemoryBreakdown
 
 
 @dataclass(frozen=True, kw_only=True)

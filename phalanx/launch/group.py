@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import JOINS_LATE, kill_group
-from phalanx.launch.collectives import calls_path, process_path
+from phalanx.diagnosis.calls import calls_path, process_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session

@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 
 from phalanx.host import messages
 from phalanx.host.processes import PACKAGE
-from phalanx.launch.collectives import answer_launcher, write_calls
+from phalanx.diagnosis.calls import answer_launcher, write_calls
 from phalanx.launch.error_file import exit_code_of, name_loader, note_loaders, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
-from phalanx.launch.point_to_point import record_messages
-from phalanx.launch.records import Joined
+from phalanx.diagnosis.point_to_point import record_messages
+from phalanx.diagnosis.records import Joined
 from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target, target_from_message
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output

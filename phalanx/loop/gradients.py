@@ -23,7 +23,7 @@ from phalanx.world.world import World
 if TYPE_CHECKING:
     from phalanx.data.loader import ShardedLoader
     from phalanx.data.order import MicroInfo
-    from phalanx.world.gate import StepGate
+    from phalanx.recovery.ranks.gate import StepGate
 
 
 def _one_pass(strategy: str) -> UsageError:

@@ -216,7 +216,7 @@ class CheckpointWriter:
 
     def failed(self, what: str, step: int | None = None) -> NonFiniteLossError:
         """Report that the run failed, and return the error to raise; `step`: that of a loss; all ranks call this."""
-        from phalanx.loop.nonfinite import give_back, nonfinite_error  # few runs need it
+        from phalanx.diagnosis.nonfinite import give_back, nonfinite_error  # few runs need it
 
         self.publish()
         error = nonfinite_error(self._state, what, step, self.last_path)

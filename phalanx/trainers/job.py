@@ -22,7 +22,7 @@ from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
-from phalanx.loop.out_of_memory import MemoryWatch
+from phalanx.diagnosis.out_of_memory import MemoryWatch
 from phalanx.loop.recorders import agree_run_dir, open_events, save_config
 from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
@@ -40,7 +40,7 @@ from phalanx.trainers.session import check_per_node, settle_here
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
-    from phalanx.loop.recover import Survivor
+    from phalanx.recovery.ranks.survivor import Survivor
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Job:
         """Run it on this rank, and after lost or added ranks again with those present."""
         run: Callable[..., JobResult] = partial(_run_formed, self)
         if self.action == "fit" and "PHALANX_CONTROL_FD" in os.environ:  # the launcher replaces lost ranks
-            from phalanx.loop.recover import run_recovering
+            from phalanx.recovery.ranks.survivor import run_recovering
 
             return run_recovering(run)
         for engine in engines_here() if self.action == "fit" else ():
@@ -234,7 +234,7 @@ def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callbac
     if config.options.tensorboard_histograms:
         yield from feature("histograms")(events, config.options.tensorboard_histograms)
     if config.debug == "nan":
-        from phalanx.loop.numbers import NumberWatch
+        from phalanx.diagnosis.numbers import NumberWatch
 
         yield NumberWatch()
 

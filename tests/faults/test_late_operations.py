@@ -65,7 +65,7 @@ import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from phalanx import torch_records
-from phalanx.launch.records import OverdueWatch
+from phalanx.diagnosis.records import OverdueWatch
 
 dist.init_process_group("gloo")
 if sys.argv[1] == "short":  # gloo itself would raise

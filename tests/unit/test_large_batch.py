@@ -13,7 +13,7 @@ from phalanx.config import resolve
 from phalanx.errors import ConfigError
 from phalanx.loop.large_batch import LAMB, LARS
 from phalanx.loop.optim import build_optimizer
-from phalanx.observe.memory_breakdown import optimizer_states
+from phalanx.diagnosis.memory_breakdown import optimizer_states
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch.blame import find_blame, ranks_text
-from phalanx.launch.collectives import Call, RankCalls
-from phalanx.launch.inquiry import Inquiry
+from phalanx.diagnosis.blame import find_blame, ranks_text
+from phalanx.diagnosis.calls import Call, RankCalls
+from phalanx.diagnosis.inquiry import Inquiry
 
 STEP = [("all_reduce", "(68,) float32", "train.py:10"), ("all_reduce", "(4,) float32", "train.py:12")]
 """The collectives of a step: the gradients and a metric."""

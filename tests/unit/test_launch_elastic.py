@@ -16,15 +16,15 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.elastic import ElasticControl, ScaleRequests, TakingOver
+from phalanx.recovery.launcher.elastic import ElasticControl, ScaleRequests, TakingOver
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
-from phalanx.launch.inquiry import Diagnosis
+from phalanx.diagnosis.inquiry import Diagnosis
 from phalanx.launch.mailbox import Mailbox
-from phalanx.launch.roles import LauncherContext, MemberRole
+from phalanx.recovery.launcher.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.world.env import read_rank_env
-from phalanx.world.membership import Position
+from phalanx.recovery.ranks.member import Position
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def test_a_machine_that_does_not_decide_passes_requests_on(context, monkeypatch)
     (logs / "ranks.request").write_text('{"ranks": 2}')
     control.check(time.monotonic())
     assert context.sent == [], "the launcher that decides may see this folder, too"
-    monkeypatch.setattr("phalanx.launch.elastic._PASS_SECONDS", 0.0)
+    monkeypatch.setattr("phalanx.recovery.launcher.elastic._PASS_SECONDS", 0.0)
     control.check(time.monotonic())
     control.check(time.monotonic())
     assert context.sent == [("00001", {"resize": 2})]

@@ -21,7 +21,7 @@ from phalanx.launch.gathering import check_numbers, order_nodes
 from phalanx.launch.launcher_loop import Outcome, may_restart
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
 from phalanx.launch.spec import check_endpoint, split_endpoint
-from phalanx.launch.stacks import whereabouts
+from phalanx.diagnosis.stacks import whereabouts
 
 
 def _spec(tmp_path, **fields):

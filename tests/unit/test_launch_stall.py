@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch.diagnosis import Evidence
-from phalanx.launch.elastic import StallWatch
+from phalanx.diagnosis.evidence import Evidence
+from phalanx.recovery.launcher.elastic import StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import record_exception
 from phalanx.launch.group import RankState, stack_path

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.engines.horovod.rendezvous import horovod, note_new_rank
 from phalanx.host.lost_peers import lost_peers
-from phalanx.loop.recover import Survivor
+from phalanx.recovery.ranks.survivor import Survivor
 from phalanx.loop.trainer import TrainLoop
 from phalanx.world.env import read_rank_env
 

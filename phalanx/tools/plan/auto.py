@@ -13,7 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.loop.model_setup import adapt
-from phalanx.observe.memory_breakdown import optimizer_states
+from phalanx.diagnosis.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
 from phalanx.strategies.pipeline.placement import cut_at, units_of
 from phalanx.tools.plan.cluster import Gpu

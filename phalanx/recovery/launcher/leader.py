@@ -8,9 +8,9 @@ from typing import Any
 
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankState
-from phalanx.launch.membership import Membership
-from phalanx.launch.policy import RECENT_SECONDS, fails_too_often
-from phalanx.launch.roles import LauncherContext, LocalRanks
+from phalanx.recovery.launcher.membership import Membership
+from phalanx.recovery.launcher.policy import RECENT_SECONDS, fails_too_often
+from phalanx.recovery.launcher.roles import LauncherContext, LocalRanks
 
 
 class LeaderRole(LocalRanks):

@@ -16,12 +16,12 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import is_stopped
-from phalanx.launch.diagnosis import Evidence
+from phalanx.diagnosis.evidence import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.output import RankConsole
-from phalanx.launch.policy import patience
+from phalanx.recovery.launcher.policy import patience
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import LaunchSpec
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.blame import Blame, find_blame
-from phalanx.launch.collectives import ASK, RankCalls
+from phalanx.diagnosis.blame import Blame, find_blame
+from phalanx.diagnosis.calls import ASK, RankCalls
 from phalanx.launch.failure import YIELD_SECONDS
 from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import duration_text
-from phalanx.launch.roles import LauncherContext
+from phalanx.recovery.launcher.roles import LauncherContext
 from phalanx.launch.watches import Hang, StartWatch
 
 _POLL_SECONDS = 0.05

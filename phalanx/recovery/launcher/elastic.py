@@ -15,11 +15,11 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
-from phalanx.launch.blame import Blame
+from phalanx.diagnosis.blame import Blame
 from phalanx.launch.group import RankState
-from phalanx.launch.inquiry import Diagnosis
-from phalanx.launch.leader import LeaderRole
-from phalanx.launch.roles import LauncherContext, MemberRole
+from phalanx.diagnosis.inquiry import Diagnosis
+from phalanx.recovery.launcher.leader import LeaderRole
+from phalanx.recovery.launcher.roles import LauncherContext, MemberRole
 
 _REQUEST, _ANSWER = "ranks.request", "ranks.answer"
 _POLL_SECONDS = 0.05

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.launch.collectives import Call, RankCalls
+from phalanx.diagnosis.calls import Call, RankCalls
 
 _UNEVEN = ("all_gather", "all_to_all", "gather", "scatter", "reduce_scatter", "alltoall", "allgather")
 """Collectives whose shapes may differ between ranks without an error."""

@@ -24,8 +24,8 @@ from typing import Any
 
 from phalanx.host.files import is_writable_for_others, open_below, replace_file
 from phalanx.host.processes import began_at, stat_fields
-from phalanx.launch.records import WATCH_SECONDS, OverdueWatch, read_calls_here
-from phalanx.launch.stacks import write_stacks
+from phalanx.diagnosis.records import WATCH_SECONDS, OverdueWatch, read_calls_here
+from phalanx.diagnosis.stacks import write_stacks
 
 ASK = signal.SIGRTMIN + 9
 """Asks a rank for its stacks and its record. The fork server ignores it, and so does a rank until it can answer."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.checkpoint import Snapshot
-from phalanx.checkpoint.memory import NeighbourMemory
+from phalanx.recovery.ranks.neighbour_memory import NeighbourMemory
 from phalanx.loop.hooks import Callback
 from phalanx.loop.run_state import kept, load_kept
 from phalanx.loop.state import fill_optimizers, state_tensors
