@@ -1,8 +1,8 @@
 """What the heart asks of the rooms above it: functions and modules by name, imported when they are asked for.
 
 The heart trains a user's own model on the user's own data. It never imports a tool, the zoo (`phalanx/zoo/`: reference
-models, data sets, recipes) or a feature that settings switch on (`phalanx/speed/`, `phalanx/trackers/`): this table is
-the only place that names one.
+models, data sets, recipes) or a feature (`phalanx/recovery/`, `phalanx/diagnosis/`, `phalanx/speed/`,
+`phalanx/trackers/`): this table is the only place that names one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ FEATURES = {
     "adamw8bit": "phalanx.speed.adamw8bit:AdamW8bit",
     "check-metrics": "phalanx.trackers:check_metrics",
     "choose-strategy": "phalanx.tools.plan.auto:choose_strategy",
+    "diagnosis": "phalanx.diagnosis",
     "fp8": "phalanx.speed.fp8",
     "histograms": "phalanx.trackers:histogram_callbacks",
     "lora": "phalanx.zoo.models.lora",
     "metrics": "phalanx.trackers:open_metrics",
     "nf4": "phalanx.zoo.models.lora.nf4",
     "recipe": "phalanx.zoo.recipe:recipe_job",
+    "recovery": "phalanx.recovery",
     "step-profile": "phalanx.tools.profile.record:StepProfile",
     "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",
     "trackers": "phalanx.trackers:open_trackers",

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
+from phalanx.diagnosis import latest_dump, process_of, read_calls
 from phalanx.errors import UsageError
 from phalanx.host.processes import is_stopped
-from phalanx.diagnosis.blame import ranks_text
-from phalanx.diagnosis.calls import ASK, process_of, read_calls
-from phalanx.diagnosis.stacks import latest_dump
+from phalanx.launch.rank_files import ASK
+from phalanx.observe.format import ranks_text
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
 _HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.

@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.launch import records
+from phalanx.diagnosis import records
 from phalanx.loop.hooks import Callback
 
 QUEUED = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from phalanx.launch import records
+from phalanx.diagnosis import records
 
 def look():
     while True:

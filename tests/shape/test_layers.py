@@ -41,22 +41,26 @@ CORE = {
     "trainers": 6,
 }
 """What trains a model. It names tools and engines in tables only (`features.py`, `config/backends.py`)."""
-FEATURE_ROOMS = {"speed": 7, "trackers": 7}
+FEATURE_ROOMS = {"diagnosis": 7, "recovery": 7, "speed": 7, "trackers": 7}
 LAYERS = {**CORE, **FEATURE_ROOMS, "zoo": 8, "tools": 9, "engines": 10, "worker": 11, "cli": 11, "__main__": 11}
 SIDEWAYS = {
     ("config", "errors"),
     ("config", "lazy"),
     ("errors", "version"),
     ("observe", "host"),
+    ("launch", "features"),
     ("launch", "host"),
     ("launch", "lazy"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
     ("launch", "torch_records"),
     ("engine", "launch"),
+    ("recovery", "diagnosis"),
     ("__main__", "cli"),
 }
 """Packages of one layer of which one may import the other, in this direction only."""
+ENTERED = {"diagnosis", "recovery"}
+"""Features whose modules only their own room imports, but for the names of the `__init__`."""
 BETWEEN_TOOLS = {("bench", "plan")}
 """Tools stand alone, but for the measurements that a plan is calibrated with."""
 OF_ALL_TOOLS = {"svg", "namespaces", "web"}
@@ -89,6 +93,22 @@ def test_imports_point_down():
             if mine in RANK_SIDE and other == "launch":
                 wrong.append(f"{named(name)} runs in ranks, launch/ in the parent")
     assert not wrong, wrong
+
+
+def test_a_feature_is_entered_through_its_first_page():
+    """Other rooms import the names of `phalanx/<feature>/__init__.py`; its other modules may change freely."""
+    entered = {f"phalanx.{name}" for name in ENTERED}
+    inside = {name: other for name in modules() for other in imports(name) if room(other) in ENTERED - {room(name)}}
+    assert not {name: other for name, other in inside.items() if other not in entered}
+    tabled = [place.partition(":")[0] for place in FEATURES.values()]
+    assert not [place for place in tabled if place.split(".")[1] in ENTERED and place not in entered]
+
+
+@pytest.mark.parametrize(("side", "other_side"), [("launcher", "ranks"), ("ranks", "launcher")])
+def test_the_two_sides_of_recovery_load_apart(side, other_side):
+    of_side = [name for name in modules() if name.startswith(f"phalanx.recovery.{side}")]
+    kept_out = f"phalanx.recovery.{other_side}"
+    assert not [(name, other) for name in of_side for other in imports(name) if other.startswith(kept_out)]
 
 
 def test_tools_stand_alone():

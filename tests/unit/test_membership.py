@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import RankState
+from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.membership import Membership
 from phalanx.recovery.launcher.policy import fails_too_often
-from phalanx.launch.spec import Elastic
 
 
 class Processes:

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from phalanx.launch.group import RankState
-from phalanx.recovery.launcher.policy import Change, Sizes
 from phalanx.launch.spec import Elastic
+from phalanx.recovery.launcher.policy import Change, Sizes
 
 
 class Processes(Protocol):
