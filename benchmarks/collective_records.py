@@ -60,7 +60,7 @@ def time_messages(steps: int) -> tuple[float, float]:
     import torch.distributed as dist
 
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
-    from phalanx.launch.point_to_point import record_messages
+    from phalanx.diagnosis.point_to_point import record_messages
 
     methods = [(dist.ProcessGroup, "send"), (dist.ProcessGroup, "recv"), (dist.Work, "wait")]
     plain = [vars(kind)[name] for kind, name in methods]

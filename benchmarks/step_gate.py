@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from report import environment, ratio
 
-from phalanx.world.gate import StepGate
+from phalanx.recovery.ranks.gate import StepGate
 from phalanx.zoo.models.gpt import gpt
 
 

@@ -1,8 +1,8 @@
 """What the heart asks of the rooms above it: functions and modules by name, imported when they are asked for.
 
 The heart trains a user's own model on the user's own data. It never imports a tool, the zoo (`phalanx/zoo/`: reference
-models, data sets, recipes) or a feature that settings switch on (`phalanx/speed/`, `phalanx/trackers/`): this table is
-the only place that names one.
+models, data sets, recipes) or a feature (`phalanx/recovery/`, `phalanx/diagnosis/`, `phalanx/speed/`,
+`phalanx/trackers/`): this table is the only place that names one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ FEATURES = {
     "compile-parts": "phalanx.speed:compile_parts",
     "compile-watch": "phalanx.speed:CompileWatch",
     "compiled-calls": "phalanx.speed:CompiledCalls",
+    "diagnosis": "phalanx.diagnosis",
     "fp8-layers": "phalanx.speed:use_fp8",
     "histograms": "phalanx.trackers:histogram_callbacks",
     "lora": "phalanx.zoo.models.lora",
@@ -27,6 +28,7 @@ FEATURES = {
     "nf4": "phalanx.zoo.models.lora.nf4",
     "own-stream": "phalanx.speed:own_stream",
     "recipe": "phalanx.zoo.recipe:recipe_job",
+    "recovery": "phalanx.recovery",
     "spare-activations": "phalanx.speed:spare_activations",
     "step-profile": "phalanx.tools.profile.record:StepProfile",
     "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",

@@ -17,10 +17,10 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
-from phalanx.launch.elastic import request_ranks
 from phalanx.observe.events import RunEnded, RunStarted, from_dict
 from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
 from phalanx.observe.guard import say_to_user
+from phalanx.recovery import request_ranks
 from phalanx.run.facts import differences, facts, surroundings
 from phalanx.run.record import CHANGES, PACKAGES
 from phalanx.run.resume import name_run, note_end, note_run, refuse_running, remove_run, tag_run

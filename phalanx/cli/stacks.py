@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser
+from phalanx.diagnosis import latest_dump, process_of, read_calls
 from phalanx.errors import UsageError
 from phalanx.host.processes import is_stopped
-from phalanx.launch.blame import ranks_text
-from phalanx.launch.collectives import ASK, process_of, read_calls
-from phalanx.launch.stacks import latest_dump
+from phalanx.launch.rank_files import ASK
+from phalanx.observe.format import ranks_text
 from phalanx.run.stored import RUNS, StoredRun, find_run
 
 _HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.

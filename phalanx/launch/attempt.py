@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
+from phalanx.features import feature
 from phalanx.host.processes import SignalInbox, how_it_ended
-from phalanx.launch.diagnosis import Evidence
-from phalanx.launch.elastic import ElasticControl
+from phalanx.launch.context import FailureSearch, Handlers, LauncherContext, Recovery
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.inquiry import Diagnosis
 from phalanx.launch.launcher_loop import (
     SUCCESS_CODES,
     LauncherLoop,
@@ -32,7 +31,6 @@ from phalanx.launch.launcher_loop import (
 )
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.roles import LauncherContext
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.watches import StartupNotices, StartWatch, Watch
 
@@ -43,10 +41,12 @@ _KILL_SECONDS = 5.0
 class _RunningRanks:
     """The ranks of this node, once all nodes are there, and what looks after them."""
 
-    def __init__(self, context: LauncherContext, failures: int) -> None:
-        self.group, self.evidence, self._context = context.group, context.evidence, context
-        self.diagnosis = Diagnosis(context)
-        self.elastic = None if context.spec.elastic is None else ElasticControl(context, self.diagnosis, failures)
+    def __init__(self, context: LauncherContext, number: int, failures: int) -> None:
+        self.group, self._context = context.group, context
+        self.diagnosis: FailureSearch = feature("diagnosis").Diagnosis(context, number)
+        self.recovery: Recovery | None = None
+        if context.spec.elastic is not None:
+            self.recovery = feature("recovery").ElasticControl(context, self.diagnosis, failures)
         ranks = tuple(state.rank for state in self.group.states)
         found = (self.diagnosis.name_missing, self.diagnosis.describe_start)
         self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *found)
@@ -55,18 +55,13 @@ class _RunningRanks:
     @property
     def watches(self) -> list[Watch]:
         """What depends on the clock."""
-        others: list[Watch] = [self.diagnosis.notice, self._start_watch]
-        return others if self.elastic is None else [self.elastic, *others]
+        recovery = [] if self.recovery is None else self.recovery.watches
+        return [*recovery, *self.diagnosis.watches, self._start_watch]
 
     @property
-    def handlers(self) -> dict[str, Callable[..., None]]:
+    def handlers(self) -> Handlers:
         """By kind, what to do about a message of the store agent."""
-        handlers: dict[str, Callable[..., None]] = {
-            "question": self.diagnosis.inquiry.take_question,
-            "answer": self.diagnosis.inquiry.take_answer,
-            "silent_nodes": self.diagnosis.take_silent_nodes,
-        }
-        return handlers if self.elastic is None else {**handlers, **self.elastic.handlers}
+        return {**self.diagnosis.handlers, **({} if self.recovery is None else self.recovery.handlers)}
 
     def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused, now: float) -> RankState | None:
         """Take a message of the fork server; return the rank that has just ended, if one has."""
@@ -80,11 +75,11 @@ class _RunningRanks:
         self._start_watch.take_event(event, time.monotonic())
         self._context.console.handle(event)
         if event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
-            self.evidence.note_late(event["rank"], event["text"])
-            if self.elastic is None:
+            self.diagnosis.note_late(event["rank"], event["text"])
+            if self.recovery is None:
                 self.diagnosis.find_soon()
             elif not self._context.is_stopping():
-                self.elastic.end_late()
+                self.recovery.on_overdue()
 
 
 class Attempt(LauncherLoop):
@@ -141,27 +136,25 @@ class Attempt(LauncherLoop):
         finally:
             if self._running is not None:
                 self._running.group.close(self._selector, failed=self._is_stopping)
-                self._running.evidence.close()
+                self._running.diagnosis.close()
             self._selector.close()
         return self._outcome()
 
     def _start(self, node: NodeInfo) -> None:
         self._notices.take_gathered(time.monotonic())
+        group = RankGroup(self._spec, node, self._session, self._console)
+        parts = (self._console, self._rendezvous, self._selector, self._later, self._fail)
+        context = LauncherContext(self._spec, node, group, *parts, lambda: self._is_stopping)
         try:
-            evidence = Evidence(self._spec, node)
+            self._running = _RunningRanks(context, self._number, self._failures_before)
         except OSError as error:
             self._fail(FailureReport(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
             return
-        group = RankGroup(self._spec, node, self._session, self._console)
-        evidence.clear([state.rank for state in group.states], self._number)
-        parts = (evidence, self._console, self._rendezvous, self._selector, self._later, self._fail)
-        context = LauncherContext(self._spec, node, group, *parts, lambda: self._is_stopping)
-        self._running = _RunningRanks(context, self._failures_before)
         self._watches += self._running.watches
         self._handlers |= self._running.handlers
         group.start(self._number, self._shared_env, self._selector, self._scratch)
-        if self._running.elastic is not None:
-            self._running.elastic.role.listen()
+        if self._running.recovery is not None:
+            self._running.recovery.listen()
 
     @property
     def has_started(self) -> bool:
@@ -219,14 +212,14 @@ class Attempt(LauncherLoop):
 
     def _assess(self, running: _RunningRanks, ended: RankState) -> None:
         """Replace a rank that has ended, or look for the cause."""
-        role = None if running.elastic is None else running.elastic.role
+        recovery = running.recovery
         if ended.code in SUCCESS_CODES:
-            if role is not None:
-                role.take_end(ended)
+            if recovery is not None:
+                recovery.on_end(ended)
             return
         if self._is_stopping and not self._is_lost_while_saving(ended):
             return
-        survived = role is not None and role.take_loss(ended, running.evidence.describe(ended))
+        survived = recovery is not None and recovery.on_loss(ended, running.diagnosis.describe(ended))
         if not survived and not self._is_stopping:
             running.diagnosis.assess(ended)
 
@@ -242,8 +235,8 @@ class Attempt(LauncherLoop):
         self._failure, self._final = failure, final
         if not final:
             self._rendezvous.publish_failure(failure)
-        if self._running is not None and self._running.elastic is not None:
-            self._running.elastic.role.end()
+        if self._running is not None and self._running.recovery is not None:
+            self._running.recovery.end()
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
@@ -293,8 +286,8 @@ class Attempt(LauncherLoop):
             return True
         if running.group.alive:
             return False
-        if running.elastic is not None and others:
-            return self._is_stopping or self._all_ended or running.elastic.all_ended()
+        if running.recovery is not None and others:
+            return self._is_stopping or self._all_ended or running.recovery.all_ended()
         if not others and not ended_well(self._codes):
             # No rank is left that could bring a better cause, or answer with its stack.
             running.diagnosis.is_asking = False
@@ -311,8 +304,8 @@ class Attempt(LauncherLoop):
         return [] if self._running is None else [state.code for state in self._running.group.ranks.values()]
 
     def _outcome(self) -> Outcome:
-        elastic = None if self._running is None else self._running.elastic
-        survived = max(self._failures_before, 0 if elastic is None else elastic.role.failures)
+        recovery = None if self._running is None else self._running.recovery
+        survived = max(self._failures_before, 0 if recovery is None else recovery.failures)
         if self._failure is not None:
             facts = {"interrupted": self._requested is not None, "final": self._final}
             return Outcome(self._failure.exit_code, self._failure, failures=survived, **facts)

@@ -24,7 +24,9 @@ from phalanx.observe import heartbeat
 from phalanx.observe.call_ring import is_users
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LAUNCHER_FILE = re.compile(rf"{re.escape(_PACKAGE)}(launch/|engines/\w+/(rank|worker)\.py$)|<frozen (runpy|importlib)")
+_LAUNCHER_FILE = re.compile(
+    rf"{re.escape(_PACKAGE)}((launch|diagnosis)/|engines/\w+/(rank|worker)\.py$)|<frozen (runpy|importlib)"
+)
 """Files whose frames lie around every target: the launcher's, and the `rank.py` or `worker.py` of an engine that starts
 ranks itself."""
 

@@ -19,27 +19,17 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import JOINS_LATE, kill_group
-from phalanx.launch.collectives import calls_path, process_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.launcher_loop import ProcessExited, ProcessRefused, ProcessStarted
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
+from phalanx.launch.rank_files import calls_path, open_stack, process_path, stack_path
 from phalanx.launch.spec import CallTarget, LaunchSpec, target_to_message
 
 _EVENT_BYTES = 1 << 18
 _STOPPED_BEFORE_START = -9
 _ADDED = itertools.count(1)
-
-
-def stack_path(log_dir: Path, rank: int) -> Path:
-    """Return where a rank writes its threads' stacks when it is asked."""
-    return log_dir / f"rank-{rank}.stack"
-
-
-def open_stack(log_dir: Path, rank: int) -> int:
-    """Create the file of `stack_path`."""
-    return os.open(stack_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
 
 def remove_empty(log_dir: Path, ranks: Iterable[int], *, logs: bool) -> None:

@@ -21,10 +21,10 @@ from phalanx.errors import PhalanxError
 from phalanx.host.addresses import own_address
 from phalanx.host.messages import Message
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.blame import ranks_text
 from phalanx.launch.gathering import DECIDED, NODES, Entry, Gathering, agree_on_round, check_same
 from phalanx.launch.mailbox import ALL, Mail, Mailbox, listens, may_continue
 from phalanx.launch.spec import split_endpoint
+from phalanx.observe.format import ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore

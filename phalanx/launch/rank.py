@@ -22,13 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx.features import feature
 from phalanx.host import messages
 from phalanx.host.processes import PACKAGE
-from phalanx.launch.collectives import answer_launcher, write_calls
 from phalanx.launch.error_file import exit_code_of, name_loader, note_loaders, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
-from phalanx.launch.point_to_point import record_messages
-from phalanx.launch.records import Joined
 from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target, target_from_message
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
@@ -53,9 +51,7 @@ def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
             call(request["prelude"])
         target = target_from_message(request["target"])
         if not isinstance(target, CallTarget):
-            call(
-                "phalanx.loop.script:count_steps"
-            )  # by its name: of what is above the launcher, nothing is imported here
+            call("phalanx.loop.script:count_steps")  # by its name: nothing above the launcher is imported here
         run_target(target, request["path"])
 
     leave(run_to_end(program, lambda error: record_to_log(error, request, log)))
@@ -85,7 +81,7 @@ def record_to_log(error: BaseException, request: messages.Message, log: int | No
             sys.stderr.flush()
         os.dup2(log, 2)
     try:
-        write_calls(Path(request["log_dir"]), request["rank"], failed=True)
+        feature("diagnosis").write_calls(Path(request["log_dir"]), request["rank"], failed=True)
     except Exception:  # noqa: BLE001 - it must not hide the exception that is being recorded
         traceback.print_exc()
     record_exception(error, request)
@@ -100,7 +96,7 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     os.chdir(request["cwd"])
     buffer_lines()
     faulthandler.enable(log)  # not to stderr: the launcher reports a crash once, not amid another rank's output
-    answer_launcher(Path(request["log_dir"]), request["rank"], stack)
+    feature("diagnosis").answer_launcher(Path(request["log_dir"]), request["rank"], stack)
     if request["writes_log"]:
         guard_own_output(lambda text: _warn_launcher(request["rank"], text))
     # The fork server fixed these while it imported.
@@ -114,8 +110,8 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     set_compute_threads(request["threads"])
     announce_joining(request["rank"])
     note_loaders()
-    record_messages()
-    call("phalanx.comm:register_backend")  # by its name: of what is above the launcher, nothing is imported here
+    feature("diagnosis").record_messages()
+    call("phalanx.comm:register_backend")
 
 
 def buffer_lines() -> None:
@@ -148,7 +144,7 @@ def announce_joining(rank: int) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         announce("joining", rank)
-        Joined.begin()
+        feature("diagnosis").Joined.begin()
         original(*args, **kwargs)
         announce("joined", rank)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from phalanx.world.world import World
 if TYPE_CHECKING:
     from phalanx.data.loader import ShardedLoader
     from phalanx.data.order import MicroInfo
-    from phalanx.world.gate import StepGate
 
 
 def _one_pass(strategy: str) -> UsageError:
@@ -38,6 +37,16 @@ def _one_step() -> UsageError:
         "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
         hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
     )
+
+
+class GpuGate(Protocol):
+    """Holds a step back on the GPU if its gradients may be incomplete (`phalanx.recovery`)."""
+
+    has_lost_state: bool
+    """Whether a step that may be wrong could not be undone."""
+
+    def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer's step; raise if it was held back."""
 
 
 class StepCounts:
@@ -94,7 +103,7 @@ class Gradients:
         """How many batches of prepared loaders were begun."""
         self.on_step: Callable[[], None] | None = None
         """Called after each step that `steps` counts."""
-        self.gate: StepGate | None = None
+        self.gate: GpuGate | None = None
         """Where lost ranks are replaced and gradients are reduced on a GPU: a step waits there for complete ones."""
 
     def watch(self, wrapped: nn.Module) -> None:

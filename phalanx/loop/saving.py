@@ -8,6 +8,7 @@ from typing import Any
 from phalanx import checkpoint
 from phalanx.checkpoint.group import from_rank_zero
 from phalanx.errors import NonFiniteLossError
+from phalanx.features import feature
 from phalanx.host.remote import as_path
 from phalanx.loop.evaluate import Evaluation
 from phalanx.loop.run_state import loop_state
@@ -216,12 +217,10 @@ class CheckpointWriter:
 
     def failed(self, what: str, step: int | None = None) -> NonFiniteLossError:
         """Report that the run failed, and return the error to raise; `step`: that of a loss; all ranks call this."""
-        from phalanx.loop.nonfinite import give_back, nonfinite_error  # few runs need it
-
         self.publish()
-        error = nonfinite_error(self._state, what, step, self.last_path)
+        error: NonFiniteLossError = feature("diagnosis").nonfinite_error(self._state, what, step, self.last_path)
         if self.gives_back and not self._formation.weights_are_finite():
-            self.weights_left = give_back(self._state, self.last_path)
+            self.weights_left = feature("diagnosis").give_back(self._state, self.last_path)
         return error
 
     def restore_best(self, saved: dict[str, Any] | None, resumed_from: str) -> None:

@@ -37,7 +37,9 @@ _LIBRARIES = tuple(
 )
 _BEFORE_SHAPE = re.compile(r" of (?=\()| (?=\(\d*,?)")
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_BELOW = tuple(os.path.join(PACKAGE, name, "") for name in ("comm", "launch", "observe", "world", "host"))
+_BELOW = tuple(
+    os.path.join(PACKAGE, name, "") for name in ("comm", "diagnosis", "launch", "observe", "recovery", "world", "host")
+)
 
 
 class _Gradients:

@@ -226,6 +226,19 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words: "rank 3", "ranks 0-2, 5"."""
+    ordered = sorted(ranks)
+    parts: list[list[int]] = []
+    for rank in ordered:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    shown = [f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(shown)}"
+
+
 def sent_words(sent: int, plain: int | None) -> str:
     """Return how many bytes a rank sent, and what share of ddp's: `1.2 MB per rank, 2.0% of ddp's 60 MB`."""
     words = f"{size(sent)} per rank"

@@ -22,7 +22,6 @@ from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
-from phalanx.loop.out_of_memory import MemoryWatch
 from phalanx.loop.recorders import agree_run_dir, open_events, save_config
 from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
@@ -42,7 +41,7 @@ from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
-    from phalanx.loop.recover import Survivor
+    from phalanx.loop.survival import Survival
 
 
 @dataclass
@@ -70,15 +69,14 @@ class Job:
         """Run it on this rank, and after lost or added ranks again with those present."""
         run: Callable[..., JobResult] = partial(_run_formed, self)
         if self.action == "fit" and "PHALANX_CONTROL_FD" in os.environ:  # the launcher replaces lost ranks
-            from phalanx.loop.recover import run_recovering
-
-            return run_recovering(run)
+            result: JobResult = feature("recovery").run_recovering(run)
+            return result
         for engine in engines_here() if self.action == "fit" else ():
             run = engine.wrap_run(run)
         return run()
 
 
-def _run_formed(job: Job, survivor: Survivor | None = None) -> JobResult:
+def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:
     """Form the group of ranks, and run a job in it; a survivor of an earlier group brings the state of its run."""
     if survivor is not None and survivor.run_dir is not None and job.renew is not None:
         renews = survivor.is_stale or is_laid_out(job.task.model)
@@ -143,7 +141,7 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
     error.partial_result = partial  # type: ignore[attr-defined]  # the worker sends it
 
 
-def _fit_in_folder(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
+def _fit_in_folder(formation: Formation, job: Job, survivor: Survival | None) -> JobResult:
     """Train in the run's folder. The main rank keeps its record, unless the process that started the ranks does."""
     formation.notes += [note for note in (job.note, kept_in_eval(job.task.model)) if note]
     if not job.checked:
@@ -185,9 +183,9 @@ def _check_per_node(world: World, config: DistributedConfig) -> None:
         raise each
 
 
-def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survivor | None) -> JobResult:
+def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | None) -> JobResult:
     events = open_events(job.config, formation.world, run_dir)
-    memory = MemoryWatch()
+    memory = feature("diagnosis").MemoryWatch()
     profile = stopped = loop = None
     plan = _fault_plan(job, formation)
     try:
@@ -254,9 +252,7 @@ def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callbac
     if config.options.tensorboard_histograms:
         yield from feature("histograms")(events, config.options.tensorboard_histograms)
     if config.debug == "nan":
-        from phalanx.loop.numbers import NumberWatch
-
-        yield NumberWatch()
+        yield feature("diagnosis").NumberWatch()
 
 
 def _fault_plan(job: Job, formation: Formation) -> FaultPlan | None:

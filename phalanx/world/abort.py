@@ -5,7 +5,8 @@ they are the sockets between the addresses that ranks exchange in the store whil
 others: user code has sockets, too. nccl has a call of its own. A gloo group that is being made cannot be woken: it is
 made in a thread, which an abort leaves behind until it fails by itself. Waiting for a value in the store polls
 (`AbortableStore`). nccl's collectives end in silence: what they were to compute must not be used (`complete`,
-`phalanx.world.gate`). An abort holds until the next group begins (`begin_group`), also for what a rank enters after it.
+`phalanx.recovery.ranks.gate`). An abort holds until the next group begins (`begin_group`), also for what a rank enters
+after it.
 """
 
 from __future__ import annotations

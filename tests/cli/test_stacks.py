@@ -12,8 +12,8 @@ import time
 import pytest
 from command import end, finish, start, write_script
 
+from phalanx.diagnosis.calls import process_of
 from phalanx.host.processes import began_at
-from phalanx.launch.collectives import process_of
 
 SOURCE = """
 import time
@@ -77,7 +77,7 @@ def test_a_rank_that_waits_in_c_with_or_without_the_interpreter_lock_shows_its_m
 def test_a_file_of_the_program_that_took_the_number_of_the_closed_file_of_stacks_is_not_overwritten(tmp_path):
     source = """
     import os, time
-    from phalanx.launch.collectives import ASK
+    from phalanx.launch.rank_files import ASK
     paths = {int(each): os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")}
     ((stack, path),) = [(each, path) for each, path in paths.items() if path.endswith("rank-0.stack")]
     os.dup2(os.open("mine", os.O_WRONLY | os.O_CREAT), stack)

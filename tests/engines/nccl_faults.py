@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import phalanx
-from phalanx.world import membership
+from phalanx.recovery.ranks import member as membership
 from phalanx.zoo.models.gpt import gpt
 
 WIDTH, CLASSES = 64, 4

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import CommunicationError
-from phalanx.world.gate import StepGate
+from phalanx.recovery.ranks.gate import StepGate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BUSY = 10**9

@@ -120,7 +120,7 @@ def test_the_bucket_that_ranks_wait_in_is_named(tmp_path, strategy):
 
 BUSY = """
 import os, signal, threading, time
-from phalanx.launch.collectives import ASK
+from phalanx.launch.rank_files import ASK
 
 def descend(depth):
     a = b = c = d = e = depth

@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.launch import records
+from phalanx.diagnosis import records
 from phalanx.loop.hooks import Callback
 
 QUEUED = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from phalanx.launch import records
+from phalanx.diagnosis import records
 
 def look():
     while True:
@@ -65,7 +65,7 @@ import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from phalanx import torch_records
-from phalanx.launch.records import OverdueWatch
+from phalanx.diagnosis.records import OverdueWatch
 
 dist.init_process_group("gloo")
 if sys.argv[1] == "short":  # gloo itself would raise

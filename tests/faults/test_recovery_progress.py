@@ -152,7 +152,7 @@ class LongCallback(phalanx.Callback):
 
 
 def test_a_rank_in_a_long_callback_is_alive_and_named(tmp_path, monkeypatch, capfd, fork_server):
-    monkeypatch.setattr("phalanx.launch.policy._LEAST_PATIENCE", 1.0)
+    monkeypatch.setattr("phalanx.recovery.launcher.policy._LEAST_PATIENCE", 1.0)
     (event,) = recovered(tmp_path, callbacks=[LongCallback(tmp_path)], epochs=2, heartbeat_timeout=0.5, batch_size=8)
     assert event["lost"] == [1], "the rank in the callback was not killed"
     assert event["lost_steps"] == 0

@@ -40,19 +40,21 @@ CORE = {
     "run": 6,
 }
 """What trains a model. It names tools and engines in tables only (`features.py`, `config/backends.py`)."""
-FEATURE_ROOMS = {"speed": 7, "trackers": 7}
+FEATURE_ROOMS = {"diagnosis": 7, "recovery": 7, "speed": 7, "trackers": 7}
 LAYERS = {**CORE, **FEATURE_ROOMS, "zoo": 8, "tools": 9, "engines": 10, "worker": 11, "cli": 11, "__main__": 11}
 SIDEWAYS = {
     ("config", "errors"),
     ("config", "lazy"),
     ("errors", "version"),
     ("observe", "host"),
+    ("launch", "features"),
     ("launch", "host"),
     ("launch", "lazy"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
     ("launch", "torch_records"),
     ("engine", "launch"),
+    ("recovery", "diagnosis"),
     ("__main__", "cli"),
 }
 """Packages of one layer of which one may import the other, in this direction only."""
@@ -123,8 +125,14 @@ def test_the_parents_half_of_run_loads_no_torch():
     for name in loaded:
         loaded += sorted(imports(name, types=False, functions=False) - set(loaded))
     assert not [name for name in loaded if room(name) in {"loop", "strategies", "checkpoint", "data", "comm"}]
-    heavy = [name for name in loaded for node in parsed(name).body if "import torch" in ast.unparse(node)]
-    assert not heavy, heavy
+    assert not [name for name in loaded for node in parsed(name).body if ast.unparse(node).startswith("import torch")]
+
+
+@pytest.mark.parametrize(("side", "other_side"), [("launcher", "ranks"), ("ranks", "launcher")])
+def test_the_two_sides_of_recovery_load_apart(side, other_side):
+    of_side = [name for name in modules() if name.startswith(f"phalanx.recovery.{side}")]
+    kept_out = f"phalanx.recovery.{other_side}"
+    assert not [(name, other) for name in of_side for other in imports(name) if other.startswith(kept_out)]
 
 
 def test_tools_stand_alone():

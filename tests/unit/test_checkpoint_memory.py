@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import Snapshot
-from phalanx.checkpoint.memory import NeighbourMemory, _shift
+from phalanx.recovery.ranks.neighbour_memory import NeighbourMemory, _shift
 
 
 def test_the_neighbour_is_on_another_host():

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config import resolve
+from phalanx.diagnosis.memory_breakdown import optimizer_states
 from phalanx.errors import ConfigError
 from phalanx.loop.large_batch import LAMB, LARS
 from phalanx.loop.optim import build_optimizer
-from phalanx.observe.memory_breakdown import optimizer_states
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch.blame import find_blame, ranks_text
-from phalanx.launch.collectives import Call, RankCalls
-from phalanx.launch.inquiry import Inquiry
+from phalanx.diagnosis.blame import find_blame
+from phalanx.diagnosis.calls import Call, RankCalls
+from phalanx.diagnosis.inquiry import Inquiry
+from phalanx.observe.format import ranks_text
 
 STEP = [("all_reduce", "(68,) float32", "train.py:10"), ("all_reduce", "(4,) float32", "train.py:12")]
 """The collectives of a step: the gradients and a metric."""
@@ -172,8 +173,8 @@ def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     rendezvous = SimpleNamespace(has_other_nodes=True, ask_calls=lambda: None, send_calls=lambda number, calls: None)
     later: list[object] = []
     schedule = lambda seconds, call: later.append(call)  # noqa: E731
-    facts = {"node": node, "group": group, "evidence": evidence, "rendezvous": rendezvous, "later": schedule}
-    inquiry = Inquiry(SimpleNamespace(**facts))
+    facts = {"node": node, "group": group, "rendezvous": rendezvous, "later": schedule}
+    inquiry = Inquiry(SimpleNamespace(**facts), evidence)
     answered: list[str] = []
     inquiry.find_blame(lambda blame: answered.append("failure"))
     inquiry.find_blame(lambda blame: answered.append("notice"))

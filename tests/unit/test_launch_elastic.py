@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from phalanx.diagnosis.inquiry import Diagnosis
 from phalanx.errors import CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.elastic import ElasticControl, ScaleRequests, TakingOver
+from phalanx.launch.context import LauncherContext
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankState
-from phalanx.launch.inquiry import Diagnosis
 from phalanx.launch.mailbox import Mailbox
-from phalanx.launch.roles import LauncherContext, MemberRole
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
+from phalanx.recovery.launcher.elastic import ElasticControl, ScaleRequests, TakingOver
+from phalanx.recovery.launcher.roles import MemberRole
+from phalanx.recovery.ranks.member import Position
 from phalanx.world.env import read_rank_env
-from phalanx.world.membership import Position
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
@@ -82,7 +83,6 @@ def context(tmp_path):
         spec,
         node,
         group,
-        evidence=SimpleNamespace(is_stuck=lambda *_: False, place=lambda state: ""),
         console=SimpleNamespace(handle=lambda event: None, notice=lambda text: None),
         rendezvous=SimpleNamespace(post=lambda to, message: sent.append((to, message))),
         selector=selector,
@@ -90,7 +90,8 @@ def context(tmp_path):
         fail=lambda report, **how: failed.append(how),
         is_stopping=lambda: False,
     )
-    yield SimpleNamespace(context=made, sent=sent, failed=failed)
+    evidence = SimpleNamespace(is_stuck=lambda *_: False, place=lambda state: "")
+    yield SimpleNamespace(context=made, evidence=evidence, sent=sent, failed=failed)
     selector.close()
     near.close()
     far.close()
@@ -102,11 +103,11 @@ def form(**fields) -> dict[str, Any]:
 
 
 def test_failures_that_the_lost_launcher_counted_are_not_forgotten(context):
-    following = MemberRole(context.context, "00001")
+    following = MemberRole(context.context, context.evidence, "00001")
     following.take_mail(form())
     following.follow("00002")
     assert context.sent[-1][1]["failures"] == 2
-    takeover = TakingOver(context.context, following, {"00001": "a"}, ["00003"])
+    takeover = TakingOver(context.context, context.evidence, following, {"00001": "a"}, ["00003"])
     others = {"sender": "00003", "hello": [], "generation": 4, "failures": 3}
     takeover.take_hello(others)
     assert takeover.lead(0, ("127.0.0.1", 1)).failures == 4, "and the loss of that machine"
@@ -114,14 +115,14 @@ def test_failures_that_the_lost_launcher_counted_are_not_forgotten(context):
 
 def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
     """Its launcher ends; the others, which it must not stop, go on."""
-    following = MemberRole(context.context, "00001")
+    following = MemberRole(context.context, context.evidence, "00001")
     following.take_mail(form())
-    takeover = TakingOver(context.context, following, {"00001": "a"}, ["00003"])
+    takeover = TakingOver(context.context, context.evidence, following, {"00001": "a"}, ["00003"])
     deadline = time.monotonic() + 10
     takeover.deadline = 0.0
     assert takeover.is_complete
     assert time.monotonic() < deadline
-    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
+    control = ElasticControl(context.context, Diagnosis(context.context, 1), failures=0)
     control.role = takeover.lead(0, ("127.0.0.1", 1))
     context.sent.clear()
     control.take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
@@ -148,11 +149,11 @@ def test_a_request_that_cannot_be_answered_is_reported_once_and_ends_nothing(tmp
 
 def test_a_machine_that_does_not_decide_passes_requests_on(context, monkeypatch):
     logs = context.context.spec.log_dir
-    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
+    control = ElasticControl(context.context, Diagnosis(context.context, 1), failures=0)
     (logs / "ranks.request").write_text('{"ranks": 2}')
     control.check(time.monotonic())
     assert context.sent == [], "the launcher that decides may see this folder, too"
-    monkeypatch.setattr("phalanx.launch.elastic._PASS_SECONDS", 0.0)
+    monkeypatch.setattr("phalanx.recovery.launcher.elastic._PASS_SECONDS", 0.0)
     control.check(time.monotonic())
     control.check(time.monotonic())
     assert context.sent == [("00001", {"resize": 2})]
@@ -163,7 +164,7 @@ def test_a_machine_that_does_not_decide_passes_requests_on(context, monkeypatch)
 
 def test_a_request_that_was_passed_on_is_carried_out_and_answered(context):
     context.context.node = dataclasses.replace(context.context.node, leader="00002")
-    control = ElasticControl(context.context, Diagnosis(context.context), failures=0)
+    control = ElasticControl(context.context, Diagnosis(context.context, 1), failures=0)
     asked: list[int] = []
     group = SimpleNamespace(is_settled=False, unchanged_since=time.monotonic())
     members = SimpleNamespace(group=group, resize=lambda size, why: asked.append(size), find_late=list)

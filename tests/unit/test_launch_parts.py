@@ -11,17 +11,17 @@ import pytest
 import torch
 from ranks import RecordingConsole
 
+from phalanx.diagnosis.first_cause import RankExit, explain, find_first_cause
+from phalanx.diagnosis.stacks import whereabouts
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus, count_visible
 from phalanx.host.processes import oom_kills
 from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.environment import threads_per_rank
-from phalanx.launch.failure import RankExit, explain, find_first_cause
 from phalanx.launch.gathering import check_numbers, order_nodes
 from phalanx.launch.launcher_loop import Outcome, may_restart
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
 from phalanx.launch.spec import check_endpoint, split_endpoint
-from phalanx.launch.stacks import whereabouts
 
 
 def _spec(tmp_path, **fields):

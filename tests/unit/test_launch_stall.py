@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch.diagnosis import Evidence
-from phalanx.launch.elastic import StallWatch
+from phalanx.diagnosis.evidence import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import record_exception
-from phalanx.launch.group import RankState, stack_path
+from phalanx.launch.group import RankState
+from phalanx.launch.rank_files import stack_path
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path, within
+from phalanx.recovery.launcher.elastic import StallWatch
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "{}", line 1 in function\n'
 WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.format("train.py")
@@ -38,8 +39,8 @@ def machine(tmp_path):
         ask_ranks=lambda then, which: questions.append((then, [each.key for each in which])),
     )
     console = SimpleNamespace(notice=lambda text: None)
-    context = SimpleNamespace(spec=spec, group=group, evidence=evidence, console=console)
-    watch = StallWatch(context, SimpleNamespace(inquiry=inquiry, report=None))
+    context = SimpleNamespace(spec=spec, group=group, console=console)
+    watch = StallWatch(context, SimpleNamespace(inquiry=inquiry, evidence=evidence, report=None))
     role = SimpleNamespace(unchanged_since=time.monotonic() - 1, members_here=states[:2])
     yield SimpleNamespace(watch=watch, role=role, questions=questions, killed=killed)
     evidence.close()

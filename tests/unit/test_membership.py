@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import RankState
-from phalanx.launch.membership import Membership
-from phalanx.launch.policy import fails_too_often
 from phalanx.launch.spec import Elastic
+from phalanx.recovery.launcher.membership import Membership
+from phalanx.recovery.launcher.policy import fails_too_often
 
 
 class Processes:
@@ -301,7 +301,7 @@ def test_a_rank_in_a_long_step_is_not_killed_for_a_request(monkeypatch):
     case = Case(2, sizes=(2, 1))
     case.join(*case.ranks)
     case.members.resize(1, "a request")
-    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: 1e9)
+    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: 1e9)
     assert case.members.find_late() == []
     case.ready(case.ranks[0])
     case.members.take_loss(rank_state(9), how="was killed")
@@ -315,10 +315,10 @@ def test_ranks_that_leave_after_a_request_have_time_from_the_loss_on(monkeypatch
     case.members.resize(2, "a request")
     case.ready(case.ranks[0])
     asked = time.monotonic()
-    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: asked + 1000)
+    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: asked + 1000)
     case.lose(case.ranks[2])
     assert case.members.find_late() == []
-    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: asked + 2000)
+    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: asked + 2000)
     assert case.members.find_late() == [case.ranks[1]], "the other has left"
 
 
@@ -422,13 +422,13 @@ def test_a_rank_that_waits_for_the_release_is_not_late(three, monkeypatch):
     now = time.monotonic()
     three.lose(zero)
     three.aborted(one)
-    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: now + 31)
-    monkeypatch.setattr("phalanx.launch.membership.patience", lambda seconds: 30.0)
+    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: now + 31)
+    monkeypatch.setattr("phalanx.recovery.launcher.membership.patience", lambda seconds: 30.0)
     assert three.members.find_late() == [two]
     assert three.lose(two)
     assert three.members.find_late() == [], "the other has time from this loss on"
     three.aborted(one)
-    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: now + 100)
+    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: now + 100)
     assert three.members.find_late() == [one], "all have aborted, and it has not left"
 
 

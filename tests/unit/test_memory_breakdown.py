@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from phalanx.observe.memory_breakdown import MemoryBreakdown, read_breakdown, write_breakdown
+from phalanx.diagnosis.memory_breakdown import MemoryBreakdown, read_breakdown, write_breakdown
 
 GB = 1e9
 BREAKDOWN = MemoryBreakdown("cuda", 80 * GB, 14 * GB, 14 * GB, 28 * GB, 20 * GB, ranks=8, batch_size=8, blocks=32)

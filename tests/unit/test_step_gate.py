@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.world.gate import HostState
+from phalanx.recovery.ranks.gate import HostState
 
 
 class Counting(torch.optim.Optimizer):

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnosis import Evidence
 from phalanx.engines.horovod.rank import ENDED, STARTED
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.processes import SignalInbox, is_same_user, send_signal
-from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record
 from phalanx.launch.failure import FailureReport

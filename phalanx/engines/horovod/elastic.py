@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from phalanx.engines.horovod.rendezvous import horovod, note_new_rank
 from phalanx.host.lost_peers import lost_peers
-from phalanx.loop.recover import Survivor
 from phalanx.loop.trainer import TrainLoop
+from phalanx.recovery import Survivor
 from phalanx.world.env import read_rank_env
 
 Result = TypeVar("Result")

@@ -18,14 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx.diagnosis import answer_launcher
 from phalanx.engines.horovod.driver import bind_to_loopback
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.files import make_private
 from phalanx.host.messages import Message
-from phalanx.launch.collectives import answer_launcher
-from phalanx.launch.group import open_stack
 from phalanx.launch.output import open_log
 from phalanx.launch.rank import buffer_lines, leave, lift, record_to_log, run_target, run_to_end
+from phalanx.launch.rank_files import open_stack
 from phalanx.launch.spec import target_from_message
 
 STARTED = "horovod_rank_started"

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnosis import RankExit, explain, find_first_cause
 from phalanx.engines.ray.cluster import RayCluster
 from phalanx.engines.ray.controller import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.processes import SignalInbox
 from phalanx.launch.error_file import record_path
-from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.launcher_loop import MOMENTS, SUCCESS_CODES, LauncherLoop, Reminder, duration_text, stopped
 from phalanx.launch.output import LineSplitter, RankConsole, log_path, log_tail
 from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec

@@ -31,6 +31,9 @@ _MODULES = (
     "multiprocessing.queues",
     "cloudpickle",
     "phalanx.comm",
+    "phalanx.launch.rank",
+    "phalanx.diagnosis.calls",
+    "phalanx.diagnosis.point_to_point",
 )
 PRELOAD = "PHALANX_PRELOAD"
 """The environment variable with further modules to import, separated by commas: an engine's library."""

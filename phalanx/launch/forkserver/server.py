@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from phalanx.host import messages
 from phalanx.host.processes import JOINS_LATE, STOPS, die_with, kill_group, outlive_parent, send_signal, set_name
-from phalanx.launch.collectives import ASK
 from phalanx.launch.forkserver.preload import preload, preload_for
+from phalanx.launch.rank_files import ASK
 
 Job = Callable[[], NoReturn]
 

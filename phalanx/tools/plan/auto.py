@@ -11,9 +11,9 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
+from phalanx.diagnosis import optimizer_states
 from phalanx.errors import UsageError
 from phalanx.loop.model_setup import adapt
-from phalanx.observe.memory_breakdown import optimizer_states
 from phalanx.recipes import Recipe
 from phalanx.run.auto_strategy import settle_strategy
 from phalanx.strategies.pipeline.placement import cut_at, units_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from phalanx.observe.memory_breakdown import optimizer_states
+from phalanx.diagnosis import optimizer_states
 from phalanx.tools.plan.model import ModelShape
 from phalanx.tools.plan.plans import budget_of
 

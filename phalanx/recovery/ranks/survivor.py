@@ -27,19 +27,19 @@ from phalanx.loop.step_info import StepInfo
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
+from phalanx.recovery.ranks import member as membership
+from phalanx.recovery.ranks.gate import StepGate
 from phalanx.strategies.base import share_weights
-from phalanx.world import membership
 from phalanx.world.abort import leave_groups, raise_if_aborted, take_spent
 from phalanx.world.env import read_rank_env, stop_signals
-from phalanx.world.gate import StepGate
 from phalanx.world.groups import forget_groups
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.neighbours import Neighbours
     from phalanx.loop.reporting import Reporter
     from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.recovery.ranks.neighbours import Neighbours
 
 _SAVE_SECONDS = 0.1
 """Grace period for an in-flight save after a loss; it completes only if the lost ranks had written their part."""
@@ -235,7 +235,7 @@ class ElasticSurvivor(Survivor):
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Keep shards in the memory of other ranks; return what restores them, else a checkpoint."""
         if self._neighbours is None:
-            from phalanx.loop.neighbours import Neighbours
+            from phalanx.recovery.ranks.neighbours import Neighbours
 
             self._neighbours = Neighbours(loop.config.options.memory_frequency)
         neighbours = self._neighbours

@@ -22,13 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnosis.records import WATCH_SECONDS, OverdueWatch, read_calls_here
+from phalanx.diagnosis.stacks import write_stacks
 from phalanx.host.files import is_writable_for_others, open_below, replace_file
 from phalanx.host.processes import began_at, stat_fields
-from phalanx.launch.records import WATCH_SECONDS, OverdueWatch, read_calls_here
-from phalanx.launch.stacks import write_stacks
-
-ASK = signal.SIGRTMIN + 9
-"""Asks a rank for its stacks and its record. The fork server ignores it, and so does a rank until it can answer."""
+from phalanx.launch.rank_files import ASK, calls_path, process_path
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,6 @@ class RankCalls:
         return cls(**{**message, "calls": calls, "groups": groups})
 
 
-def calls_path(log_dir: Path, slot: int) -> Path:
-    """Return where a rank writes its record."""
-    return log_dir / f"rank-{slot}.collectives.json"
-
-
 def read_calls(log_dir: Path, slot: int, since: float = 0.0) -> RankCalls | None:
     """Return the record of a rank; None where it has written none since a time in seconds since the epoch."""
     try:
@@ -101,11 +94,6 @@ def read_calls(log_dir: Path, slot: int, since: float = 0.0) -> RankCalls | None
     except (FileNotFoundError, ValueError):  # none, or one that a full disk cut
         return None
     return RankCalls.from_message(message) if message.pop("time") >= since else None
-
-
-def process_path(log_dir: Path, slot: int) -> Path:
-    """Return where a rank writes which process it is."""
-    return log_dir / f"rank-{slot}.process.json"
 
 
 def process_of(run_dir: Path, slot: int) -> int | None:

@@ -10,47 +10,25 @@ import contextlib
 import math
 import selectors
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.diagnosis import Evidence
 from phalanx.host import messages
 from phalanx.host.processes import is_stopped
-from phalanx.launch.diagnosis import Evidence
-from phalanx.launch.environment import NodeInfo
+from phalanx.launch.context import LauncherContext
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.output import RankConsole
-from phalanx.launch.policy import patience
-from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.group import RankState
+from phalanx.recovery.launcher.policy import patience
 
 _CHECK_SECONDS = 0.5
-
-
-@dataclass
-class LauncherContext:
-    """Services that a role, and other parts of a launcher, need from it while its ranks run."""
-
-    spec: LaunchSpec
-    node: NodeInfo
-    group: RankGroup
-    evidence: Evidence
-    console: RankConsole
-    rendezvous: Rendezvous
-    selector: selectors.BaseSelector
-    later: Callable[[float, Callable[[], None]], None]
-    fail: Callable[..., None]
-    """Gets a `FailureReport`; with `final=True` this machine alone ends, and does not start again."""
-    is_stopping: Callable[[], bool]
 
 
 class LocalRanks:
     """The ranks of this machine: their control sockets, and which of them are stopped."""
 
-    def __init__(self, context: LauncherContext) -> None:
+    def __init__(self, context: LauncherContext, evidence: Evidence) -> None:
         assert context.spec.elastic is not None, "only then there is a role"
-        self._context, self._elastic = context, context.spec.elastic
+        self._context, self._elastic, self._evidence = context, context.spec.elastic, evidence
         self._waits_for = ("", "")
 
     def listen(self) -> None:
@@ -99,10 +77,9 @@ class LocalRanks:
 
     def _is_stuck(self, state: RankState) -> bool:
         """Whether a rank of this machine, which does not leave or join, makes no progress either."""
-        evidence = self._context.evidence
-        if evidence.is_stuck(state, patience(self._elastic.silence_seconds)):
+        if self._evidence.is_stuck(state, patience(self._elastic.silence_seconds)):
             return True
-        place = evidence.place(state)
+        place = self._evidence.place(state)
         if place and (state.key, place) != self._waits_for:
             self._waits_for = (state.key, place)
             self._context.console.notice(f"rank {state.rank} is in {place}: the others wait for it")
@@ -117,8 +94,8 @@ class LocalRanks:
 class MemberRole(LocalRanks):
     """Carries out what the launcher of another machine decides."""
 
-    def __init__(self, context: LauncherContext, leader: str) -> None:
-        super().__init__(context)
+    def __init__(self, context: LauncherContext, evidence: Evidence, leader: str) -> None:
+        super().__init__(context, evidence)
         self.leader = leader
         self._ready: dict[str, dict[str, Any]] = {}
         self.generation = self.failures = 0

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.diagnosis.memory_breakdown import MemoryBreakdown, optimizer_states, write_breakdown
 from phalanx.errors import OutOfMemoryError, first_line
 from phalanx.host.processes import host_memory
 from phalanx.loop.hooks import Callback
 from phalanx.loop.step_info import StepInfo
 from phalanx.observe.format import size
-from phalanx.observe.memory_breakdown import MemoryBreakdown, optimizer_states, write_breakdown
 from phalanx.strategies.base import local
 from phalanx.strategies.tensors import find_blocks
 

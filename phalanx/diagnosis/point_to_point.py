@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import time as now
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.records import Joined
+from phalanx.diagnosis.records import Joined
 from phalanx.observe.call_ring import CallRing, PairCalls, call_ring
 
 if TYPE_CHECKING:

@@ -6,21 +6,29 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from phalanx.diagnosis import Evidence
+from phalanx.launch.context import LauncherContext
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankState
-from phalanx.launch.membership import Membership
-from phalanx.launch.policy import RECENT_SECONDS, fails_too_often
-from phalanx.launch.roles import LauncherContext, LocalRanks
+from phalanx.recovery.launcher.membership import Membership
+from phalanx.recovery.launcher.policy import RECENT_SECONDS, fails_too_often
+from phalanx.recovery.launcher.roles import LocalRanks
 
 
 class LeaderRole(LocalRanks):
     """Decides for all machines."""
 
     def __init__(
-        self, context: LauncherContext, *, failures: int, inherited: list[RankState] | None = None, generation: int = 0
+        self,
+        context: LauncherContext,
+        evidence: Evidence,
+        *,
+        failures: int,
+        inherited: list[RankState] | None = None,
+        generation: int = 0,
     ) -> None:
         """`inherited`: the members of a group that another launcher has formed, those of lost machines included."""
-        super().__init__(context)
+        super().__init__(context, evidence)
         self._remote: dict[str, RankState] = {}
         self._machines = {node: (host, ranks) for node, host, ranks in context.node.machines}
         self._ended: set[str] = set()

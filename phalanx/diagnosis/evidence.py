@@ -10,22 +10,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.diagnosis.blame import Blame
+from phalanx.diagnosis.calls import RankCalls, read_calls
+from phalanx.diagnosis.first_cause import RankExit, explain, find_first_cause
+from phalanx.diagnosis.memory_breakdown import read_breakdown
+from phalanx.diagnosis.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
 from phalanx.errors import EXIT_PREEMPTED, error_line, first_line
 from phalanx.host.lost_peers import reports_lost_peer
 from phalanx.host.processes import how_it_ended, is_stopped, oom_kills
-from phalanx.launch.blame import Blame
-from phalanx.launch.collectives import RankCalls, calls_path, read_calls
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
-from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.group import RankState, stack_path
+from phalanx.launch.failure import FailureReport
+from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import duration_text
 from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.rank_files import calls_path, stack_path
 from phalanx.launch.spec import LaunchSpec
-from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
 from phalanx.launch.watches import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
-from phalanx.observe.memory_breakdown import read_breakdown
 
 _USUAL_STEPS = 3
 _SEE_STACK = "Its stack is in the .stack file next to its log."

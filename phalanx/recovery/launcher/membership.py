@@ -23,11 +23,11 @@ from typing import Any
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import RankState
-from phalanx.launch.group_state import GroupState, Processes
 from phalanx.launch.launcher_loop import RankAborted, RankInterrupted, RankJoined, RankReady, parse
-from phalanx.launch.policy import Decision, Facts, decide, patience, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
+from phalanx.recovery.launcher.group_state import GroupState, Processes
+from phalanx.recovery.launcher.policy import Decision, Facts, decide, patience, pause
 
 _TRIES = 3
 """Consecutive failed starts, or interruptions without a lost rank, before giving up."""

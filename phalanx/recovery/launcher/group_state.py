@@ -4,7 +4,7 @@
 
 *leaving*: ranks abort the collective that they wait in, or stop at a step's boundary, and report their last step.
 *forming*: each rank got its new position and joins the group of the next generation. A loss in either state begins
-*leaving* again. `membership` decides when; `phalanx.world.membership` is the ranks' side.
+*leaving* again. `membership` decides when; `phalanx.recovery.ranks.member` is the ranks' side.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from phalanx.launch.group import RankState
-from phalanx.launch.policy import Change, Sizes
 from phalanx.launch.spec import Elastic
+from phalanx.recovery.launcher.policy import Change, Sizes
 
 
 class Processes(Protocol):

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnosis import Blame, Diagnosis, Evidence
 from phalanx.errors import UsageError
 from phalanx.host.files import replace_file
-from phalanx.launch.blame import Blame
+from phalanx.launch.context import Handlers, LauncherContext
 from phalanx.launch.group import RankState
-from phalanx.launch.inquiry import Diagnosis
-from phalanx.launch.leader import LeaderRole
-from phalanx.launch.roles import LauncherContext, MemberRole
+from phalanx.launch.watches import Watch
+from phalanx.recovery.launcher.leader import LeaderRole
+from phalanx.recovery.launcher.roles import MemberRole
 
 _REQUEST, _ANSWER = "ranks.request", "ranks.answer"
 _POLL_SECONDS = 0.05
@@ -35,10 +36,12 @@ class ElasticControl:
 
     def __init__(self, context: LauncherContext, diagnosis: Diagnosis, failures: int) -> None:
         """`failures`: how many were survived before this attempt."""
-        self._context, self._failures_before = context, failures
-        node = context.node
+        self._context, self._failures_before, self._evidence = context, failures, diagnosis.evidence
+        node, evidence = context.node, diagnosis.evidence
         self.role: Role = (
-            LeaderRole(context, failures=failures) if node.own == node.leader else MemberRole(context, node.leader)
+            LeaderRole(context, evidence, failures=failures)
+            if node.own == node.leader
+            else MemberRole(context, evidence, node.leader)
         )
         self._stall = StallWatch(context, diagnosis)
         self._requests = ScaleRequests(context.spec.log_dir, context.console.notice)
@@ -50,7 +53,33 @@ class ElasticControl:
         self._waiting_mail: list[dict[str, Any]] = []
 
     @property
-    def handlers(self) -> dict[str, Callable[..., None]]:
+    def watches(self) -> list[Watch]:
+        """What depends on the clock."""
+        return [self]
+
+    @property
+    def failures(self) -> int:
+        """How many failures the run has survived."""
+        return self.role.failures
+
+    def listen(self) -> None:
+        """Handle messages of the ranks of this machine, which have been started."""
+        self.role.listen()
+
+    def on_loss(self, ended: RankState, how: str) -> bool:
+        """Replace a rank that has ended with an error; return whether the run goes on."""
+        return self.role.take_loss(ended, how)
+
+    def on_end(self, ended: RankState) -> None:
+        """Note a rank that has finished."""
+        self.role.take_end(ended)
+
+    def end(self) -> None:
+        """Let ranks that wait for a place end: the attempt is over."""
+        self.role.end()
+
+    @property
+    def handlers(self) -> Handlers:
         """By kind, what to do about a message of the store agent."""
         return {"mail": self.take_mail, "lost_nodes": self._take_lost_nodes, "leader": self._take_lost_leader}
 
@@ -89,8 +118,8 @@ class ElasticControl:
             assert isinstance(self.role, MemberRole), "another launcher decides"
             self._context.rendezvous.post(self.role.leader, {"resize": wanted})
 
-    def end_late(self) -> None:
-        """Kill the rank that others have waited for too long over nccl; report it where it is not of this machine."""
+    def on_overdue(self) -> None:
+        """Kill the rank that others have waited for too long over nccl; report it if it is not of this machine."""
         self._stall.end_late(self.role)
 
     # --- several machines ---------------------------------------------------------------------------------------
@@ -126,7 +155,7 @@ class ElasticControl:
         if address is None:
             self.role.follow(leader)
             return
-        self._takeover = TakingOver(self._context, self.role, lost, list(others))
+        self._takeover = TakingOver(self._context, self._evidence, self.role, lost, list(others))
         self._address = address
         self._take_waiting_mail()
 
@@ -148,7 +177,7 @@ class StallWatch:
     def __init__(self, context: LauncherContext, diagnosis: Diagnosis) -> None:
         assert context.spec.elastic is not None, "only then there is a role"
         self._limit = context.spec.elastic.stall_seconds
-        self._group, self._evidence, self._console = context.group, context.evidence, context.console
+        self._group, self._evidence, self._console = context.group, diagnosis.evidence, context.console
         self._inquiry, self._report = diagnosis.inquiry, diagnosis.report
         self._asked = False
         self._ending: set[str] = set()
@@ -282,8 +311,10 @@ _HELLO_SECONDS = 3.0
 class TakingOver:
     """Collects the ranks of the machines that are left, and then leads them."""
 
-    def __init__(self, context: LauncherContext, before: MemberRole, lost: dict[str, str], others: list[str]) -> None:
-        self._context, self._before = context, before
+    def __init__(
+        self, context: LauncherContext, evidence: Evidence, before: MemberRole, lost: dict[str, str], others: list[str]
+    ) -> None:
+        self._context, self._evidence, self._before = context, evidence, before
         self.lost = lost
         self._missing = set(others)
         self._reports = {context.node.own: before.ranks()}
@@ -332,7 +363,8 @@ class TakingOver:
         members = sorted([*members, *gone], key=lambda state: state.rank)
         self._context.node = self._context.node.without(set(self.lost) | self._missing)
         failures = max(failures, self._failures)
-        role = LeaderRole(self._context, failures=failures, inherited=members, generation=max(1, self._generation))
+        parts = (self._context, self._evidence)
+        role = LeaderRole(*parts, failures=failures, inherited=members, generation=max(1, self._generation))
         role.move_to(*address)
         role.take_lost_nodes({machine: self.lost[machine]})
         for state, message in ready:

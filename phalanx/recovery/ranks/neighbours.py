@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.checkpoint import Snapshot
-from phalanx.checkpoint.memory import NeighbourMemory
 from phalanx.loop.hooks import Callback
 from phalanx.loop.run_state import kept, load_kept
 from phalanx.loop.state import fill_optimizers, state_tensors
 from phalanx.loop.step_info import StepInfo
+from phalanx.recovery.ranks.neighbour_memory import NeighbourMemory
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation

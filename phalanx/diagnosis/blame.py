@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.launch.collectives import Call, RankCalls
+from phalanx.diagnosis.calls import Call, RankCalls
+from phalanx.observe.format import ranks_text
 
 _UNEVEN = ("all_gather", "all_to_all", "gather", "scatter", "reduce_scatter", "alltoall", "allgather")
 """Collectives whose shapes may differ between ranks without an error."""
@@ -265,16 +266,3 @@ def _bystanders(guilty: int, idle: Sequence[int], known: Mapping[int, RankCalls]
     shown = [f"rank {rank} did not enter it either; it {known[rank].position}" for rank in rest if rank in known]
     more = [f"and {len(rest) - _LISTED} more ranks"] if len(rest) > _LISTED else []
     return (*shown[:_LISTED], *more)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 3", "ranks 0-2, 5"."""
-    ordered = sorted(ranks)
-    parts: list[list[int]] = []
-    for rank in ordered:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    shown = [f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
-    return f"rank{'s' * (len(ordered) > 1)} {', '.join(shown)}"

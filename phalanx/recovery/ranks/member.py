@@ -1,6 +1,6 @@
 """A rank's connection to the launcher, which decides which processes are ranks while they run.
 
-The launcher's end, with the states of the group, is `phalanx.launch.membership`. A thread reads the control socket, so
+The launcher's end, with the states of the group, is `phalanx.recovery.launcher`. A thread reads the control socket, so
 that an abort reaches a rank that waits in a collective.
 """
 

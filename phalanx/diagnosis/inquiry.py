@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.blame import Blame, find_blame
-from phalanx.launch.collectives import ASK, RankCalls
-from phalanx.launch.failure import YIELD_SECONDS
+from phalanx.diagnosis.blame import Blame, find_blame
+from phalanx.diagnosis.calls import RankCalls
+from phalanx.diagnosis.evidence import Evidence
+from phalanx.diagnosis.first_cause import YIELD_SECONDS
+from phalanx.launch.context import Handlers, LauncherContext
 from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import duration_text
-from phalanx.launch.roles import LauncherContext
-from phalanx.launch.watches import Hang, StartWatch
+from phalanx.launch.rank_files import ASK
+from phalanx.launch.watches import Hang, StartWatch, Watch
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
@@ -42,8 +44,8 @@ class _Question:
 class Inquiry:
     """Asks ranks while the launcher goes on; a callback gets the result."""
 
-    def __init__(self, context: LauncherContext) -> None:
-        self._context = context
+    def __init__(self, context: LauncherContext, evidence: Evidence) -> None:
+        self._context, self._evidence = context, evidence
         self._remote: _Question | None = None
 
     def find_blame(self, then: Callable[[Blame | None], None]) -> None:
@@ -67,14 +69,14 @@ class Inquiry:
         self._context.group.signal(ASK, [state for state in states if state.alive])
 
         def poll(deadline: float, *, insisted: bool) -> None:
-            due = [state for state in states if not self._context.evidence.has_answered(state, asked)]
+            due = [state for state in states if not self._evidence.has_answered(state, asked)]
             if due and time.time() < deadline:
                 self._context.later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
             elif due and not insisted:
                 self._context.group.signal(signal.SIGQUIT, due)
                 self._context.later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
             else:
-                then(self._context.evidence.collect_calls(states, asked))
+                then(self._evidence.collect_calls(states, asked))
 
         poll(asked + _ANSWER_SECONDS, insisted=not insist)
 
@@ -113,8 +115,8 @@ class Inquiry:
 class StallNotice:
     """Reports once, without ending anything, which rank the others have waited for longer than is usual."""
 
-    def __init__(self, context: LauncherContext, inquiry: Inquiry) -> None:
-        self._context, self._inquiry = context, inquiry
+    def __init__(self, context: LauncherContext, evidence: Evidence, inquiry: Inquiry) -> None:
+        self._context, self._evidence, self._inquiry = context, evidence, inquiry
         compares = context.node.world_size > 1 and context.node.node_rank == 0
         self._limit = context.spec.stall_notice if compares else 0.0
         self._next = time.monotonic() + self._limit
@@ -132,7 +134,7 @@ class StallNotice:
         if not self._limit or now < self._next:
             return
         self._next = now + self._limit / 2
-        evidence, ranks = self._context.evidence, self._context.group.alive
+        evidence, ranks = self._evidence, self._context.group.alive
         limit = max(self._limit, _USUAL_STEPS * evidence.usual_step(ranks))
         last = evidence.last_progress(ranks)
         if last is None or time.time() - last >= limit:
@@ -154,20 +156,49 @@ class StallNotice:
 class Diagnosis:
     """Finds the cause of a failure: at once after a real error, a little later after ranks that only lost others."""
 
-    def __init__(self, context: LauncherContext) -> None:
+    def __init__(self, context: LauncherContext, attempt: int) -> None:
+        """Read what the ranks of this attempt write; OSError if the log folder cannot be written."""
         self._context = context
-        self.inquiry = Inquiry(context)
-        self.notice = StallNotice(context, self.inquiry)
+        self.evidence = Evidence(context.spec, context.node)
+        self.evidence.clear([state.rank for state in context.group.states], attempt)
+        self.inquiry = Inquiry(context, self.evidence)
+        self.notice = StallNotice(context, self.evidence, self.inquiry)
         self._silent_nodes: list[str] = []
         self.is_pending = False
         """Whether a rank has failed, and its cause is not known yet."""
         self.is_asking = False
         """Whether ranks were asked, and what they answer ends the attempt."""
 
+    @property
+    def watches(self) -> list[Watch]:
+        """What depends on the clock."""
+        return [self.notice]
+
+    @property
+    def handlers(self) -> Handlers:
+        """By kind, what to do about a message of the store agent."""
+        return {
+            "question": self.inquiry.take_question,
+            "answer": self.inquiry.take_answer,
+            "silent_nodes": self.take_silent_nodes,
+        }
+
+    def describe(self, state: RankState) -> str:
+        """Return how a rank ended, as the end of a sentence that begins with its name."""
+        return self.evidence.describe(state)
+
+    def note_late(self, slot: int, text: str) -> None:
+        """Note that a rank has waited too long for an operation that raises no error."""
+        self.evidence.note_late(slot, text)
+
+    def close(self) -> None:
+        """Close the heartbeats."""
+        self.evidence.close()
+
     def assess(self, ended: RankState) -> None:
-        """Take a rank that has failed."""
+        """Find the cause after a rank has failed."""
         aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
-        if aborted or self._context.evidence.of(ended).lost_peer:
+        if aborted or self.evidence.of(ended).lost_peer:
             self.find_soon()
         else:
             self.find()
@@ -183,7 +214,7 @@ class Diagnosis:
         """Look for the cause; where every rank only waited, compare what all have called, and where they are."""
         if self.is_asking or self._context.is_stopping():
             return
-        evidence, states = self._context.evidence, self._context.group.states
+        evidence, states = self.evidence, self._context.group.states
         if not evidence.only_waited(states):
             self._context.fail(evidence.find_failure(states))
         else:
@@ -198,12 +229,12 @@ class Diagnosis:
         """End the attempt with the rank to blame."""
         nodes = self._silent_nodes if self._context.rendezvous.has_other_nodes else None
         states = self._context.group.states
-        self._context.fail(self._context.evidence.explain_waiting(states, blame or self.notice.blame, nodes))
+        self._context.fail(self.evidence.explain_waiting(states, blame or self.notice.blame, nodes))
 
     def name_missing(self, hang: Hang) -> None:
         """Ask the ranks that never joined where they are, and end the attempt with that."""
         self.is_asking = True
-        evidence, states = self._context.evidence, self._context.group.states
+        evidence, states = self.evidence, self._context.group.states
         missing = [state for state in states if state.alive and state.rank in hang.missing]
         self.inquiry.ask_ranks(lambda _: self._context.fail(evidence.explain_hang(hang, states)), missing)
 
@@ -213,6 +244,6 @@ class Diagnosis:
 
         def describe(_: list[RankCalls]) -> None:
             if watch.quiet:
-                context.console.notice(context.evidence.describe_slow_start(first, watch.waited(time.monotonic())))
+                context.console.notice(self.evidence.describe_slow_start(first, watch.waited(time.monotonic())))
 
         self.inquiry.ask_ranks(describe, [first])

@@ -1,0 +1,66 @@
+"""Who hung or crashed, and why: the first cause of a failure, in one report.
+
+In the launcher: `Diagnosis` decides when to look, `Evidence` reads what ranks have left (error files, exit codes,
+heartbeats, stacks), `inquiry` asks the ranks of all machines for their collectives, `blame` compares these, and
+`first_cause` writes how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`, `numbers` and
+`nonfinite` explain what went wrong inside a step.
+
+Other rooms use the names of this page alone (`phalanx.features`); each is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from phalanx.diagnosis.blame import Blame
+    from phalanx.diagnosis.calls import answer_launcher, process_of, read_calls, write_calls
+    from phalanx.diagnosis.evidence import Evidence
+    from phalanx.diagnosis.first_cause import RankExit, explain, find_first_cause
+    from phalanx.diagnosis.inquiry import Diagnosis
+    from phalanx.diagnosis.memory_breakdown import optimizer_states
+    from phalanx.diagnosis.nonfinite import give_back, nonfinite_error
+    from phalanx.diagnosis.numbers import NumberWatch
+    from phalanx.diagnosis.out_of_memory import MemoryWatch
+    from phalanx.diagnosis.point_to_point import record_messages
+    from phalanx.diagnosis.records import Joined
+    from phalanx.diagnosis.stacks import latest_dump
+
+_NAMES = {
+    ".blame": "Blame",
+    ".calls": "answer_launcher process_of read_calls write_calls",
+    ".evidence": "Evidence",
+    ".first_cause": "RankExit explain find_first_cause",
+    ".inquiry": "Diagnosis",
+    ".memory_breakdown": "optimizer_states",
+    ".nonfinite": "give_back nonfinite_error",
+    ".numbers": "NumberWatch",
+    ".out_of_memory": "MemoryWatch",
+    ".point_to_point": "record_messages",
+    ".records": "Joined",
+    ".stacks": "latest_dump",
+}
+__getattr__ = lazy_names(__name__, _NAMES)
+
+__all__ = [
+    "Blame",
+    "Diagnosis",
+    "Evidence",
+    "Joined",
+    "MemoryWatch",
+    "NumberWatch",
+    "RankExit",
+    "answer_launcher",
+    "explain",
+    "find_first_cause",
+    "give_back",
+    "latest_dump",
+    "nonfinite_error",
+    "optimizer_states",
+    "process_of",
+    "read_calls",
+    "record_messages",
+    "write_calls",
+]

@@ -1,0 +1,25 @@
+"""Lost ranks and nodes: the others keep their processes, and go on with replacements or with fewer.
+
+`launcher/` decides which processes are ranks; `ranks/` is a rank's side: it leaves its group, keeps the state, and
+joins the next group. Neither imports the other: they exchange messages over the control socket of each rank.
+
+Other rooms use the names of this page alone (`phalanx.features`); each is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from phalanx.recovery.launcher.elastic import ElasticControl, request_ranks
+    from phalanx.recovery.ranks.survivor import Survivor, run_recovering
+
+_NAMES = {
+    ".launcher.elastic": "ElasticControl request_ranks",
+    ".ranks.survivor": "Survivor run_recovering",
+}
+__getattr__ = lazy_names(__name__, _NAMES)
+
+__all__ = ["ElasticControl", "Survivor", "request_ranks", "run_recovering"]

@@ -1,0 +1,1 @@
+"""The launcher's side of recovery; imports no torch."""
