@@ -2,8 +2,8 @@
 
 In the launcher: `Diagnosis` decides when to look, `Evidence` reads what ranks have left (error files, exit codes,
 heartbeats, stacks), `inquiry` asks the ranks of all machines for their collectives, `blame` compares these, and
-`first_cause` writes how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`, `numbers` and
-`nonfinite` explain what went wrong inside a step.
+`first_cause` writes how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`,
+`numbers` and `nonfinite` explain what went wrong inside a step.
 
 Other rooms use the names of this page alone (`phalanx.features`); each is imported when it is used.
 """

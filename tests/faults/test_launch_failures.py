@@ -73,7 +73,8 @@ def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, fork_server)
     trainer = PyTorchDDPTrainer(model=Broken(4, 2), num_workers=2, epochs=1, batch_size=2, run_dir=str(tmp_path))
     with pytest.raises(RankFailedError) as caught:
         trainer.fit(torch.utils.data.DataLoader(data))
-    assert {str(entry.path) for entry in caught.traceback} == {__file__, str(PACKAGE / "run" / "trainer.py")}
+    ours = {str(PACKAGE / "run" / name) for name in ("trainer.py", "start.py")}
+    assert {str(entry.path) for entry in caught.traceback} == {__file__, *ours}
     head, trace, first, *_ = str(caught.value).splitlines()
     assert "raised ValueError: bad batch" in head
     assert trace == "  Traceback (most recent call last):"
