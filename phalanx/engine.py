@@ -115,7 +115,7 @@ class Engine:
 
 
 ENGINES = {name: backend for name, backend in BACKENDS.items() if backend.engine}
-"""The engines of this package: each module has an `ENGINE`."""
+"""The engines of this package: each folder has an `ENGINE` in `engine.py`."""
 
 _TORCH = Engine()
 
@@ -124,7 +124,7 @@ _TORCH = Engine()
 def find_engine(name: str) -> Engine:
     """Return an engine by name; torch's own backends are the default `Engine`."""
     if name in ENGINES:
-        engine: Engine = import_module(ENGINES[name].engine).ENGINE
+        engine: Engine = import_module(f"{ENGINES[name].engine}.engine").ENGINE
         return engine
     found = load_entry_point(ENTRY_POINTS, name) if name and name not in BACKENDS else None
     if found is not None and not isinstance(found, Engine):

@@ -25,7 +25,7 @@ class Backend(NamedTuple):
     strategies: tuple[str, ...] = ()
     """The only strategies that it has; empty: all of torch."""
     engine: str = ""
-    """A package with the engine (`ENGINE`) and its rules (`rules.py`); empty for torch alone."""
+    """A package with the engine (`engine.py`) and its rules (`rules.py`); empty for torch alone."""
     package: Package | None = None
     replaces_ranks: bool = False
     """Phalanx's launcher replaces ranks in place."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
-from phalanx.engines.horovod import STARTED_BY
+from phalanx.engines.horovod.engine import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
 from phalanx.engines.horovod.rules import options_of
 from phalanx.errors import ModelError, UsageError, frozen_later
