@@ -33,7 +33,7 @@ class TensorFlow(Engine):
         check_against(task, config, given)
         from phalanx.engines.tensorflow.cluster import enter_alone
 
-        return lambda: enter_alone(config.options.start_timeout)
+        return lambda: enter_alone(config.start_timeout)
 
     def layout(self, config: DistributedConfig, device: str) -> JobLayout:
         """Return the processes of a TensorFlow cluster; TensorFlow itself chooses the devices of each."""
