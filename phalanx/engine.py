@@ -1,12 +1,13 @@
-"""Engine interface: the hooks by which Horovod, Ray, TensorFlow, DeepSpeed or another package change a run.
+"""Engine interface: the hooks by which an engine of this or of another package changes a run.
 
 The core calls an engine only through `Engine`, whose methods change nothing by default. An engine is a folder in
-`phalanx/engines/` with a row in `config/backends.py`, or an entry point of another package:
+`phalanx/engines/` that is named in `config/backends.py`, or an entry point of another package:
 
     [project.entry-points."phalanx.engines"]
     my-engine = "my_package:ENGINE"
 
-`backend="my-engine"` then selects it. No torch here, nor in the module that defines an engine.
+`backend="my-engine"` then selects it, and the fields of its class `options` are settings. No torch here, nor in the
+module that defines an engine.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Engine:
 
     strategy: ClassVar[str] = "ddp"
     """The strategy that `backend=<this engine>` means where none is given."""
+    options: ClassVar[type[Any] | None] = None
+    """The settings of an engine of another package: a dataclass of fields, each a `phalanx.config.option.option`."""
     prelude: ClassVar[str] = ""
     """A function, `package.module:name`, that each rank calls before its target."""
 
@@ -115,7 +118,7 @@ class Engine:
 
 
 ENGINES = {name: backend for name, backend in BACKENDS.items() if backend.engine}
-"""The engines of this package: each module has an `ENGINE`."""
+"""The engines of this package: each folder has an `ENGINE` in `engine.py`."""
 
 _TORCH = Engine()
 
@@ -124,7 +127,7 @@ _TORCH = Engine()
 def find_engine(name: str) -> Engine:
     """Return an engine by name; torch's own backends are the default `Engine`."""
     if name in ENGINES:
-        engine: Engine = import_module(ENGINES[name].engine).ENGINE
+        engine: Engine = import_module(f"{ENGINES[name].engine}.engine").ENGINE
         return engine
     found = load_entry_point(ENTRY_POINTS, name) if name and name not in BACKENDS else None
     if found is not None and not isinstance(found, Engine):

@@ -158,7 +158,7 @@ class CountsFlops(Protocol):
 
 
 class HasHiddenSize(Protocol):
-    """A model's `config`, as Hugging Face's have it: DeepSpeed's "auto" buffer sizes follow from it."""
+    """A model's `config`, as Hugging Face's have it: engines may choose buffer sizes by it."""
 
     hidden_size: int
 

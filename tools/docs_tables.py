@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.config import GROUPS
 from phalanx.config.aliases import Aliases
 from phalanx.config.option import kinds
-from phalanx.config.run_fields import AdvancedOptions
+from phalanx.config.settings import title_of
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
@@ -41,9 +41,9 @@ def written(text: str) -> str:
 def settings_table() -> str:
     """Return every setting, group by group: name, what it takes, default, and its one help text."""
     parts = []
-    titles = {AdvancedOptions: "Advanced", Aliases: "Also accepted"}
+    titles = {Aliases: "Also accepted"}
     for group in (*GROUPS, *titles):
-        title = titles.get(group, group.__name__)
+        title = titles.get(group, title_of(group))
         parts.append(f"## {title}\n\n{group.__doc__}\n\n| setting | takes | default | |\n|---|---|---|---|")
         parts += [_setting_row(field) for field in group.__dataclass_fields__.values()]
         parts.append("")
@@ -58,7 +58,7 @@ def _setting_row(field: dataclasses.Field[Any]) -> str:
 def _takes(field: dataclasses.Field[Any]) -> str:
     if field.metadata["choices"] is not None:
         return ", ".join(f"`{_shown(choice)}`" for choice in field.metadata["choices"] if choice is not None)
-    words = " or ".join(_WORDS[kind] for kind in kinds(field) if kind != "None")
+    words = " or ".join(_WORDS[kind] for kind in kinds(field) if kind in _WORDS and kind != "None")
     minimum, above = field.metadata["minimum"], field.metadata["above"]
     if minimum is not None:
         return f"{words}, {minimum} or more"

@@ -69,12 +69,8 @@ class TorchArguments(TrainerSettings, TaskArguments, total=False):
 class HorovodArguments(CommonSettings, TaskArguments, total=False):
     """The keyword arguments of HorovodTrainer, whose `compression` may be a class of Horovod."""
 '''
-WIDER = {
-    **dict.fromkeys(("num_workers", "num_gpus"), "int | tuple[int, int] | None"),
-    "deepspeed_config": "str | dict[str, Any] | None",
-    "engine_options": "str | dict[str, Any] | None",
-}
-"""Settings whose Python argument may be more than the field: (least, most) workers, a dict in place of a file."""
+WIDER = dict.fromkeys(("num_workers", "num_gpus"), "int | tuple[int, int] | None")
+"""Settings whose Python argument may be more than the field: (least, most) workers."""
 
 
 def annotation(field: dataclasses.Field[Any]) -> str:

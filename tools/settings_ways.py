@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.config import resolve
 from phalanx.config.option import kinds
-from phalanx.config.ways import ALL, SCRIPT, in_loop, refuse_in_loop, unused_by_script
+from phalanx.config.settings import FIELDS
+from phalanx.config.ways import SCRIPT, in_loop, refuse_in_loop, unused_by_script
 from phalanx.errors import ConfigError, UsageError
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -93,7 +94,13 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "address": ("ray://head:10001", {"backend": "ray"}),
     "min_workers": (1, _TWO),
     "hosts": ("a:1,b:1", {"num_workers": 2}),
-    "engine_options": ("stop_grace=3.0", {}),
+    "resources_per_worker": ("CPU=1", {"backend": "ray"}),
+    "cpus_per_worker": (2.0, {"backend": "ray"}),
+    "placement": ("spread", {"backend": "ray"}),
+    "host_discovery_script": ("./hosts.sh", {"backend": "horovod"}),
+    "adasum": (True, {"backend": "horovod"}),
+    "horovod_timeline": ("wire.json", {"backend": "horovod"}),
+    "nvme_path": ("fast", {"strategy": "deepspeed"}),
     "checkpoint_dir": ("kept", {"checkpoint_frequency": 1}),
     "checkpoint_frequency": (1, {}),
     "checkpoint_kind": ("full", {"checkpoint_frequency": 1}),
@@ -144,7 +151,7 @@ def changed(name: str) -> Any:
     """Return a value that is not the default of a setting."""
     if name in EXAMPLES:
         return EXAMPLES[name][0]
-    field: dataclasses.Field[Any] = ALL[name]
+    field: dataclasses.Field[Any] = FIELDS[name]
     if field.metadata["choices"]:
         return next(choice for choice in field.metadata["choices"] if choice not in (field.default, None))
     if "bool" in kinds(field):
@@ -179,7 +186,7 @@ def table() -> str:
     """Return the settings that do not count in every way, and what to write in a loop of the user's."""
     rows = [f"| setting | {' | '.join(WAYS)} | in a loop of your own |", "|---|" + "---|" * (len(WAYS) + 1)]
     everywhere = []
-    for name in ALL:
+    for name in FIELDS:
         refused = {way: refusal(name, way) for way in WAYS}
         if not any(refused.values()):
             everywhere.append(f"`{name}`")

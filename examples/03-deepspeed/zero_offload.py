@@ -31,7 +31,7 @@ def train(args: argparse.Namespace, offload: str) -> str:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     stage = 3 if offload == "nvme" else args.stage
-    settings = {"offload": offload, **({"engine_options": {"nvme_path": args.nvme_path}} if offload == "nvme" else {})}
+    settings = {"offload": offload, **({"nvme_path": args.nvme_path} if offload == "nvme" else {})}
     torch.manual_seed(0)
     trainer = phalanx.Trainer(
         build_model(args.width), strategy="deepspeed", zero_stage=stage, batch_size=64, max_steps=args.steps, **settings

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import FIELDS, GROUPS, Resolved, write_toml
+from phalanx.config.settings import title_of
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
 
@@ -58,7 +59,7 @@ def _print_table(resolved: Resolved, shown: Collection[str]) -> None:
     for group in GROUPS:
         names = [name for name in group.__dataclass_fields__ if name in shown]
         if names:
-            print(_bold(group.__name__))
+            print(_bold(title_of(group)))
         for name in names:
             value, origin = getattr(resolved.config, name), resolved.origins[name]
             text = "-" if value is None else str(value)

@@ -13,6 +13,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +25,7 @@ from phalanx.config.aliases import NAMES, Aliases
 from phalanx.config.merging import join_words
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
-from phalanx.config.run_fields import AdvancedOptions
+from phalanx.config.settings import add_engine, title_of
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
 
@@ -41,8 +42,8 @@ COMMON = (
 
 ALSO_ACCEPTED = "also accepted"
 """The title of the aliases, which are shown with all settings only."""
-SECTIONS: dict[str, Any] = {**{group.__name__.lower(): group for group in GROUPS}, "advanced": AdvancedOptions}
-"""The groups of settings, and the options of every engine."""
+SECTIONS: dict[str, Any] = {title_of(group).lower(): group for group in GROUPS}
+"""The groups of settings: those of every run, and those of each engine."""
 _NEGATIVE = re.compile(r"-\d[\w.]*")
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
@@ -134,6 +135,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, add_help=False, **options)
+        self.takes_settings = False
         self.help_action = self.add_argument(
             "-h",
             "--help",
@@ -174,7 +176,10 @@ class FlagParser(argparse.ArgumentParser):
         for flag, file in itertools.pairwise(words):
             if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
                 raise UsageError("--json takes no file: it prints on standard output", hint="Write: --json > FILE")
-        return super().parse_known_args(words, namespace)
+        known, unknown = super().parse_known_args(words, namespace)
+        if self.takes_settings and any(word.startswith("--") for word in unknown) and _add_flags_of_engines(self):
+            return super().parse_known_args(words, namespace)
+        return known, unknown
 
     def _with_dashes(self, words: Sequence[str]) -> list[str]:
         """Return the words with --max_steps, as settings are written in Python, for --max-steps."""
@@ -315,6 +320,7 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
 
 def add_config_flags(parser: FlagParser) -> None:
     """Add a flag for every field of the config, in its groups, and the help of one group or all."""
+    parser.takes_settings = True
     parser.help_action.nargs, parser.help_action.help = "?", "show this help, or one group of settings"
     parser.add_argument(
         "--config",
@@ -334,6 +340,22 @@ def add_config_flags(parser: FlagParser) -> None:
         section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
             _add_flag(section, name)
+
+
+def _add_flags_of_engines(parser: FlagParser) -> bool:
+    """Add the settings of engines of other packages; return whether there are any."""
+    from importlib.metadata import entry_points  # 30 ms, which few commands need
+
+    names: list[str] = []
+    for name in entry_points(group="phalanx.engines").names:
+        with suppress(UsageError):  # a broken one is reported where it is chosen
+            group = add_engine(name)
+            names += group.__dataclass_fields__ if group is not None else ()
+    new = [name for name in names if f"--{name.replace('_', '-')}" not in parser._option_string_actions]
+    section = parser.add_argument_group("engines of other packages")
+    for name in new:
+        _add_flag(section, name)
+    return bool(new)
 
 
 def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.config import FIELDS
 from phalanx.config.aliases import NAMES
 from phalanx.config.names import unknown_value
-from phalanx.config.strategies import TABLE, StrategyRow
+from phalanx.config.rows import StrategyRow
+from phalanx.config.strategies import TABLE
 from phalanx.errors import UsageError
 from phalanx.strategies.registry import installed_strategies
 
@@ -69,14 +71,17 @@ def _rows() -> dict[str, StrategyRow]:
 
 
 def settings_of(row: StrategyRow) -> list[str]:
-    """Return the settings that concern a strategy: those in its flags, and those whose help begins with its name."""
-    flags = {flag[2:].replace("-", "_") for flag in re.findall(r"--[a-z-]+", row.flag)}
-    named = {name for name, field in NAMES.items() if row.name in _subjects(field.metadata["help"])}
-    return [name for name in NAMES if name in (flags | named)]
+    """Return the settings that concern a strategy: of its row, of it alone, and those whose help begins with it."""
+    named = {*row.settings, *(flag[2:].replace("-", "_") for flag in re.findall(r"--[a-z-]+", row.flag))}
+    for name, field in FIELDS.items():
+        only = {*field.metadata["strategies"], *field.metadata["backends"]}
+        if row.name in only or row.name in _subjects(field.metadata["help"]):
+            named.add(name)
+    return [name for name in NAMES if name in named]
 
 
 def _subjects(text: str) -> list[str]:
-    """Return the names before the first colon of a help text: "fsdp, deepspeed: keep parameters ..."."""
+    """Return the names before the first colon of a help text: "ddp, ring: compress gradients ..."."""
     before, colon, _ = text.partition(":")
     return [word.strip() for word in before.split(",")] if colon else []
 

@@ -20,6 +20,7 @@ class CommonSettings(TypedDict, total=False):
     device: Literal["auto", "cuda", "cpu"]
     share_gpus: bool
     threads_per_rank: int | None
+    hosts: str | None
     backend: str
     strategy: str
     tensor_parallel: int
@@ -34,7 +35,6 @@ class CommonSettings(TypedDict, total=False):
     shard_size: int | None
     wrap_class: str | None
     offload: Literal["none", "cpu", "nvme"]
-    deepspeed_config: str | dict[str, Any] | None
     batch_size: int | None
     epochs: int | None
     max_steps: int | None
@@ -80,10 +80,6 @@ class CommonSettings(TypedDict, total=False):
     num_servers: int
     server_mode: Literal["auto", "sync", "async", "bounded"]
     staleness: int | None
-    address: str | None
-    min_workers: int | None
-    hosts: str | None
-    engine_options: str | dict[str, Any] | None
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_frequency: int | str | None
     checkpoint_kind: Literal["sharded", "full", "incremental"]
@@ -104,6 +100,7 @@ class CommonSettings(TypedDict, total=False):
     log_every_n_steps: int
     console: str
     max_restarts: int
+    min_workers: int | None
     spares: int
     heartbeat_timeout: float
     preemption_file: str | None
@@ -111,22 +108,6 @@ class CommonSettings(TypedDict, total=False):
     on_corruption: Literal["stop", "replace", "warn"]
     straggler_factor: float | None
     on_straggler: Literal["warn", "replace"]
-    # Other spellings.
-    num_gpus: int | tuple[int, int] | None
-    gpus_per_node: int | None
-    progress: bool
-    cpus_per_worker: float
-    resources_per_worker: str | None
-    placement: str
-    host_discovery_script: str | None
-    adasum: bool
-    horovod_timeline: str | None
-    nvme_path: str | os.PathLike[str] | None
-    mlflow_tracking: bool
-    mlflow_experiment: str | None
-    tensorboard_dir: str | os.PathLike[str] | None
-    fast: bool
-    memory: bool
     start_timeout: float | None
     stall_timeout: float | None
     stop_grace: float
@@ -147,6 +128,24 @@ class CommonSettings(TypedDict, total=False):
     bucket_cap_mb: float
     scaler_init_scale: float
     scaler_growth_interval: int
+    deepspeed_config: Mapping[str, Any] | str | None
+    nvme_path: str | os.PathLike[str] | None
+    host_discovery_script: str | None
+    adasum: bool
+    horovod_timeline: str | None
+    address: str | None
+    cpus_per_worker: float
+    resources_per_worker: Mapping[str, float] | str | None
+    placement: Literal["pack", "spread", "strict-pack", "strict-spread"]
+    # Other spellings.
+    num_gpus: int | tuple[int, int] | None
+    gpus_per_node: int | None
+    progress: bool
+    mlflow_tracking: bool
+    mlflow_experiment: str | None
+    tensorboard_dir: str | os.PathLike[str] | None
+    fast: bool
+    memory: bool
 
 
 class TrainerSettings(CommonSettings, total=False):

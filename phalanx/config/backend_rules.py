@@ -1,37 +1,21 @@
 """Rules of backends: which settings and strategies go with each, and the rules that engines bring.
 
-The rules of an engine are in its package, `rules.py`: `RULES`, and optionally `unused`, `reconcile` and `FOR_SCRIPTS`
-(settings by which it starts the ranks of a script). They are loaded where its backend, its strategy or a setting of it
-is chosen.
+The rules of an engine are in its folder, `rules.py`: `RULES`, and optionally `unused` with `instead`, `IGNORED`,
+`reconcile` with `FILLS_FROM`, and `FOR_SCRIPTS` (settings by which it starts the ranks of a script). They are loaded
+where its backend, its strategy or a setting of it is chosen.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Collection, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
-from phalanx.config.backends import BACKENDS, Backend
-from phalanx.config.option import parse_text, problem, split_options
-from phalanx.config.rules import RANKS, Mistakes, rule
-from phalanx.config.run_fields import OPTIONS
+from phalanx.config.backends import BACKENDS
+from phalanx.config.rows import Backend
+from phalanx.config.rules import RANKS, Mistakes, engine_rules, rule
 from phalanx.config.settings import FIELDS, Host, Settings, parse_hosts
 from phalanx.config.strategies import ROWS, strategies_that
-from phalanx.errors import nearest
-
-_LIMITED = {name: field.metadata["backends"] for name, field in FIELDS.items() if field.metadata["backends"]}
-"""The backends that use a setting."""
-_OF_ENGINES = {name: field.metadata["engine"] for name, field in FIELDS.items() if field.metadata["engine"]}
-
-
-def engine_rules(values: Mapping[str, Any]) -> list[ModuleType]:
-    """Return the modules with the rules of the engines that settings, checked or not, choose."""
-    chosen = [values.get("backend"), values.get("strategy")]
-    chosen += [engine for name, engine in _OF_ENGINES.items() if values.get(name) not in (None, FIELDS[name].default)]
-    engines = [BACKENDS[name].engine for name in dict.fromkeys(chosen) if isinstance(name, str) and name in BACKENDS]
-    return [importlib.import_module(f"{engine}.rules") for engine in engines if engine]
 
 
 def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -47,9 +31,9 @@ def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
 @rule("backend", "strategy")
 def backend_settings(settings: Settings) -> Mistakes:
     """Report settings that the backend does not use."""
-    for name in settings.changed(*_LIMITED):
-        users = _LIMITED[name]
-        if settings.backend not in users:
+    for name in settings.changed(*FIELDS):
+        users = _users(name)
+        if users and settings.backend not in users:
             names = " or ".join(repr(user) for user in users)
             yield settings.mistake(
                 name,
@@ -58,38 +42,16 @@ def backend_settings(settings: Settings) -> Mistakes:
             )
 
 
-@rule("backend", "strategy")
-def engine_options(settings: Settings) -> Mistakes:
-    """Check the options of the engines that are chosen."""
-    known = _options_of(settings.backend, settings.resolved_strategy)
-    for name, value in split_options(settings.engine_options).items():
-        if name not in known:
-            yield name, f"engine_options: {_unknown_option(name, settings.backend, known)}"
-        elif wrong := problem(known[name], parse_text(known[name], value)):
-            yield name, wrong
-
-
-def _options_of(backend: str, strategy: str = "") -> dict[str, Any]:
-    """Return the fields of the options that the engines of a backend and a strategy have."""
-    engines = engine_rules({"backend": backend, "strategy": strategy})
-    own = [engine.OPTIONS for engine in engines if hasattr(engine, "OPTIONS")]
-    return {name: field for options in (OPTIONS, *own) for name, field in options.items()}
-
-
-def _unknown_option(name: str, backend: str, known: Collection[str]) -> str:
-    """Return the message about an option that the chosen engines lack: which one has it, or what was meant."""
-    owner = next((other for other in BACKENDS if name in _options_of(other)), None)
-    if owner is not None:
-        return f"{name} is for backend = {owner!r}, and backend = {backend!r} does not follow it: leave {name} out."
-    close = nearest(name, known)
-    guess = f" Did you mean {close!r}?" if close else ""
-    return f"backend = {backend!r} has no option {name!r}.{guess} It has: {', '.join(known) or 'none'}."
+def _users(name: str) -> tuple[str, ...]:
+    """Return the only backends that use a setting; empty: all."""
+    declared = FIELDS[name].metadata["backends"]
+    return (*declared, *(backend for backend, row in BACKENDS.items() if name in row.follows)) if declared else ()
 
 
 @rule("backend", "strategy", "node_rank", *RANKS)
 def host_slots(settings: Settings) -> Mistakes:
     """Check the list of machines, and that it has room for the ranks."""
-    if settings.hosts is None or settings.backend not in _LIMITED["hosts"]:
+    if settings.hosts is None or settings.backend not in _users("hosts"):
         return
     try:
         hosts = parse_hosts(settings.hosts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.config import rules
 from phalanx.config.aliases import NAMES, rename
-from phalanx.config.backend_rules import BACKEND_RULES, engine_options, engine_rules
+from phalanx.config.backend_rules import BACKEND_RULES
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.merging import join_words
@@ -15,7 +15,7 @@ from phalanx.config.names import like
 from phalanx.config.option import plain, problem
 from phalanx.config.rank_counts import count_ranks, ranges
 from phalanx.config.run_rules import RUN_RULES
-from phalanx.config.settings import FIELDS, Settings
+from phalanx.config.settings import FIELDS, Settings, add_engine
 from phalanx.config.strategies import facts_of
 from phalanx.errors import nearest
 
@@ -40,6 +40,7 @@ def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[d
 
     `wrong_before`: names with a mistake that was found in one source.
     """
+    add_engine(given.get("backend"))
     values, mistakes = translate(given)
     mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
     for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
@@ -47,7 +48,7 @@ def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[d
         mistakes.append(("min_workers", f"{name} = {least}:{most} begins with {least}, but {other}: leave one out."))
         values[name] = most
     complete = {name: plain(values.get(name, field.default)) for name, field in FIELDS.items()}
-    engines = engine_rules(complete)
+    engines = rules.engine_rules(complete)
     for engine in engines:
         if hasattr(engine, "reconcile"):
             changes, contradictions = engine.reconcile(complete)
@@ -56,7 +57,7 @@ def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[d
     wrong = [(name, text) for name, field in FIELDS.items() if (text := problem(field, complete[name]))]
     settings = Settings(**complete)
     of_engines = (rule for engine in engines for rule in engine.RULES)
-    for rule in (engine_options, *of_engines, *_RULES):  # first that which rules of engines read
+    for rule in (*of_engines, *_RULES):
         known = {*wrong_before, *(name for name, _ in mistakes + wrong)}
         if not rule.needs & known:
             wrong += [(name, text) for name, text in rule.check(settings) if name not in known]

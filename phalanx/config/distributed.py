@@ -7,9 +7,7 @@ from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from phalanx.config.backends import BACKENDS
-from phalanx.config.option import split_options
-from phalanx.config.run_fields import OPTIONS
-from phalanx.config.settings import FIELDS, Settings
+from phalanx.config.settings import FIELDS, Settings, add_engine
 from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -40,14 +38,13 @@ class DistributedConfig(Settings):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise for an unknown attribute; Python calls it for these alone."""
-            where = f"write config.options.{name}" if name in OPTIONS else "`phalanx config show` lists all settings"
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: {where}", name=name, obj=self
-            )
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{what}: `phalanx config show` lists all settings", name=name, obj=self)
 
     @classmethod
     def trusted(cls, values: Mapping[str, Any]) -> DistributedConfig:
         """Return a config of values that were checked before, such as those that a rank gets from its parent."""
+        add_engine(values["backend"])
         config = cls.__new__(cls)
         config.__dict__.update({name: values[name] for name in FIELDS})
         return config
@@ -61,7 +58,7 @@ class DistributedConfig(Settings):
         """
         if self.backend not in BACKENDS or not BACKENDS[self.backend].engine:
             return {}  # only the rules of engines name such settings
-        from phalanx.config.backend_rules import engine_rules
+        from phalanx.config.rules import engine_rules
 
         found = [rules.unused(self) for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "unused")]
         return dict(pair for pairs in found for pair in pairs)
@@ -70,27 +67,30 @@ class DistributedConfig(Settings):
     def unused_note(self) -> str:
         """The warning about settings that the backend ignores; empty where every setting is used."""
         unused = self.unused
-        given = ", ".join(f"{name} = {self.value(name)!r}" for name in unused)
-        own_lines = {text.rpartition("Keras: ")[2] for text in unused.values() if "Keras: " in text}
-        instead = f" Write in model_fn, by your model's Keras: {'; '.join(sorted(own_lines))}" if own_lines else ""
-        return f"not used by backend = {self.backend!r}: {given}.{instead}" if unused else ""
+        given = ", ".join(f"{name} = {getattr(self, name)!r}" for name in unused)
+        if not unused:
+            return ""
+        from phalanx.config.rules import engine_rules
+
+        engines = [rules for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "instead")]
+        instead = "".join(rules.instead(self, unused) for rules in engines)
+        return f"not used by backend = {self.backend!r}: {given}.{instead}"
 
     def refuse_unused(self, given: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
         from phalanx.config.aliases import rename
 
         named = rename(given)[0]
-        named |= split_options(named.get("engine_options"))
         refused = [text for name, text in self.unused.items() if name in named]
         if refused:
             raise ConfigError(refused)
 
-    def refuse_keras(self, user: str) -> None:
-        """Raise where the backend trains Keras models; `user` is what trains those of torch."""
+    def require_torch(self, user: str) -> None:
+        """Raise if the backend trains models of another framework; `user` is what trains those of torch."""
         if self.framework != "torch":
             raise UsageError(
-                f"backend = {self.backend!r} trains Keras models, and {user} torch's",
-                hint="Use TensorFlowDistributedTrainer(model_fn=...), or another backend.",
+                f"backend = {self.backend!r} trains {self.framework} models, and {user} torch's",
+                hint=f"Use {BACKENDS[self.backend].trainer}, or another backend.",
             )
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:

@@ -55,27 +55,24 @@ class Resources:
         "with device=cuda, gpus_per_node=8 is 8 for each of num_nodes",
         minimum=1,
         scope="machine",
-        keras="used",
         used_by="command",
     )
-    num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", keras="used", used_by="command")
+    num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", used_by="command")
     node_rank: int | None = option(
         None,
         "which machine this is, from 0 (with num_nodes > 1)",
         minimum=0,
         scope="machine",
-        keras="used",
         used_by="command",
     )
     rdzv_endpoint: str | None = option(
-        None, "host:port of the rendezvous (with num_nodes > 1)", scope="machine", keras="used", used_by="command"
+        None, "host:port of the rendezvous (with num_nodes > 1)", scope="machine", used_by="command"
     )
     device: str = option(
         "auto",
         "where the ranks compute",
         choices=("auto", "cuda", "cpu"),
         scope="machine",
-        keras="used",
         used_by="command ranks",
     )
     share_gpus: bool = option(
@@ -90,8 +87,15 @@ class Resources:
         "CPU threads of each rank (default: cores / ranks)",
         minimum=1,
         scope="machine",
-        keras="used",
         used_by="command ranks",
+    )
+    hosts: str | None = option(
+        None,
+        "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
+        "over ssh (default: this machine)",
+        backends=("pytorch-ddp", "pytorch-fsdp"),
+        scope="machine",
+        used_by="command",
     )
 
 
@@ -104,7 +108,6 @@ class Parallelism:
         "name of a launcher and a strategy",
         choices=tuple(BACKENDS),
         entry_points="phalanx.engines",
-        keras="used",
         used_by="command ranks",
     )
     strategy: str = option(
@@ -113,7 +116,6 @@ class Parallelism:
         "machine, or fsdp for a model whose copies do not fit)",
         choices=STRATEGIES,
         entry_points="phalanx.strategies",
-        keras="used",
     )
     tensor_parallel: int = option(
         1,
@@ -159,9 +161,8 @@ class Parallelism:
     )
     zero_stage: int | None = option(
         None,
-        "shard what ddp replicates, by fsdp or deepspeed: optimizer states (1), gradients too (2), parameters too (3)",
+        "shard what ddp replicates: optimizer states (1), gradients too (2), parameters too (3)",
         choices=(None, 1, 2, 3),
-        implies="fsdp",
         scope="layout split",
     )
     sharding: str = option(
@@ -185,18 +186,9 @@ class Parallelism:
     )
     offload: str = option(
         "none",
-        "fsdp, deepspeed: keep parameters, gradients and optimizer states in CPU memory; nvme: deepspeed, on disk "
-        "(engine_options: nvme_path)",
+        "fsdp: keep parameters, gradients and optimizer states in CPU memory; nvme: on disk, in nvme_path",
         choices=("none", "cpu", "nvme"),
-        engine="deepspeed",
         scope="layout split",
-    )
-    deepspeed_config: str | None = option(
-        None,
-        'train with DeepSpeed\'s engine by this JSON file (in Python also a dict); "auto" in it: as set here',
-        implies="deepspeed",
-        engine="deepspeed",
-        scope="layout machine",
     )
 
 
@@ -205,13 +197,12 @@ class Training:
     """Batch size, length of the training, optimizer and learning rate."""
 
     batch_size: int | None = option(
-        None, "samples per rank and micro-batch (default: that of the DataLoader)", minimum=1, keras="used"
+        None, "samples per rank and micro-batch (default: that of the DataLoader)", minimum=1
     )
     epochs: int | None = option(
         None,
         "passes over the data (default: 1, or what max_steps needs)",
         minimum=1,
-        keras="used",
         used_by="value trainer",
         in_loop="write it in your loop: for epoch in range(3)",
     )
@@ -219,7 +210,6 @@ class Training:
         None,
         "stop after this many optimizer steps, in any epoch",
         minimum=1,
-        keras="used",
         used_by="value trainer",
         in_loop="leave your loop when f.step has reached it",
     )
@@ -227,7 +217,6 @@ class Training:
         1e-3,
         "peak learning rate, before lr_scaling",
         above=0,
-        keras="used",
         used_by="value trainer",
         in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     )
@@ -235,7 +224,6 @@ class Training:
         "adamw",
         "optimizer, when none is given in Python",
         choices=OPTIMIZERS,
-        keras="used",
         used_by="value trainer",
         in_loop="make it, and prepare it: optimizer = f.prepare(torch.optim.AdamW(model.parameters()))",
     )
@@ -243,7 +231,6 @@ class Training:
         0.9,
         "momentum of sgd, lars and rmsprop, beta1 of adam, adamw and lamb",
         minimum=0,
-        keras="used",
         used_by="value trainer",
         in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     )
@@ -251,7 +238,6 @@ class Training:
         0.0,
         "decay of weights (decoupled for adamw and lamb)",
         minimum=0,
-        keras="used",
         used_by="value trainer",
         in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     )
@@ -259,7 +245,6 @@ class Training:
         "constant",
         "shape of the learning rate after warm-up",
         choices=LR_SCHEDULES,
-        keras="ignored",
         used_by="trainer",
         in_loop="make a torch scheduler and prepare it: scheduler = f.prepare(scheduler)",
     )
@@ -267,7 +252,6 @@ class Training:
         0,
         "warm-up: a number of steps (500), or a share of the run (0.1)",
         minimum=0,
-        keras="ignored",
         used_by="trainer",
         in_loop="make a torch scheduler and prepare it: scheduler = f.prepare(scheduler)",
     )
@@ -275,21 +259,17 @@ class Training:
         "none",
         "scale learning_rate with the global batch",
         choices=("none", "linear", "sqrt"),
-        keras="ignored",
         used_by="trainer",
         in_loop="scale the rate that you give the optimizer by f.world_size",
     )
-    seed: int = option(0, "seed of weights, sample order and dropout", minimum=0, keras="used")
-    deterministic: bool = option(False, "use deterministic kernels only (slower)", keras="ignored")
-    drop_last: bool | None = option(
-        None, "drop an incomplete last global batch (default: as the DataLoader does)", keras="used"
-    )
+    seed: int = option(0, "seed of weights, sample order and dropout", minimum=0)
+    deterministic: bool = option(False, "use deterministic kernels only (slower)")
+    drop_last: bool | None = option(None, "drop an incomplete last global batch (default: as the DataLoader does)")
     eval_every: int | float | str = option(
         1,
         "evaluate every n epochs (2), every n steps ('500 steps') or after each share of an epoch (0.25, '25%'), and "
         "at the end; 0: never",
         minimum=0,
-        keras="ignored",
         expects="a number of epochs (2), '500 steps', a share of an epoch (0.25 or '25%'), or 0: never",
         used_by="trainer",
         in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
@@ -298,7 +278,6 @@ class Training:
         None,
         "evaluate on the first batches only: this many per rank (50), or a share of them (0.1)",
         above=0,
-        keras="ignored",
         used_by="trainer",
         in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
     )
@@ -306,7 +285,6 @@ class Training:
         2,
         "before the first step, try evaluation on this many batches per rank (0: do not)",
         minimum=0,
-        keras="ignored",
         used_by="trainer",
         in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
     )
@@ -314,7 +292,6 @@ class Training:
         False,
         "try this many batches of training (true: 1) and evaluation, and keep nothing",
         minimum=0,
-        keras="ignored",
         used_by="trainer",
         in_loop="leave your loop after a few batches",
     )
@@ -322,14 +299,12 @@ class Training:
         None,
         "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run counts anew",
         above=0,
-        keras="ignored",
         used_by="trainer",
         in_loop="leave your loop when the time is over",
     )
     early_stopping: str | None = option(
         None,
         "end training when this metric no longer improves: val/loss, max:val/f1 (metrics: see keep_best)",
-        keras="ignored",
         used_by="trainer",
         in_loop="leave your loop when the metric no longer improves",
     )
@@ -337,7 +312,6 @@ class Training:
         3,
         "early_stopping: evaluations in a row without improvement before the end",
         minimum=1,
-        keras="ignored",
         needs="early_stopping",
         used_by="trainer",
         in_loop="leave your loop when the metric no longer improves",
@@ -353,66 +327,54 @@ class Optimization:
         "false, bf16, fp16 (with loss scaling), fp8 (bf16, and linear layers in 8 bits on GPUs that have them), "
         "or true: fp16 on CUDA, bf16 on a CPU that has it",
         choices=(False, True, "fp16", "bf16", "fp8"),
-        keras="used",
     )
     gradient_accumulation_steps: int = option(
-        1, "micro-batches added up for one optimizer step", minimum=1, scope="split", keras="ignored"
+        1, "micro-batches added up for one optimizer step", minimum=1, scope="split"
     )
     gradient_clipping: float | None = option(
         None,
         "largest global gradient norm",
         above=0,
-        keras="ignored",
         used_by="trainer",
         in_loop="call f.clip_grad_norm(1.0) before optimizer.step()",
     )
-    compile: bool = option(False, "compile the model with torch.compile", keras="ignored")
+    compile: bool = option(False, "compile the model with torch.compile")
     capture: bool | None = option(
         None,
         "launch a whole training step as one CUDA graph, which small steps gain by (default: where nothing in the step "
         "needs the host)",
-        keras="ignored",
         used_by="trainer",
         in_loop="leave it out: the steps of your loop are not recorded as CUDA graphs",
     )
     channels_last: bool = option(
         False,
         "store the weights of convolutions channels last, which GPUs compute fastest; the images follow them",
-        keras="ignored",
     )
     sync_batch_norm: bool = option(
         False,
         "let batch norms use the mean and variance of all ranks' samples, as one process with the global batch would",
         scope="split",
-        keras="ignored",
     )
     activation_checkpointing: bool | str = option(
         False,
         "recompute in backward instead of keeping activations: full (or true: every repeated block), 'every 2' (every "
         "second block), selective (all but matrix products, attention and received tensors), 'budget 0.5' (with "
         "compile: keep this share, and recompute what costs least per byte)",
-        keras="ignored",
     )
-    activation_offload: bool = option(
-        False, "keep the activations of the repeated blocks in CPU memory until backward", keras="ignored"
-    )
+    activation_offload: bool = option(False, "keep the activations of the repeated blocks in CPU memory until backward")
     ema_decay: float | None = option(
         None,
         "average the weights over the steps with this decay (0.999); evaluation and results use the average",
         above=0,
-        keras="ignored",
         below=1,
         used_by="trainer",
         in_loop="average the weights by torch.optim.swa_utils.AveragedModel",
     )
-    on_nonfinite: str = option(
-        "stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"), keras="ignored"
-    )
+    on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss_weighting: str = option(
         "auto",
         "weigh unequal micro-batches by samples or by labels (tokens); auto: as the loss averages",
         choices=("auto", "samples", "tokens"),
-        keras="ignored",
     )
 
 
@@ -443,17 +405,13 @@ class Communication:
         "nccl, gloo, mpi or phalanx (shared memory within a machine; default: nccl on CUDA, gloo on CPU)",
         choices=(None, "nccl", "gloo", "mpi", "phalanx"),
         scope="layout",
-        keras="ignored",
     )
-    find_unused_parameters: bool = option(
-        False, "let parameters be unused in a step (costs a graph walk each step)", keras="ignored"
-    )
+    find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
     nccl_env: str | None = option(
         None,
         "set the NCCL variables for this kind of cluster (see phalanx doctor --nccl-env); those that are set stay",
         choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
         scope="machine",
-        keras="ignored",
         used_by="command",
     )
     timeout: float = option(
@@ -461,7 +419,6 @@ class Communication:
         "seconds a rank waits for the others before it gives up",
         above=0,
         scope="machine",
-        keras="used",
         used_by="command ranks",
     )
 
@@ -487,9 +444,7 @@ class Synchronisation:
         minimum=1,
         strategies=("local-sgd", "diloco"),
     )
-    num_servers: int = option(
-        1, "parameter-server: server processes, each with a part of the parameters", minimum=1, keras="used"
-    )
+    num_servers: int = option(1, "parameter-server: server processes, each with a part of the parameters", minimum=1)
     server_mode: str = option(
         "auto",
         "parameter-server: all workers step together (sync), each at its own pace (async), or none more than "

@@ -2,9 +2,6 @@
 
 The text of an annotation (`int | None`, `bool | str`) is the field's type for Python arguments, TOML keys,
 environment variables and flags alike.
-
-`engine_options` holds options as text, `name=value,name=value`: an engine declares its own in `rules.py`, as the fields
-of a class, `OPTIONS`; `read_options` reads them.
 """
 
 from __future__ import annotations
@@ -29,10 +26,9 @@ _NO_URLS = (
 )
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
 _SHARE = re.compile(r"^\s*(\d*\.\d+|\d+(?=\s*%))\s*(%)?\s*$")
-_NO_COMMA = "a comma separates options, so their values have none"
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}
-_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+_WORDS = {"Mapping": "a table", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 
 
 def option(
@@ -47,10 +43,7 @@ def option(
     scope: str = "",
     backends: tuple[str, ...] = (),
     strategies: tuple[str, ...] = (),
-    implies: str = "",
     needs: str = "",
-    keras: str = "",
-    engine: str = "",
     expects: str = "",
     used_by: str = "ranks",
     in_loop: str = "",
@@ -60,9 +53,7 @@ def option(
     `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
     (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
     machines of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
-    `implies`: the strategy that it chooses where none is named. `needs`: the setting without which it has no effect.
-    `keras`: "used" by Keras models, "ignored" (allowed in a file for several backends), or refused. `engine`: its rules
-    are asked where the setting is given. `expects`: what to write, where a text has a form of its own.
+    `needs`: the setting without which it has no effect. `expects`: what to write, where a text has a form of its own.
 
     `used_by`: any of "command" (`phalanx train` or the launcher, for scripts too), "recovery" (the launcher, for ranks
     of a trainer alone), "ranks" (what `Formation` prepares, so loops of the user's too), "trainer" (its loop alone) and
@@ -70,14 +61,26 @@ def option(
     `in_loop`: what to write in a loop of the user's instead.
     """
     allowed = {"choices": choices, "minimum": minimum, "above": above, "below": below, "entry_points": entry_points}
-    users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "implies": implies, "keras": keras}
-    users |= {"needs": needs, "engine": engine, "expects": expects, "used_by": used_by.split(), "in_loop": in_loop}
+    users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "needs": needs}
+    users |= {"expects": expects, "used_by": used_by.split(), "in_loop": in_loop}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
 
 
 def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the member types of a field's annotation, such as ("int", "None")."""
     return tuple(part.strip() for part in str(field.type).split("|"))
+
+
+def takes_table(field: dataclasses.Field[Any]) -> bool:
+    """Whether a value may be a table: a dict in Python, `{GPU = 0.5}` in a file."""
+    return any(kind.startswith("Mapping[") for kind in kinds(field))
+
+
+def options_of(kind: type[Options], config: object) -> Options:
+    """Return the settings of one class of fields, such as an engine's, with their types."""
+    view = object.__new__(kind)
+    view.__dict__.update({name: getattr(config, name) for name in kind.__dataclass_fields__})  # type: ignore[attr-defined]
+    return view
 
 
 def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
@@ -130,7 +133,10 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
     """Return what is wrong with `value` for this field, or None."""
     choices, minimum, above = (field.metadata[key] for key in ("choices", "minimum", "above"))
     if not any(_is_a(value, kind) for kind in kinds(field)):
-        words = [_WORDS[kind] for kind in kinds(field) if kind != "None"]
+        words = [
+            *(["a table"] if takes_table(field) else []),
+            *(_WORDS[kind] for kind in kinds(field) if kind in _WORDS),
+        ]
         usual = " or ".join(words) if choices is None else "one of " + _listed(choices)
         return f"{field.name} = {value!r}: expected {field.metadata['expects'] or usual}."
     if value == "":
@@ -201,6 +207,8 @@ def _is_a(value: Any, kind: str) -> bool:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         case "str":
             return isinstance(value, str)
+        case _ if kind.startswith("Mapping["):
+            return isinstance(value, Mapping)
     raise TypeError(f"a config field has the unsupported type {kind!r}")
 
 
@@ -226,59 +234,3 @@ def _listed(choices: tuple[Any, ...]) -> str:
         "none" if choice is None else str(choice).lower() if isinstance(choice, bool) else repr(choice)
         for choice in choices
     )
-
-
-def as_text(given: Mapping[str, Any], prefix: str = "") -> str:
-    """Return a table as text; a table in it becomes names with a dot, {"resources": {"GPU": 1}} resources.GPU=1.
-
-    ValueError for a value with a comma.
-    """
-    parts = []
-    for name, value in given.items():
-        if isinstance(value, Mapping):
-            parts.append(as_text(value, f"{prefix}{name}."))
-        elif value is not None:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            if "," in text:
-                raise ValueError(f"{prefix}{name} = {value!r}: {_NO_COMMA}.")
-            parts.append(f"{prefix}{name}={text}")
-    return ",".join(filter(None, parts))
-
-
-def split_options(text: str | None) -> dict[str, str]:
-    """Return the values by name, those of names with a dot together: {"resources": "GPU=0.5,big=1"}.
-
-    ValueError for a part that is not name=value, and for a name that is given twice.
-    """
-    found: dict[str, str] = {}
-    names: set[str] = set()
-    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
-        name, equals, value = part.partition("=")
-        if not equals or not name.strip():
-            raise ValueError(f"{part!r} is not name=value, as in 'adasum=true,timeline=a.json'; {_NO_COMMA}.")
-        if name.strip() in names:
-            raise ValueError(f"{name.strip()} is given twice: leave one of them out.")
-        names.add(name.strip())
-        group, dot, inner = name.strip().partition(".")
-        own = f"{inner}={value.strip()}" if dot else value.strip()
-        found[group] = f"{found[group]},{own}" if dot and group in found else own
-    return found
-
-
-def join_options(text: str, later: str) -> str:
-    """Return the options of both, of those with the same name the later."""
-    pairs = {part.partition("=")[0].strip(): part.strip() for part in f"{text},{later}".split(",") if part.strip()}
-    return ",".join(pairs.values())
-
-
-def without_options(kind: type[Any], text: str) -> str:
-    """Return the options that are not those of one engine."""
-    own = kind.__dataclass_fields__
-    return ",".join(part for part in text.split(",") if part.partition("=")[0].partition(".")[0].strip() not in own)
-
-
-def read_options(kind: type[Options], text: str | None) -> Options:
-    """Return the options of one engine, checked before; those of others are left out."""
-    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    given = split_options(text)
-    return kind(**{name: parse_text(field, given[name]) for name, field in fields.items() if name in given})

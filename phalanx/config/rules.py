@@ -7,12 +7,14 @@ and drops what a rule reports about a field that was wrong before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
 
+from phalanx.config.backends import BACKENDS
 from phalanx.config.fields import HYBRID, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
-from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import AXES, ROWS
 
@@ -26,13 +28,17 @@ RANKS = ("num_workers", "num_nodes", "hosts")
 FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """The compressors that use a setting; empty: all but 'none'."""
-_OF_STRATEGIES = {
-    name: field.metadata["strategies"] for name, field in {**FIELDS, **OPTIONS}.items() if field.metadata["strategies"]
-}
-"""The strategies that use a setting."""
 
-_NEEDS = {name: field.metadata["needs"] for name, field in {**FIELDS, **OPTIONS}.items() if field.metadata["needs"]}
-"""The setting without which another one has no effect."""
+
+def engine_rules(values: Mapping[str, Any]) -> list[ModuleType]:
+    """Return the modules with the rules of the engines that settings, checked or not, choose."""
+    asked = {name for name, field in FIELDS.items() if values.get(name) not in (None, field.default)}
+    engines = [
+        backend.engine
+        for name, backend in BACKENDS.items()
+        if name in (values.get("backend"), values.get("strategy")) or asked.intersection(backend.rules_for)
+    ]
+    return [importlib.import_module(f"{engine}.rules") for engine in engines if engine]
 
 
 class Rule(NamedTuple):
@@ -125,14 +131,14 @@ def pipeline(settings: Settings) -> Mistakes:
 @rule("optimizer", "mixed_precision", *STRATEGY)
 def optimizer(settings: Settings) -> Mistakes:
     """Report an optimizer of this package where an engine or server takes the steps."""
-    facts, keras = settings.facts, settings.framework == "keras"
-    if settings.mixed_precision == "fp8" and keras:
+    facts, is_foreign = settings.facts, settings.framework != "torch"
+    if settings.mixed_precision == "fp8" and is_foreign:
         yield settings.mistake(
             "mixed_precision", f" with {settings.backend}, which has no products in fp8: write bf16."
         )
     own = settings.optimizer in ("adamw8bit", "lars", "lamb")
-    if own and (facts.shards_by_engine or facts.has_servers or keras):
-        engine = settings.backend if keras else settings.resolved_strategy
+    if own and (facts.shards_by_engine or facts.has_servers or is_foreign):
+        engine = settings.backend if is_foreign else settings.resolved_strategy
         instead = "sgd" if settings.optimizer == "lars" else "adamw"
         yield settings.mistake("optimizer", f" with {engine}, which takes the steps itself: write {instead}.")
     elif settings.optimizer == "adamw8bit" and not facts.averages_gradients:
@@ -142,12 +148,13 @@ def optimizer(settings: Settings) -> Mistakes:
         yield settings.mistake("optimizer", f"{why}: write adamw.")
 
 
-@rule("engine_options")
+@rule()
 def companions(settings: Settings) -> Mistakes:
     """Report settings that have no effect without another one."""
-    for name in settings.changed(*_NEEDS):
-        if not settings.changed(_NEEDS[name]):
-            yield settings.mistake(name, f" without {_NEEDS[name]}: set {_NEEDS[name]}, or leave {name} out.")
+    for name in settings.changed(*FIELDS):
+        needed = FIELDS[name].metadata["needs"]
+        if needed and not settings.changed(needed):
+            yield settings.mistake(name, f" without {needed}: set {needed}, or leave {name} out.")
 
 
 @rule("compression_ratio")
@@ -157,7 +164,7 @@ def compression_ratio(settings: Settings) -> Mistakes:
         yield settings.mistake("compression_ratio", ": a share of the gradient, above 0 and up to 1.")
 
 
-@rule("compression", "engine_options")
+@rule("compression")
 def compressor_settings(settings: Settings) -> Mistakes:
     """Report settings that the chosen compressor does not use."""
     chosen = settings.compression
@@ -191,15 +198,15 @@ def compression(settings: Settings) -> Mistakes:
     yield "compression", f"compression = {chosen!r} with {why}"
 
 
-@rule("strategy", "backend", "engine_options")
+@rule("strategy", "backend")
 def strategy_settings(settings: Settings) -> Mistakes:
     """Report settings that the strategy does not use, and axes that it cannot have."""
     strategy = settings.resolved_strategy
-    for name in settings.changed(*_OF_STRATEGIES):
-        if settings.framework == "keras" and {**FIELDS, **OPTIONS}[name].metadata["keras"] == "ignored":
-            continue  # the engine names it, with what to write
-        if strategy not in _OF_STRATEGIES[name]:
-            names = " or ".join(repr(user) for user in _OF_STRATEGIES[name])
+    ignored = {name for engine in engine_rules(settings.to_dict()) for name in getattr(engine, "IGNORED", ())}
+    for name in settings.changed(*FIELDS):
+        users = FIELDS[name].metadata["strategies"]
+        if users and strategy not in users and name not in ignored:  # an engine says what to write instead
+            names = " or ".join(repr(user) for user in users)
             yield settings.mistake(
                 name,
                 f" with strategy = {strategy!r}, which does not follow it: write strategy = {names}, or leave {name} "
@@ -218,7 +225,7 @@ def strategy_settings(settings: Settings) -> Mistakes:
 @rule("strategy", "backend", "fixed_order", *RANKS)
 def fixed_order(settings: Settings) -> Mistakes:
     """Check what an order of additions that all numbers of ranks share excludes."""
-    if not settings.fixed_order or settings.resolved_strategy not in _OF_STRATEGIES["fixed_order"]:
+    if not settings.fixed_order or settings.resolved_strategy not in FIELDS["fixed_order"].metadata["strategies"]:
         return
     if settings.compression != "none":
         yield settings.mistake(
@@ -289,7 +296,7 @@ def staleness(settings: Settings) -> Mistakes:
         yield "server_mode", "server_mode = 'bounded' needs a bound: write staleness = 2, for example."
 
 
-@rule("lora_rank", "tensor_parallel", "pipeline_parallel", "engine_options")
+@rule("lora_rank", "lora_base", "tensor_parallel", "pipeline_parallel")
 def split_adapters(settings: Settings) -> Mistakes:
     """Report LoRA together with tensor parallelism."""
     if settings.lora_rank is not None and settings.tensor_parallel > 1:
@@ -298,7 +305,7 @@ def split_adapters(settings: Settings) -> Mistakes:
             f" with tensor_parallel = {settings.tensor_parallel}: adapters are not split over ranks. Use strategy = "
             "'fsdp', which shards the frozen model.",
         )
-    if settings.options.lora_base is not None and settings.pipeline_parallel > 1:
+    if settings.lora_base is not None and settings.pipeline_parallel > 1:
         yield settings.mistake(
             "lora_base",
             f" with pipeline_parallel = {settings.pipeline_parallel}: a stage is sent weights, not their 4 bits. Use "
@@ -308,7 +315,7 @@ def split_adapters(settings: Settings) -> Mistakes:
 
 @rule("backend")
 def folders(settings: Settings) -> Mistakes:
-    """Report URLs where a path is expected; checkpoints may be at URLs, except those of Keras."""
+    """Report URLs where a path is expected; checkpoints may be at URLs, except those of other frameworks."""
     for name in FOLDERS[2:] if settings.framework == "torch" else FOLDERS:
         wrong = url_problem(name, getattr(settings, name))
         if wrong is not None:

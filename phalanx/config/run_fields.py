@@ -1,9 +1,8 @@
-"""The settings of a run's life: checkpoints, what is logged and shown, failures, engines; and the common options."""
+"""The settings of a run's life: checkpoints, what is logged and shown, failures; and those that few runs change."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.config.option import option
 
@@ -17,7 +16,6 @@ class Checkpointing:
         "where checkpoints go: a folder or a URL, s3://bucket/kept (default: <run_dir>/checkpoints when "
         "checkpoint_frequency or max_restarts is set)",
         scope="machine place",
-        keras="used",
         used_by="command trainer",
         in_loop="name the folder where you save: f.save(directory)",
     )
@@ -25,7 +23,6 @@ class Checkpointing:
         None,
         "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails; "
         "'auto 12h': with this mean time between failures (else: as seen in this run, or on a published cluster)",
-        keras="used",
         expects="a number of epochs (10), '500 steps', 'auto', or 'auto 12h'",
         used_by="trainer",
         in_loop="call f.save(directory) in your loop",
@@ -42,22 +39,18 @@ class Checkpointing:
         used_by="trainer",
         in_loop="call f.save_async(directory), which returns before the files are written",
     )
-    keep_last: int | None = option(
-        3, "how many checkpoints of this run to keep (none: all)", minimum=1, keras="ignored"
-    )
+    keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
     keep_best: bool | str | None = option(
         True,
         "keep the checkpoint with the best value of a metric, too: val/loss (true; or the "
         "metric of early_stopping), train/loss, val/accuracy, "
         "min:val/<name> or max:val/<name>; false: only the last ones",
-        keras="ignored",
         used_by="trainer",
         in_loop="call f.save(directory) when the metric is the best",
     )
     load_best_at_end: bool = option(
         False,
         "after the last step, load the checkpoint of keep_best: the model then has its weights",
-        keras="ignored",
         used_by="trainer",
         in_loop="call f.load(path) with the path of the best checkpoint, after your loop",
     )
@@ -65,7 +58,6 @@ class Checkpointing:
         False,
         "true: the newest complete one of checkpoint_dir, if any; or a path",
         scope="machine place",
-        keras="used",
         used_by="command trainer",
         in_loop="call f.load(directory, required=False) before your loop",
     )
@@ -79,32 +71,24 @@ class Monitoring:
         None,
         "folder of this run: config, logs, events (default: runs/<name>-<time>)",
         scope="place",
-        keras="used",
         used_by="command ranks",
     )
     name: str | None = option(
         None,
         "name of the run (default: the recipe, script or model)",
         scope="place",
-        keras="used",
         used_by="command ranks",
     )
     tensorboard: bool | str = option(
         False,
         "write TensorBoard files: true, or their folder (true: run_dir, so that TensorBoard shows the run's name)",
         scope="place",
-        keras="used",
     )
-    mlflow: bool | str = option(
-        False, "log to MLflow: true, or the experiment's name (extra: phalanx[mlflow])", keras="used"
-    )
-    wandb: bool | str = option(
-        False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])", keras="used"
-    )
+    mlflow: bool | str = option(False, "log to MLflow: true, or the experiment's name (extra: phalanx[mlflow])")
+    wandb: bool | str = option(False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])")
     sinks: str | None = option(
         None,
         "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas",
-        keras="used",
     )
     metrics_port: int | str | None = option(
         None,
@@ -124,16 +108,14 @@ class Monitoring:
         False,
         "record a trace of some steps for phalanx report --profile: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of "
         "all ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
-        keras="ignored",
         used_by="trainer",
         in_loop="run some steps under torch.profiler.profile()",
     )
-    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1, keras="used")
+    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     console: str = option(
         "normal",
         "what the console shows, in words: quiet (-q: errors, what ranks print and the result), normal or verbose (-v: "
         "every event); plain (no progress bar or lines); all-ranks (the output of every rank, not only of rank 0)",
-        keras="used",
         used_by="command",
     )
 
@@ -147,8 +129,14 @@ class Elasticity:
         "number of failures to survive: a lost rank is replaced in place, or, under strategies that cannot, all ranks "
         "restart from the newest checkpoint",
         minimum=0,
-        keras="used",
         used_by="command",
+    )
+    min_workers: int | None = option(
+        None,
+        "elastic: continue with as few ranks as this when others are lost (num_workers = 2:8)",
+        minimum=1,
+        scope="layout",
+        used_by="recovery",
     )
     spares: int = option(
         0, "ranks that are started in advance and wait to replace a lost one", minimum=0, used_by="recovery"
@@ -168,7 +156,7 @@ class Elasticity:
     )
     check_replicas_every: int | None = option(
         None,
-        "ddp, ring, horovod: compare a hash of the ranks' weights every n steps and before saves",
+        "ddp, ring: compare a hash of the ranks' weights every n steps and before saves",
         minimum=1,
         scope="layout",
         used_by="trainer",
@@ -184,7 +172,7 @@ class Elasticity:
     )
     straggler_factor: float | None = option(
         None,
-        "ddp, ring, horovod: report a rank that is this many times slower than the others (2)",
+        "ddp, ring: report a rank that is this many times slower than the others (2)",
         above=1,
         scope="layout",
         used_by="trainer",
@@ -201,52 +189,14 @@ class Elasticity:
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
-class Engines:
-    """Machines, elastic runs and options of engines."""
-
-    address: str | None = option(
-        None,
-        "ray: the cluster to run on: ray://head:10001, head:6379 or auto (default: a local one, for this run)",
-        backends=("ray",),
-        scope="machine",
-        used_by="command",
-    )
-    min_workers: int | None = option(
-        None,
-        "elastic: continue with as few ranks as this when others are lost (num_workers = 2:8)",
-        minimum=1,
-        scope="layout",
-        used_by="recovery",
-    )
-    hosts: str | None = option(
-        None,
-        "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
-        "over ssh; horovod: for horovodrun (default: this machine)",
-        backends=("horovod", "pytorch-ddp", "pytorch-fsdp", "deepspeed"),
-        scope="machine",
-        used_by="command",
-    )
-    engine_options: str | None = option(
-        None,
-        "options of one engine, 'name=value,name=value' (in files and Python also a table): ray: cpus_per_worker, "
-        "resources.<name>, placement; horovod: host_discovery_script, adasum, timeline; deepspeed: nvme_path; and "
-        "those of every engine, which are flags too (--help advanced)",
-        scope="machine",
-        keras="used",
-        used_by="command ranks",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvancedOptions:
-    """Options of every engine: rarely changed, and accepted under their own names too."""
+class Advanced:
+    """Settings that few runs change."""
 
     start_timeout: float | None = option(
         None,
         "seconds until every rank must have started (default: timeout, and no limit for scripts)",
         above=0,
         scope="machine",
-        keras="used",
         used_by="command",
     )
     stall_timeout: float | None = option(
@@ -260,7 +210,6 @@ class AdvancedOptions:
         "seconds between asking ranks to stop and killing them",
         above=0,
         scope="machine",
-        keras="used",
         used_by="command",
     )
     preemption_margin: float = option(
@@ -274,7 +223,6 @@ class AdvancedOptions:
         None,
         "lr_scaling: the batch that learning_rate was chosen for (default: one rank's batch)",
         minimum=1,
-        keras="ignored",
         needs="lr_scaling",
         used_by="trainer",
         in_loop="scale the rate that you give the optimizer by f.world_size",
@@ -282,7 +230,6 @@ class AdvancedOptions:
     decay_norms: bool = option(
         True,
         "weight_decay: also of biases and norms, that is of parameters with one dimension (lars and lamb never do)",
-        keras="ignored",
         used_by="trainer",
         in_loop="give the optimizer a group of biases and norms with weight_decay=0",
     )
@@ -298,7 +245,6 @@ class AdvancedOptions:
         0.0,
         "early_stopping: a smaller change than this is not an improvement",
         minimum=0,
-        keras="ignored",
         needs="early_stopping",
         used_by="trainer",
         in_loop="leave your loop when the metric no longer improves",
@@ -327,7 +273,6 @@ class AdvancedOptions:
         None,
         "samples per second of one rank, as measured: the speedup of the run against it is reported",
         above=0,
-        keras="ignored",
     )
     tensorboard_histograms: int = option(
         0,
@@ -337,12 +282,7 @@ class AdvancedOptions:
         in_loop="write them by torch.utils.tensorboard.SummaryWriter in your loop",
     )
     bucket_cap_mb: float = option(
-        25.0, "ddp, ring: size of a gradient bucket in MB", above=0, keras="ignored", strategies=("ddp", "ring")
+        25.0, "ddp, ring: size of a gradient bucket in MB", above=0, strategies=("ddp", "ring")
     )
-    scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0, keras="ignored")
-    scaler_growth_interval: int = option(
-        2000, "steps without overflow before the loss scale doubles", minimum=1, keras="ignored"
-    )
-
-
-OPTIONS: dict[str, Any] = AdvancedOptions.__dataclass_fields__
+    scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0)
+    scaler_growth_interval: int = option(2000, "steps without overflow before the loss scale doubles", minimum=1)

@@ -70,7 +70,6 @@ def debug(settings: Settings) -> Mistakes:
     "check_replicas_every",
     "on_corruption",
     "straggler_factor",
-    "engine_options",
     "on_straggler",
     *STRATEGY,
     *AXES,
@@ -106,7 +105,7 @@ def spares(settings: Settings) -> Mistakes:
         yield settings.mistake("spares", f" with num_nodes = {settings.num_nodes}: they wait on one machine only.")
 
 
-@rule("heartbeat_timeout", "max_restarts", "min_workers", "engine_options", *STRATEGY, *AXES)
+@rule("heartbeat_timeout", "max_restarts", "min_workers", *STRATEGY, *AXES)
 def lost_ranks(settings: Settings) -> Mistakes:
     """Report settings of recovery in place where no lost rank is replaced, or none needs its state from another."""
     for name in settings.changed("heartbeat_timeout", "stall_timeout", "memory_frequency"):
@@ -120,7 +119,7 @@ def lost_ranks(settings: Settings) -> Mistakes:
             yield settings.mistake(name, f" with {how}: leave {name} out.")
 
 
-@rule("mixed_precision", "engine_options")
+@rule("mixed_precision")
 def loss_scale(settings: Settings) -> Mistakes:
     """Report settings of fp16's loss scale for another precision; true may be fp16, by the device."""
     if settings.mixed_precision in ("fp16", True) or settings.framework != "torch":

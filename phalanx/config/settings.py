@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from phalanx.config.backends import BACKENDS, DEFAULT_STRATEGY
 from phalanx.config.fields import (
@@ -23,10 +22,11 @@ from phalanx.config.fields import (
     Synchronisation,
     Training,
 )
-from phalanx.config.option import load_entry_point, parse_frequency, read_hosts, read_options
-from phalanx.config.run_fields import OPTIONS, AdvancedOptions, Checkpointing, Elasticity, Engines, Monitoring
-from phalanx.config.strategies import StrategyFacts, facts_of
-from phalanx.errors import nearest
+from phalanx.config.option import load_entry_point, parse_frequency, read_hosts
+from phalanx.config.rows import StrategyFacts
+from phalanx.config.run_fields import Advanced, Checkpointing, Elasticity, Monitoring
+from phalanx.config.strategies import TABLE, facts_of
+from phalanx.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from phalanx.config.profile import Profiling
@@ -82,7 +82,6 @@ class Host(NamedTuple):
     slots: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(
     Resources,
     Parallelism,
@@ -91,33 +90,44 @@ class Settings(
     Adapters,
     Communication,
     Synchronisation,
-    Engines,
     Checkpointing,
     Monitoring,
     Elasticity,
+    Advanced,
 ):
-    """The values of all settings, as flat, frozen, plain data."""
+    """The values of all settings, as flat, frozen, plain data: a dataclass, with the fields of engines as well."""
 
-    @property
-    def options(self) -> AdvancedOptions:
-        """The options that all engines have; ValueError where `engine_options` cannot be read."""
-        return read_options(AdvancedOptions, self.engine_options)
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __repr__(self) -> str:
+        """Return the settings that differ from their defaults."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all settings are equal."""
+        return type(other) is type(self) and other.to_dict() == self.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.to_dict().items()))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}: write config.replace({name}=...)")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot delete {name!r}")
 
     def changed(self, *names: str) -> list[str]:
-        """Return which of these settings and options differ from their defaults."""
-        return [name for name in names if self.value(name) != (FIELDS.get(name) or OPTIONS[name]).default]
-
-    def value(self, name: str) -> Any:
-        """Return the value of a setting or of an option that all engines have."""
-        return getattr(self if name in FIELDS else self.options, name)
+        """Return which of these settings differ from their defaults."""
+        return [name for name in names if getattr(self, name) != FIELDS[name].default]
 
     def given(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, with their values."""
         return {name: getattr(self, name) for name in self.changed(*FIELDS)}
 
     def mistake(self, name: str, text: str) -> tuple[str, str]:
-        """Return what a rule yields about a setting or an option: its name, and its value with what is wrong."""
-        return name, f"{name} = {self.value(name)!r}{text}"
+        """Return what a rule yields about a setting: its name, and its value with what is wrong."""
+        return name, f"{name} = {getattr(self, name)!r}{text}"
 
     @property
     def total_ranks(self) -> int | None:
@@ -156,7 +166,7 @@ class Settings(
 
     @property
     def framework(self) -> str:
-        """What the models are written in: torch, or keras."""
+        """What the models are written in."""
         return BACKENDS[self.backend].framework if self.backend in BACKENDS else "torch"
 
     @property
@@ -277,15 +287,49 @@ class Settings(
         return {name: getattr(self, name) for name in FIELDS}
 
 
-GROUPS: tuple[Any, ...] = Settings.__bases__
+ENGINE_GROUPS = tuple(backend.options for backend in BACKENDS.values() if backend.options is not None)
+"""The classes with the settings of engines."""
+
+GROUPS: tuple[Any, ...] = (*Settings.__bases__, *ENGINE_GROUPS)
 """The groups of fields, in the order in which they are shown."""
 
-FIELDS: dict[str, dataclasses.Field[Any]] = {
-    name: field for group in GROUPS for name, field in group.__dataclass_fields__.items()
-}
-"""Every field by name, in the order of the groups."""
+FIELDS: dict[str, dataclasses.Field[Any]] = {}
+"""Every field by name, in the order of the groups; with those of other packages' engines, once these are chosen."""
 
-IMPLIED = {name: str(field.metadata["implies"]) for name, field in FIELDS.items() if field.metadata["implies"]}
+
+def title_of(group: Any) -> str:
+    """Return the title of a group of fields."""
+    return str(group.__name__).removesuffix("Options")
+
+
+def add_fields(group: Any) -> None:
+    """Add the fields of an engine's settings."""
+    for name, field in group.__dataclass_fields__.items():
+        FIELDS[name] = field
+        setattr(Settings, name, field.default)  # of configs that were made before
+
+
+Settings.__dataclass_fields__ = FIELDS
+for _group in GROUPS:
+    add_fields(_group)
+
+
+def add_engine(name: object) -> Any:
+    """Add the settings of an engine of another package, the class `options` of its `Engine`, and return the class."""
+    return None if not isinstance(name, str) or name in BACKENDS else _add_engine(name)
+
+
+@functools.cache
+def _add_engine(name: str) -> Any:
+    group = getattr(load_entry_point("phalanx.engines", name), "options", None)
+    if group is not None:
+        if taken := group.__dataclass_fields__.keys() & FIELDS.keys():
+            raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(taken))}")
+        add_fields(group)
+    return group
+
+
+IMPLIED = {setting: row.name for row in TABLE for setting in row.implied_by}
 """The strategy that a setting chooses where none is named; of several the last."""
 
 
@@ -297,10 +341,10 @@ CONSOLE_WORDS = {
 """The words of `console`, and what each is about; of two about the same the later one wins."""
 
 
-def parse_console(text: str) -> Shown:
+def parse_console(given: Any) -> Shown:
     """Read the words of `console`; ValueError says what to write."""
     found = dict.fromkeys(CONSOLE_WORDS.values(), "")
-    for word in text.split() or [""]:
+    for word in (given if isinstance(given, str) else "").split() or [""]:
         if word not in CONSOLE_WORDS:
             close = nearest(word, CONSOLE_WORDS)
             guess = f" Did you mean {close!r}?" if close else ""

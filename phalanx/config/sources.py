@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.config.aliases import NAMES, rename
-from phalanx.config.backend_rules import engine_rules, missing_engine
+from phalanx.config.backend_rules import missing_engine
 from phalanx.config.checking import check, translate, unknown_field
-from phalanx.config.distributed import DistributedConfig
+from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
 from phalanx.config.merging import merge
 from phalanx.config.names import like
-from phalanx.config.option import kinds, parse_text, split_options
+from phalanx.config.option import kinds, parse_text, takes_table
 from phalanx.config.rank_counts import RANK_COUNTS, ranges
-from phalanx.config.settings import ENV_PREFIX, FIELDS
+from phalanx.config.rules import engine_rules
+from phalanx.config.settings import ENV_PREFIX, FIELDS, add_engine
 from phalanx.errors import ConfigError, UsageError
 
 _LIMITS = ("epochs", "max_steps")
@@ -47,6 +47,28 @@ class Resolved:
         return frozenset(name for name, origin in self.origins.items() if origin != "default")
 
 
+class _Merged(NamedTuple):
+    """What the sources say together: values of settings, where each came from, and mistakes of single sources."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    mistakes: list[str]
+    wrong: set[str]
+    """The settings with such a mistake."""
+
+
+class _Checked(NamedTuple):
+    """A config, where its values came from, and every mistake."""
+
+    config: DistributedConfig
+    origins: dict[str, str]
+    mistakes: list[str]
+
+
+_Layers = Sequence[tuple[str, Mapping[str, Any]]]
+"""(source, settings), each over those before it."""
+
+
 def resolve(
     given: Mapping[str, Any],
     *,
@@ -64,53 +86,51 @@ def resolve(
     any. Each of them applies unless it contradicts what the user gives.
     """
     environ = os.environ if environ is None else environ
-    if gpu_settings:
-        resolve({}, recipe=gpu_settings, recipe_name=recipe_name, environ={})  # mistakes of the recipe itself
-        sources: dict[str, Any] = {"given_as": given_as, "file": file, "recipe_name": recipe_name, "environ": environ}
-        found, used = resolve(given, recipe=recipe, **sources), dict(recipe or {})
-        wanted = found.config.device == "cuda" or (on_gpus and found.config.device != "cpu")
-        for name, value in gpu_settings.items() if wanted else ():
-            with suppress(ConfigError):
-                found = resolve(given, recipe={**used, name: value}, **sources)
-                used[name] = value
-        return found
-    variables = {name: ENV_PREFIX + name.upper() for name in NAMES}
     files = [file] if isinstance(file, (str, Path)) else list(file or ())
-    layers = [
-        (f"recipe {recipe_name}", dict(recipe or {})),
-        *((f"file {path}", read_settings(path)) for path in files),
-        ("environment", {n: parse_text(NAMES[n], environ[v]) for n, v in variables.items() if v in environ}),
-        (given_as, dict(given)),
-    ]
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(FIELDS, "default")
-    mistakes = misspelt_variables(environ)
-    wrong_before: set[str] = set()
-    for source, written in layers:
-        layer, wrong = rename(written)
-        origins |= _origins(source, written)
-        mistakes += [f"{text} ({origins[name]})" for name, text in wrong]
-        wrong_before |= {name for name, _ in wrong}
-        # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
-        if layer.keys() & RANK_COUNTS or layer.get("hosts"):
-            replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
-            values = {name: value for name, value in values.items() if name not in replaced}
-        mistakes += [f"{unknown_field(name)} ({source})" for name in layer if name not in NAMES]
-        values = merge(values, {name: value for name, value in layer.items() if name in NAMES})
-    for engine in engine_rules(values):
-        for name in engine.settled(values) if hasattr(engine, "settled") else ():
-            if origins[name].startswith("recipe "):  # the user gave the engine's own file, so it wins over the recipe
-                del values[name]
-                origins[name] = "default"
-    for limit, other in (_LIMITS, _LIMITS[::-1]):
-        # The length that the user gives is the length: a recipe's own, in the other unit, would cut it short.
-        is_given = values.get(limit) is not None and not origins[limit].startswith("recipe ")
-        if is_given and origins[other].startswith("recipe "):
-            del values[other]
-            origins[other] = "default"
-    if counted := [name for name in ("gpus_per_node", "num_gpus") if values.get(name) is not None]:
-        chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
-        origins |= dict.fromkeys(chosen, origins[counted[-1]])
+    read = [(f"file {path}", read_settings(path)) for path in files]
+    for settings in (recipe or {}, *(settings for _, settings in read), given):
+        add_engine(settings.get("backend"))
+    add_engine(environ.get(f"{ENV_PREFIX}BACKEND"))
+    variables = {name: ENV_PREFIX + name.upper() for name in NAMES}
+    of_environment = {n: parse_text(NAMES[n], environ[v]) for n, v in variables.items() if v in environ}
+    of_recipe = f"recipe {recipe_name}"
+    users = [*read, ("environment", of_environment), (given_as, dict(given))]
+    found = _check_all([(of_recipe, recipe or {}), *users], given_as)
+    if gpu_settings and not found.mistakes:
+        found = _with_gpu_settings(found, (of_recipe, recipe or {}), gpu_settings, users, on_gpus=on_gpus)
+    if mistakes := misspelt_variables(environ) + found.mistakes:
+        raise ConfigError(mistakes)
+    return Resolved(found.config, found.origins)
+
+
+def _with_gpu_settings(
+    found: _Checked,
+    recipe: tuple[str, Mapping[str, Any]],
+    gpu_settings: Mapping[str, Any],
+    users: _Layers,
+    *,
+    on_gpus: bool,
+) -> _Checked:
+    """Return the config with the recipe's settings for GPUs, but for those that contradict what the user gives."""
+    source, settings = recipe
+    if alone := _check_all([(source, gpu_settings)], "").mistakes:
+        raise ConfigError(alone)
+    if not (found.config.device == "cuda" or (on_gpus and found.config.device != "cpu")):
+        return found
+    together = _check_all([(source, {**settings, **gpu_settings}), *users], users[-1][0])
+    if not together.mistakes:
+        return together
+    used = dict(settings)
+    for name, value in gpu_settings.items():
+        tried = _check_all([(source, {**used, name: value}), *users], users[-1][0])
+        if not tried.mistakes:
+            found, used[name] = tried, value
+    return found
+
+
+def _check_all(layers: _Layers, given_as: str) -> _Checked:
+    """Merge layers of settings and check the result; `given_as`: the layer in which unused settings are refused."""
+    values, origins, mistakes, wrong_before = _merge_layers(layers)
     values, contradictions = translate(values)
     complete, wrong = check(values, wrong_before)
     wrong = contradictions + wrong
@@ -120,21 +140,58 @@ def resolve(
     for name, text in wrong:
         origin = origins.get(name, "default")
         mistakes.append(text if origin == "default" else f"{text} ({origin})")
-    if mistakes:
-        missing = missing_engine(values)
-        raise ConfigError([*([". ".join(missing)] if missing else []), *mistakes])
-    filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
-    origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
-    return Resolved(config, {name: origins[name] for name in FIELDS})
+    if mistakes and (missing := missing_engine(values)):
+        mistakes.insert(0, ". ".join(missing))
+    for engine in engine_rules(values):
+        if filler := getattr(engine, "FILLS_FROM", ""):
+            filled = [n for n, field in FIELDS.items() if getattr(config, n) != values.get(n, field.default)]
+            origins |= {name: filler for name in filled if name != filler}
+    return _Checked(config, {name: origins.get(name, "default") for name in FIELDS}, mistakes)
+
+
+def _merge_layers(layers: _Layers) -> _Merged:
+    """Merge settings of several sources; a later one wins."""
+    merged = _Merged({}, dict.fromkeys(FIELDS, "default"), [], set())
+    values, origins = merged.values, merged.origins
+    for source, written in layers:
+        layer, wrong = rename(written)
+        origins |= _origins(source, written)
+        merged.mistakes.extend(f"{text} ({origins[name]})" for name, text in wrong)
+        merged.wrong.update(name for name, _ in wrong)
+        # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
+        if layer.keys() & RANK_COUNTS or layer.get("hosts"):
+            replaced = {*RANK_COUNTS, *(["min_workers"] if ranges(layer) else [])}
+            values = {name: value for name, value in values.items() if name not in replaced}
+        merged.mistakes.extend(f"{unknown_field(name)} ({source})" for name in layer if name not in NAMES)
+        values = merge(values, {name: value for name, value in layer.items() if name in NAMES})
+    for name in _replaced_of_recipe(values, origins):
+        del values[name]
+        origins[name] = "default"
+    if counted := [name for name in ("gpus_per_node", "num_gpus") if values.get(name) is not None]:
+        chosen = ["num_workers", *(["device"] if values.get("device", "auto") == "auto" else [])]
+        origins |= dict.fromkeys(chosen, origins[counted[-1]])
+    return merged._replace(values=values)
+
+
+def _replaced_of_recipe(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Return the settings of a recipe that give way to another one of the user's."""
+    of_recipe = {name for name in values if origins[name].startswith("recipe ")}
+    # The user gave the engine's own file, so it wins over the recipe.
+    engines = [engine for engine in engine_rules(values) if hasattr(engine, "settled")]
+    found = {name for engine in engines for name in engine.settled(values)}
+    for limit, other in (_LIMITS, _LIMITS[::-1]):
+        # The length that the user gives is the length: a recipe's own, in the other unit, would cut it short.
+        if values.get(limit) is not None and limit not in of_recipe:
+            found.add(other)
+    return [name for name in found if name in of_recipe]
 
 
 def _origins(source: str, written: Mapping[str, Any]) -> dict[str, str]:
-    """Return where a source has each setting and option: PHALANX_STOP_GRACE has stop_grace and engine_options."""
+    """Return where a source has each setting: PHALANX_NUM_GPUS has num_gpus and num_workers."""
     found: dict[str, str] = {}
     for name, value in written.items():
         origin = f"environment {ENV_PREFIX}{name.upper()}" if source == "environment" else source
-        meant = rename({name: value})[0]
-        found |= dict.fromkeys((name, *meant, *split_options(meant.get("engine_options"))), origin)
+        found |= dict.fromkeys((name, *rename({name: value})[0]), origin)
     return found
 
 
@@ -164,13 +221,34 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     for key, value in document.items():
         if key == "submit":  # options of phalanx submit
             continue
-        is_group = isinstance(value, dict) and key.replace("-", "_") != "engine_options"
-        table = value if is_group else {key: value}
+        field = NAMES.get(key.replace("-", "_"))
+        table = {key: value} if not isinstance(value, dict) or (field and takes_table(field)) else value
         repeated = flat.keys() & table.keys()
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    return {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
+    found = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
+    return _without_option_texts(found) if _is_record(path) else found
+
+
+def _is_record(path: str | Path) -> bool:
+    """Whether a run has written this file."""
+    return Path(path).read_text(encoding="utf-8").startswith(RECORD_HEADER)
+
+
+def _without_option_texts(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a record; some records have those of `Advanced` and of engines as one text."""
+    values = {name: value for name, value in recorded.items() if name != "engine_options"}
+    text = recorded.get("engine_options")
+    parts = [part.partition("=") for part in text.split(",")] if isinstance(text, str) and "=" in text else []
+    resources = ",".join(f"{name.removeprefix('resources.')}={value}" for name, _, value in parts if "." in name)
+    if resources:
+        values["resources_per_worker"] = resources
+    for name, _, value in parts:
+        named = "horovod_timeline" if name == "timeline" else name
+        if named in FIELDS:
+            values[named] = parse_text(FIELDS[named], value)
+    return values
 
 
 def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:

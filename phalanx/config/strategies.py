@@ -1,7 +1,8 @@
 """The strategies in one table, with the facts that rules, memory, profiles, verification and plans ask. No torch.
 
-Adding a strategy is one class (`phalanx/strategies/base.py`) and one row here. A strategy of another package is an
-entry point of the group `phalanx.strategies`; its class has its facts:
+Adding a strategy is one class (`phalanx/strategies/base.py`) and one row: here, or for an engine in its folder
+(`declaration.py`). A strategy of another package is an entry point of the group `phalanx.strategies`; its class has its
+facts:
 
     class Average(Strategy):
         name = "toy-average"
@@ -11,10 +12,10 @@ entry point of the group `phalanx.strategies`; its class has its facts:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
 
+from phalanx.config.backends import ENGINES, declaration
 from phalanx.config.option import load_entry_point
+from phalanx.config.rows import StrategyFacts, StrategyRow
 
 COMPRESSORS = ("none", "fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd")
 AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
@@ -23,50 +24,7 @@ ENTRY_POINTS = "phalanx.strategies"
 """The group of entry points in which an installed package names its strategies."""
 
 
-@dataclass(frozen=True)
-class StrategyFacts:
-    """What a strategy does with weights and gradients."""
-
-    replicates: bool = False
-    """Every rank holds the whole model and takes each step together with the others, with equal weights: replicas can
-    be compared, and a slow rank holds up the others."""
-    averages_gradients: bool = False
-    """Gradients are averaged in every step, so the ranks hold the run's weights after it, whole or as shards."""
-    shards: bool = False
-    """Parameters are sharded over the ranks by the settings `sharding`, `shard_size` and `offload`."""
-    shards_by_engine: bool = False
-    """Parameters are sharded by an engine with settings of its own; its weights are in float32."""
-    drifts: bool = False
-    """Ranks take steps of their own between two averages: the result is not that of one process."""
-    has_servers: bool = False
-    """Server processes hold the parameters and the optimizer's states."""
-    needs_contiguous: bool = False
-    """Weights must be contiguous in memory, so not in the layout of `channels_last`."""
-    recovery: Literal["resize", "replace", "restart"] = "restart"
-    """After a lost rank: go on with another number of ranks too, replace it in place, or start all ranks again."""
-    compressors: tuple[str, ...] = ()
-    """Values of `compression` that it can send gradients with."""
-    axes: tuple[str, ...] = ()
-    """The axes that it can be combined with."""
-
-
-@dataclass(frozen=True)
-class StrategyRow:
-    """One strategy: its flags, what it does, when to choose it, what it combines with, and its class."""
-
-    name: str
-    flag: str
-    summary: str
-    choose: str
-    combines: str
-    home: str | None = None
-    """`module:Class`; None for an axis, or for a strategy under another name or of another framework."""
-    facts: StrategyFacts = StrategyFacts()
-    backend: str = ""
-    """The backend that it needs."""
-
-
-TABLE = (
+TABLE: tuple[StrategyRow, ...] = (
     StrategyRow(
         "ddp",
         "--strategy ddp (the default; without the flag, CPU ranks of one machine average in shared memory)",
@@ -113,6 +71,7 @@ TABLE = (
         "tensor, pipeline (not zero-bubble), context, expert, lora; one rank runs the bare model",
         "phalanx.strategies.fsdp:FSDP",
         facts=StrategyFacts(shards=True, averages_gradients=True, needs_contiguous=True, recovery="replace", axes=AXES),
+        implied_by=("zero_stage",),
     ),
     StrategyRow(
         "zero",
@@ -120,25 +79,6 @@ TABLE = (
         "ZeRO by fsdp: optimizer states sharded (1), gradients too (2), parameters too (3)",
         "you think in ZeRO's stages",
         "what fsdp combines with",
-    ),
-    StrategyRow(
-        "deepspeed",
-        "--strategy deepspeed, --deepspeed-config ds.json (extra: deepspeed)",
-        "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe",
-        "you have a DeepSpeed configuration, or optimizer states should be in CPU memory or on disk",
-        "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
-        "phalanx.engines.deepspeed.strategy:DeepSpeed",
-        facts=StrategyFacts(shards_by_engine=True, needs_contiguous=True),
-    ),
-    StrategyRow(
-        "horovod",
-        "--backend horovod [--compression fp16] [--hosts node1:8,node2:8] [--min-workers N]",
-        "ddp by Horovod's all-reduce, on ranks that horovodrun starts",
-        "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
-        "accumulation, clipping, precision, compile, lora; no other axis, no zero",
-        "phalanx.engines.horovod.strategy:Horovod",
-        facts=StrategyFacts(replicates=True, averages_gradients=True, needs_contiguous=True, compressors=("fp16",)),
-        backend="horovod",
     ),
     StrategyRow(
         "tensor",
@@ -169,13 +109,6 @@ TABLE = (
         "ddp, fsdp (the rest of the model is sharded over the same ranks)",
     ),
     StrategyRow(
-        "tensorflow",
-        "--backend tensorflow --strategy mirrored|multiworker|parameter-server (extra: tensorflow)",
-        "tf.distribute for Keras models: replicas in one process, one process per worker, or parameter servers",
-        "the model is a Keras model",
-        "mixed precision, backups, restarts; other options of Keras are given to compile()",
-    ),
-    StrategyRow(
         "parameter-server",
         "--strategy parameter-server [--num-servers N] [--server-mode sync|async|bounded] [--staleness S]",
         "server processes hold the parameters and step; ranks push gradients and pull values",
@@ -184,6 +117,7 @@ TABLE = (
         "phalanx.engines.parameter_server.strategy:ParameterServer",
         facts=StrategyFacts(recovery="resize", has_servers=True),
     ),
+    *(row for engine in ENGINES for row in declaration(engine).STRATEGIES),
 )
 
 

@@ -12,13 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from phalanx.config.aliases import rename
-from phalanx.config.option import split_options
-from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import ENV_PREFIX, FIELDS, Settings
 from phalanx.errors import UsageError
-
-ALL = {**FIELDS, **OPTIONS}
-"""Every setting, and every option that all engines have."""
 
 LOOP = frozenset({"ranks"})
 """Who uses settings in a loop of the user's."""
@@ -34,17 +29,17 @@ _NOT_REPLACED = (
 
 def used_by(name: str) -> frozenset[str]:
     """Return who uses a setting; see `option`."""
-    return frozenset(ALL[name].metadata["used_by"])
+    return frozenset(FIELDS[name].metadata["used_by"])
 
 
 def counts(name: str, users: Collection[str]) -> bool:
     """Whether a setting has an effect where only these use settings."""
-    return name == "engine_options" or not used_by(name).isdisjoint(users)
+    return not used_by(name).isdisjoint(users)
 
 
 def in_loop(name: str) -> str:
     """Return what to write in a loop of the user's for a setting that does not count there."""
-    if text := str(ALL[name].metadata["in_loop"]):
+    if text := str(FIELDS[name].metadata["in_loop"]):
         return text
     if "command" in used_by(name):
         flag = name.replace("_", "-")
@@ -53,12 +48,11 @@ def in_loop(name: str) -> str:
 
 
 def given_names(given: Mapping[str, Any]) -> list[str]:
-    """Return the settings and options that are given, by whatever spelling, and are not at their defaults."""
+    """Return the settings that are given, by whatever spelling, and are not at their defaults."""
     values, _ = rename(given)
-    options = split_options(values.pop("engine_options", None))
     named = [name for name, value in values.items() if name in FIELDS and value != FIELDS[name].default]
     counted = ["num_workers"] if any(values.get(name) is not None for name in ("num_gpus", "gpus_per_node")) else []
-    return list(dict.fromkeys([*named, *counted, *(name for name in options if name in OPTIONS)]))
+    return list(dict.fromkeys([*named, *counted]))
 
 
 def refuse_in_loop(given: Mapping[str, Any]) -> None:
@@ -81,8 +75,8 @@ def loop_note(config: Settings) -> str:
 
     Settings of the command may have started these ranks, and a value may be read from the config.
     """
-    unused = [name for name in config.changed(*ALL) if used_by(name) == {"trainer"}]
-    shown = "; ".join(f"{name} = {config.value(name)!r}: {in_loop(name)}" for name in unused)
+    unused = [name for name in config.changed(*FIELDS) if used_by(name) == {"trainer"}]
+    shown = "; ".join(f"{name} = {getattr(config, name)!r}: {in_loop(name)}" for name in unused)
     return f"not used by a loop of your own: {shown}" if unused else ""
 
 
@@ -99,9 +93,8 @@ def late_note(config: Settings, environ: Mapping[str, str]) -> str:
     Those that the command has set are in its variables, also if it had them from a config.
     """
     given = [name for name in config.changed(*_BEFORE_RANKS) if ENV_PREFIX + name.upper() not in environ]
-    options = split_options(environ.get(ENV_PREFIX + "ENGINE_OPTIONS"))
-    unused = unused_by_script([name for name in given if name not in options], IN_SCRIPT["Formation"], config.backend)
-    of_command = [name for name in given if counts(name, SCRIPT) and name not in options]
+    unused = unused_by_script(given, IN_SCRIPT["Formation"], config.backend)
+    of_command = [name for name in given if counts(name, SCRIPT)]
     shown = [
         *(f"{name}: {in_loop(name)}" for name in of_command),
         *(f"{name}: {text}" for name, text in unused.items()),
@@ -114,7 +107,7 @@ def unused_by_script(given: Iterable[str], users: Collection[str], backend: str)
 
     `users`: who uses settings there. An engine may start ranks by further ones, `FOR_SCRIPTS` in its rules.
     """
-    from phalanx.config.backend_rules import engine_rules  # not in ranks, whose settings are checked
+    from phalanx.config.rules import engine_rules  # not in ranks, whose settings are checked
 
     of_engine = {name for rules in engine_rules({"backend": backend}) for name in getattr(rules, "FOR_SCRIPTS", ())}
     unused = [name for name in given if not counts(name, users) and name not in of_engine]

@@ -47,7 +47,7 @@ class RankChecks:
         self._emit = emit
         self._every = config.check_replicas_every
         self._on_corruption, self._on_straggler = config.on_corruption, config.on_straggler
-        self._factor, self._window = config.straggler_factor, config.options.straggler_steps
+        self._factor, self._window = config.straggler_factor, config.straggler_steps
         self._checked = -1
         self._pace: OwnTime | None = None
         if self._factor is not None:

@@ -90,7 +90,7 @@ class Formation:
             config = resolve(settings).config
         elif settings:
             config = config.replace(**settings)
-        config.refuse_keras(type(self).__name__)
+        config.require_torch(type(self).__name__)
         register_backend()
         stop_counting()
         world = join_world(config)

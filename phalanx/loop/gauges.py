@@ -166,7 +166,7 @@ class RunSpeed:
 
     def __init__(self, formation: FormationState, run_dir: Path, emit: Callable[[Event], None]) -> None:
         self._formation, self._run_dir, self._emit = formation, run_dir, emit
-        self._reference = formation.config.options.reference_throughput
+        self._reference = formation.config.reference_throughput
         self.clock = formation.clock
         self.clock.communication = self._communication
         world = formation.world

@@ -358,11 +358,11 @@ _SAME = {
     "bcewithlogits": "bce_with_logits",
     "smoothl1": "smooth_l1",
 }
-"""Names of torch's classes, of Keras and others."""
+"""Names of torch's classes and of other libraries."""
 
 
 def _own_name(given: str) -> str:
-    """Return the name in `LOSSES` of a name of torch's, of Keras or of others; an unknown one nearly as it is."""
+    """Return the name in `LOSSES` of a name of torch's or of another library's; an unknown one nearly as it is."""
     name = given.lower().replace("-", "_").removesuffix("loss").rstrip("_")
     return _SAME.get(name, name)
 

@@ -36,7 +36,7 @@ def _add_lora(model: nn.Module, config: DistributedConfig, rank: int) -> None:
             model,
             rank,
             alpha=config.lora_alpha,
-            dropout=config.options.lora_dropout,
+            dropout=config.lora_dropout,
             targets=config.lora_targets,
             seed=config.seed,
         )
@@ -45,7 +45,7 @@ def _add_lora(model: nn.Module, config: DistributedConfig, rank: int) -> None:
             f"lora_rank = {rank}, but the model has adapters of rank {other[0]} already",
             hint="Leave lora_rank out to train those, or take them off with phalanx.remove_lora(model).",
         )
-    if config.options.lora_base is not None:
+    if config.lora_base is not None:
         feature("nf4").quantise_base(model, find_blocks(model).values())
 
 

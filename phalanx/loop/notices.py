@@ -109,7 +109,7 @@ class StopNotices:
         self._environ = os.environ if environ is None else environ
         watches_file = config.preemption_file is not None and world.env.local_rank == 0
         self._file = Path(config.preemption_file) if watches_file and config.preemption_file else None
-        self._margin = config.options.preemption_margin
+        self._margin = config.preemption_margin
         self._watches_limit = world.is_main and self._margin > 0 and "SLURM_JOB_ID" in self._environ
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

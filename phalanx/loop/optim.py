@@ -57,7 +57,7 @@ def build_optimizer(
     sharded = any(isinstance(parameter, DTensor) for parameter in found)
     fused = not sparse and not any(parameter.is_complex() for parameter in found)
     trained: list[Any] = [{"params": found}]  # a group, because it may be empty: a pipeline stage may be frozen
-    if not config.options.decay_norms:
+    if not config.decay_norms:
         plain = [parameter for parameter in found if parameter.ndim < 2]
         weights = [parameter for parameter in found if parameter.ndim > 1]
         trained = [{"params": weights}, {"params": plain, "weight_decay": 0.0}]
@@ -92,7 +92,7 @@ def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) ->
     """
     if config.lr_scaling == "none":
         return 1.0
-    ratio = global_batch / (config.options.base_batch_size or batch_size)
+    ratio = global_batch / (config.base_batch_size or batch_size)
     return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
 
 

@@ -44,9 +44,8 @@ class Precision:
         self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype is torch.float16:
-            options = config.options
             self.scaler = torch.amp.GradScaler(
-                device.type, init_scale=options.scaler_init_scale, growth_interval=options.scaler_growth_interval
+                device.type, init_scale=config.scaler_init_scale, growth_interval=config.scaler_growth_interval
             )
 
     def autocast(self) -> AbstractContextManager[Any]:

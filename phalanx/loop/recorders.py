@@ -97,4 +97,4 @@ def tensorboard_dir(config: DistributedConfig, run_dir: Path) -> str | None:
 
 
 def _wants_tensorboard(config: DistributedConfig) -> bool:
-    return bool(config.tensorboard or config.options.tensorboard_histograms)
+    return bool(config.tensorboard or config.tensorboard_histograms)

@@ -205,7 +205,7 @@ class CheckpointWriter:
         if best and state.formation.is_main:  # what had the mark when this one was published is not kept by it now
             published = checkpoint.Checkpoint(saved.path, checkpoint.read_manifest(saved.path))
             config = state.config
-            for note in checkpoint.keep_newest(published, config.keep_last, saved.path, config.options.keep_every):
+            for note in checkpoint.keep_newest(published, config.keep_last, saved.path, config.keep_every):
                 state.report.say(note, "warning")
         state.hooks.fire("on_checkpoint", str(saved.path))
 

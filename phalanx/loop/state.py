@@ -46,7 +46,7 @@ def begin_save(formation: FormationState, saver: checkpoint.Saver, directory: Pa
             run_id=formation.run_id,
             kind=formation.config.checkpoint_kind,
             keep_last=formation.config.keep_last,
-            keep_every=formation.config.options.keep_every,
+            keep_every=formation.config.keep_every,
             best=formation.best_path,
             lineage=formation.lineage,
             mesh=formation.world.mesh.sizes,

@@ -176,7 +176,7 @@ class RunControl:
         self._time_limit = TimeLimit(config.max_seconds)
         self._time_before = 0.0
         watched = config.stopping_metric
-        self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.options.min_delta)
+        self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.min_delta)
 
     def _trial_control(self) -> EpochControl | None:
         if "PHALANX_GATE" not in os.environ:

@@ -249,8 +249,8 @@ def came_back(task: TrainTask, history: History | None = None) -> str:
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:
     """Yield the callbacks that settings ask for."""
-    if config.options.tensorboard_histograms:
-        yield from feature("histograms")(events, config.options.tensorboard_histograms)
+    if config.tensorboard_histograms:
+        yield from feature("histograms")(events, config.tensorboard_histograms)
     if config.debug == "nan":
         yield feature("diagnosis").NumberWatch()
 

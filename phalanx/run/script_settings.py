@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config import FIELDS, Resolved
-from phalanx.config.option import split_options
-from phalanx.config.run_fields import OPTIONS
 from phalanx.config.ways import IN_SCRIPT, SCRIPT, unused_by_script
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
@@ -43,15 +41,13 @@ class Uses(NamedTuple):
 def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolved) -> None:
     """Refuse flags that have no effect for a script; name such settings of other sources, which runs may share."""
     config = resolved.config
-    changed = [name for name in config.changed(*FIELDS, *OPTIONS) if name != "engine_options"]
+    changed = config.changed(*FIELDS)
     if not unused_by_script(changed, SCRIPT, config.backend):
         return
     uses = uses_of(target)
     changed = [name for name in changed if name not in uses.names]
     unused = unused_by_script(changed, uses.users, config.backend)
     by_flag = {name for name, origin in resolved.origins.items() if origin == "flag"}
-    if "engine_options" in by_flag:
-        by_flag |= split_options(config.engine_options).keys()
     refused = [name for name in unused if name in by_flag]
     if refused:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in refused)
@@ -60,7 +56,7 @@ def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolve
             hint="\n  ".join(f"{name}: {unused[name]}" for name in refused),
         )
     if unused:
-        shown = "; ".join(f"{name} = {config.value(name)!r}: {text}" for name, text in unused.items())
+        shown = "; ".join(f"{name} = {getattr(config, name)!r}: {text}" for name, text in unused.items())
         say_to_user(f"warning: settings without effect, for {_why(uses, target)}: {shown}")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved
-from phalanx.config.run_fields import OPTIONS, Monitoring
+from phalanx.config.run_fields import Monitoring
 from phalanx.config.settings import ENV_PREFIX, settings_with
 from phalanx.engine import VARIABLE, engine_name, engine_of
 from phalanx.features import FEATURES
@@ -45,8 +45,7 @@ def launch_spec(
     # Ranks of scripts are labelled r0, r1, ... unless flags set more than a count.
     mesh = layout.mesh
     is_set = sum(size > 1 for size in mesh.sizes.values()) > 1 or mesh.dp_size < mesh.world_size
-    options = config.options
-    start_timeout = options.start_timeout
+    start_timeout = config.start_timeout
     if start_timeout is None and isinstance(target, CallTarget):
         start_timeout = config.timeout
     starter = engine_of(config).starter(config, layout)
@@ -66,7 +65,7 @@ def launch_spec(
         labels=layout.labels if isinstance(target, CallTarget) or layout.names or is_set else (),
         console_ranks="all" if config.shown.all_ranks else "0",
         max_restarts=config.max_restarts,
-        grace_seconds=options.stop_grace,
+        grace_seconds=config.stop_grace,
         join_timeout=config.timeout,
         start_timeout=start_timeout,
         ranks_per_gpu=layout.ranks_per_gpu if config.share_gpus else 1,
@@ -88,8 +87,6 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
         found["NVIDIA driver"] = driver_version()
     if isinstance(target, ScriptTarget) and Path(target.path).is_file():  # else `check` says what is wrong
         found["script"] = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
-    options = [name for name, field in OPTIONS.items() if "machine" not in field.metadata["scope"]]
-    found |= {name: repr(getattr(config.options, name)) for name in options}
     return {**found, **{name: repr(getattr(config, name)) for name in names}}
 
 
@@ -105,7 +102,7 @@ def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -
     if not wanted or not trains or engine_name(config) or config.recovery == "restart":
         return None
     sizes = elastic_sizes(config, layout.world_size)
-    return Elastic(tuple(sizes), config.spares, config.heartbeat_timeout, config.options.stall_timeout)
+    return Elastic(tuple(sizes), config.spares, config.heartbeat_timeout, config.stall_timeout)
 
 
 def elastic_sizes(config: DistributedConfig, most: int) -> list[int]:

@@ -59,7 +59,8 @@ class TorchTrainer:
 
     backend: ClassVar[str]
     """The backend of a config that names none."""
-    keras_hint: ClassVar[str] = "Keras models are trained by TensorFlowDistributedTrainer(model_fn=...)."
+    foreign_models: ClassVar[str] = ""
+    """What to say about models of another framework; empty: what trains these."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class TorchTrainer:
             own = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
             resolved = resolve({**own, **settings})
             chosen, self._given = resolved.config, resolved.given
-        chosen.refuse_keras(type(self).__name__)
+        chosen.require_torch(type(self).__name__)
         self._report_other_backend(chosen)
         return chosen
 
@@ -369,8 +370,10 @@ def _check_model(trainer: TorchTrainer, given: Any, *, has_loss: bool) -> None:
             f"model = {given.__name__} is the class, not a model", hint=f"Write: {name}({given.__name__}(...), ...)"
         )
     if not isinstance(given, nn.Module):
-        is_keras = type(given).__module__.split(".")[0] in ("keras", "tf_keras")
-        hint = trainer.keras_hint if is_keras else f"Write: {name}(model, ...), where model is your torch.nn.Module."
+        package = type(given).__module__.split(".")[0]
+        row = next((row for row in BACKENDS.values() if package in row.model_packages), None)
+        others = trainer.foreign_models or (f"{row.framework} models are trained by {row.trainer}." if row else "")
+        hint = others if row else f"Write: {name}(model, ...), where model is your torch.nn.Module."
         raise UsageError(f"model must be a torch.nn.Module; got {type(given).__name__}", hint=hint)
     owners = {kind.__module__.partition(".")[0] for kind in type(given).__mro__ if kind.__name__ == "LightningModule"}
     if not has_loss and owners & {"lightning", "pytorch_lightning"}:

@@ -33,13 +33,15 @@ from phalanx.world.world import World
 _LAYOUT = "_phalanx_layout"
 
 
+OWN_SHARDS: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
+"""Functions of engines whose shards are not DTensors: each returns this rank's shard of a tensor, or None."""
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor: the memory itself, not a copy."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
-    # DeepSpeed's stage 3 leaves the parameter itself empty, and keeps the rank's shard in this attribute.
-    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
-    return part
+    return next((part for shard in OWN_SHARDS if (part := shard(tensor)) is not None), tensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +221,7 @@ class Strategy:
     def count_parameters(self, wrapped: nn.Module, *, trained: bool = False) -> int:
         """Return the number of parameters of the whole model, or of those that are trained; all ranks call this."""
         counted = (p for p in self.unwrap(wrapped).parameters() if p.requires_grad or not trained)
-        return sum(getattr(p, "ds_numel", p.numel()) for p in counted)  # DeepSpeed's stage 3 leaves p itself empty
+        return sum(p.numel() for p in counted)
 
     def expect_batches(self, wrapped: nn.Module, batch_size: int) -> str | None:
         """Prepare for batches of up to this size; return a note for the user, if any."""

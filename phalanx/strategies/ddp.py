@@ -138,7 +138,7 @@ class DDP(CompressesGradients):
         device = self.world.device
         options: dict[str, Any] = {
             "device_ids": [device.index] if device.type == "cuda" else None,
-            "bucket_cap_mb": self.config.options.bucket_cap_mb,
+            "bucket_cap_mb": self.config.bucket_cap_mb,
             "find_unused_parameters": self.config.find_unused_parameters,
             "gradient_as_bucket_view": True,  # gradients are in the buckets: nothing is copied
             "init_sync": self.world.env.generation == 0,  # after that rank 0 may be a new rank, without the state

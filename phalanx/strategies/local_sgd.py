@@ -176,8 +176,7 @@ class DiLoCo(LocalSGD):
 
     def _round(self, made: Round) -> Round:
         """Keep a copy of the parameters, where the round begins."""
-        options = self.config.options
-        return OuterRound(made, rate=options.outer_learning_rate, momentum=options.outer_momentum)
+        return OuterRound(made, rate=self.config.outer_learning_rate, momentum=self.config.outer_momentum)
 
     def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what this rank has trained, and the outer momentum."""

@@ -60,7 +60,7 @@ class RingDDP(CompressesGradients):
         exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
         settings: dict[str, Any] = {
             "compressor": self.compressor_for(model),
-            "cap_bytes": self.config.options.bucket_cap_mb * 2**20,
+            "cap_bytes": self.config.bucket_cap_mb * 2**20,
             "memory": memory,
             "allow_unused": self.config.find_unused_parameters,
         }

@@ -14,9 +14,7 @@ from package_tree import modules, parsed
 import phalanx
 from phalanx.cli import VERBS
 from phalanx.cli.completion import _actions, _parser_of
-from phalanx.config import BACKENDS
 from phalanx.config.aliases import NAMES
-from phalanx.config.backend_rules import _options_of
 
 OF_OTHERS = {
     *("--cap-add", "--target"),  # docker
@@ -84,8 +82,8 @@ def part_arguments(name: str) -> set[str]:
 
 
 def arguments() -> set[str]:
-    """The settings, the options of engines, and the arguments of all that the package exports."""
-    found = {*NAMES, *NAMES_OF_OTHERS, *(name for backend in BACKENDS for name in _options_of(backend))}
+    """The settings, and the arguments of all that the package exports."""
+    found = {*NAMES, *NAMES_OF_OTHERS}
     for name in phalanx.__all__:
         kind = getattr(phalanx, name)
         bases = [base for base in getattr(kind, "__mro__", ()) if base.__module__.startswith("phalanx.")]

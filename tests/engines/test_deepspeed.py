@@ -367,11 +367,11 @@ def test_the_json_sets_the_config_and_the_config_fills_auto(tmp_path):
         ({"deepspeed_config": {"scheduler": "WarmupLR"}}, "scheduler = .*: expected an object"),
         ({"deepspeed_config": {"scheduler": {"type": "WarmupLR", "params": 3}}}, "params = 3: expected an object"),
         ({"deepspeed_config": {"train_batch_size": "x"}}, 'train_batch_size = "x": expected a whole number'),
-        ({"deepspeed_config": {}, "offload": "nvme", "zero_stage": 3}, "nvme_path=<folder"),
+        ({"deepspeed_config": {}, "offload": "nvme", "zero_stage": 3}, "nvme_path = '<folder"),
         ({"deepspeed_config": None, "offload": "nvme"}, "offload = 'nvme' is DeepSpeed's"),
         (
             {"deepspeed_config": {}, "offload": "nvme"},
-            "zero_stage = 3 and engine_options nvme_path=.*; they are unset and unset",
+            "zero_stage = 3 and nvme_path = .*; they are unset and unset",
         ),
         ({"deepspeed_config": {}, "offload": "cpu"}, "offload = 'cpu' needs DeepSpeed's ZeRO"),
         ({"deepspeed_config": {"bf16": {"enabled": False}}, "mixed_precision": "bf16"}, "bf16.enabled = false"),

@@ -18,7 +18,7 @@ from command import ROOT, clean_environment, finish, start, write_script
 from ranks import run_on_ranks
 
 from phalanx import HorovodTrainer, PyTorchDDPTrainer
-from phalanx.engines.horovod import installed_library, speaks_mpi
+from phalanx.engines.horovod.engine import installed_library, speaks_mpi
 from phalanx.engines.horovod.launch import HorovodRun, starter
 from phalanx.errors import ConfigError, UsageError
 from phalanx.run.preflight import check_script_starter
@@ -174,7 +174,7 @@ def test_mpirun_may_start_a_script_only_where_horovod_has_mpi(tmp_path, monkeypa
     assert speaks_mpi(library) == hvd.mpi_built()
     script = write_script(tmp_path / "train.py", "import horovod.torch as hvd\nhvd.init()")
     compiled = tmp_path / "mpi_lib.so"
-    monkeypatch.setattr("phalanx.engines.horovod.installed_library", lambda: compiled)
+    monkeypatch.setattr("phalanx.engines.horovod.engine.installed_library", lambda: compiled)
     compiled.write_bytes(b"\0MPI_Init_thread\0")
     check_script_starter(script, "mpirun")
     compiled.write_bytes(b"\0gloo\0")

@@ -12,7 +12,7 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import FIELDS, read_settings, resolve, write_toml
-from phalanx.config.distributed import toml_value
+from phalanx.config.distributed import RECORD_HEADER, toml_value
 from phalanx.errors import ConfigError, UsageError
 
 
@@ -230,18 +230,7 @@ ALIASES = [
     ({"num_gpus": 4}, {"num_workers": 4, "device": "cuda"}),
     ({"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_workers": 8, "device": "cuda"}),
     ({"num_gpus": 4, "device": "cpu"}, {"num_workers": 4, "device": "cpu"}),
-    ({"keep_every": 32}, {"engine_options": {"keep_every": 32}}),
-    (
-        {"stop_grace": 2.5, "keep_every": 7},
-        {"engine_options": "stop_grace=2.5,keep_every=7"},
-    ),
     ({"mlflow_tracking": True}, {"mlflow": True}),
-    ({"backend": "ray", "placement": "spread"}, {"backend": "ray", "engine_options": {"placement": "spread"}}),
-    (
-        {"backend": "ray", "cpus_per_worker": 0.5, "resources_per_worker": "GPU=0.5,big=1"},
-        {"backend": "ray", "engine_options": "resources.GPU=0.5,resources.big=1,cpus_per_worker=0.5"},
-    ),
-    ({"backend": "horovod", "adasum": True}, {"backend": "horovod", "engine_options": "adasum=true"}),
     ({"mlflow_tracking": True, "mlflow_experiment": "mine"}, {"mlflow": "mine"}),
     ({"tensorboard": True, "tensorboard_dir": "board"}, {"tensorboard": "board"}),
 ]
@@ -276,22 +265,61 @@ def test_words_of_the_console_are_joined_over_sources_and_checked():
         DistributedConfig(console="quite")
 
 
-def test_options_of_an_engine_in_a_file_are_joined_with_flags_and_checked(tmp_path):
+OF_ENGINES = [
+    {"stop_grace": 2.5, "keep_every": 7},
+    {"backend": "ray", "placement": "spread"},
+    {"backend": "ray", "cpus_per_worker": 0.5, "resources_per_worker": "GPU=0.5,big=1"},
+    {"backend": "horovod", "adasum": True, "horovod_timeline": "wire, the second.json"},
+]
+
+
+@pytest.mark.parametrize("given", OF_ENGINES)
+def test_a_setting_of_an_engine_is_the_same_at_every_door(given, tmp_path, capsys):
+    test_aliases_mean_the_same_at_every_door(given, given, tmp_path, capsys)
+    config = DistributedConfig(**given)
+    assert {name: config.to_dict()[name] for name in given} == given
+    file = tmp_path / "all.toml"
+    file.write_text(write_toml(config))
+    assert resolve({}, file=file, environ={}).config == config != DistributedConfig()
+
+
+def test_settings_of_an_engine_in_a_file_are_checked_and_flags_win(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('backend = "ray"\n[engine_options]\nplacement = "spread"\nresources = {GPU = 0.5}\n')
-    resolved = resolve({"engine_options": "placement=pack,cpus_per_worker=2"}, file=file, environ={})
-    assert resolved.config.engine_options == "placement=pack,resources.GPU=0.5,cpus_per_worker=2"
+    file.write_text('backend = "ray"\nplacement = "spread"\nresources_per_worker = {GPU = 0.5, big = 1}\n')
+    resolved = resolve({"placement": "pack"}, file=file, environ={})
+    assert resolved.config.changed("placement", "resources_per_worker") == ["resources_per_worker"]
+    assert resolved.config.to_dict()["resources_per_worker"] == "GPU=0.5,big=1"
+    assert resolved.origins["resources_per_worker"] == f"file {file}"
     wrong = [
-        ("ray", "placement=pact", "placement = 'pact': not one of .* Did you mean 'pack'?"),
-        ("ray", "placment=pack", "backend = 'ray' has no option 'placment'. Did you mean 'placement'?"),
-        ("ray", "placement", "'placement' is not name=value"),
-        ("pytorch-ddp", "adasum=true", "adasum is for backend = 'horovod'"),
-        ("horovod", "adasum=maybe", "adasum = 'maybe': expected true or false"),
-        ("horovod", "adasum", "'adasum' is not name=value"),
+        ({"backend": "ray", "placement": "pact"}, "placement = 'pact': not one of .* Did you mean 'pack'?"),
+        ({"backend": "ray", "placment": "pack"}, "unknown setting 'placment'. Did you mean 'placement'?"),
+        ({"adasum": True}, "adasum = True with backend = 'pytorch-ddp', which does not follow it: .* 'horovod'"),
+        ({"backend": "horovod", "adasum": "maybe"}, "adasum = 'maybe': expected true or false"),
     ]
-    for backend, options, said in wrong:
+    for given, said in wrong:
         with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-            DistributedConfig(backend=backend, engine_options=options)
+            DistributedConfig(**given)
+
+
+def test_a_record_of_a_run_with_options_as_one_text_is_read(tmp_path):
+    """Runs of 0.1 wrote the settings of `Advanced` and of engines so."""
+    file = tmp_path / "config.toml"
+    text = "stop_grace=2.5,timeline=a.json,resources.GPU=0.5,resources.big=1,keep_every=7,decay_norms=false"
+    file.write_text(f'{RECORD_HEADER}\nbackend = "ray"\nengine_options = "{text}"\n')
+    read = read_settings(file)
+    assert read == {
+        "backend": "ray",
+        "stop_grace": 2.5,
+        "horovod_timeline": "a.json",
+        "resources_per_worker": "GPU=0.5,big=1",
+        "keep_every": 7,
+        "decay_norms": False,
+    }
+    file.write_text(f'{RECORD_HEADER}\nepochs = 2\nengine_options = "none"\n')
+    assert read_settings(file) == {"epochs": 2}
+    file.write_text('engine_options = "stop_grace=2.5"\n')
+    with pytest.raises(ConfigError, match="unknown setting 'engine_options'"):
+        resolve({}, file=file, environ={})
 
 
 def test_an_alias_is_checked_as_a_setting_is():

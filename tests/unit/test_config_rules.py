@@ -133,7 +133,7 @@ def test_settings_of_compression(settings, told):
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "ring"])
 def test_compression_is_allowed_with_strategies_that_average_gradients(strategy):
     config = DistributedConfig(strategy=strategy, compression="topk", compression_ratio=1.0, compression_warmup=10)
-    assert config.options.compression_warmup == 10
+    assert config.compression_warmup == 10
     assert DistributedConfig(strategy=strategy, compression="powersgd", powersgd_rank=8).powersgd_rank == 8
 
 
@@ -173,4 +173,4 @@ def test_settings_of_synchronisation(settings, words):
 def test_an_option_is_set_back_by_its_own_name():
     config = DistributedConfig(keep_every=5, stop_grace=2.0)
     again = config.replace(keep_every=None)
-    assert (config.options.keep_every, again.options.keep_every, again.options.stop_grace) == (5, None, 2.0)
+    assert (config.keep_every, again.keep_every, again.stop_grace) == (5, None, 2.0)

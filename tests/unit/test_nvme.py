@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx import DistributedConfig
-from phalanx.engines.deepspeed import check_nvme, slow_start
+from phalanx.engines.deepspeed.engine import check_nvme, slow_start
 from phalanx.errors import UsageError
 
 compiles = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

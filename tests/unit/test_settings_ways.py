@@ -27,8 +27,7 @@ import phalanx
 from phalanx import DistributedConfig, Formation, Trainer
 from phalanx.cli import main
 from phalanx.config import ways
-from phalanx.config.run_fields import AdvancedOptions
-from phalanx.config.settings import Settings
+from phalanx.config.settings import ENGINE_GROUPS, FIELDS, Settings
 from phalanx.errors import PhalanxError
 from phalanx.launch import CallTarget, ScriptTarget
 from phalanx.run.spec import launch_spec
@@ -66,16 +65,16 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
     found: dict[str, set[str]] = defaultdict(set)
 
     def note_read(self: Any, name: str) -> Any:
-        if name in ways.ALL and (module := reader(sys._getframe(1))) is not None:
+        if name in FIELDS and (module := reader(sys._getframe(1))) is not None:
             found[name].add(module)
         return object.__getattribute__(self, name)
 
-    for kind in (DistributedConfig, AdvancedOptions):
+    for kind in (DistributedConfig, *ENGINE_GROUPS):
         kind.__getattribute__ = note_read  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        for kind in (DistributedConfig, AdvancedOptions):
+        for kind in (DistributedConfig, *ENGINE_GROUPS):
             del kind.__getattribute__
 
 
@@ -97,7 +96,10 @@ def files(folder: Path) -> list[str]:
 def outcome(trained: nn.Module, folder: Path) -> dict[str, Any]:
     """Return what a run has left that another one may differ in."""
     logs = list(folder.rglob("events.jsonl"))
-    events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    # The rank that writes may still be writing a line.
+    events = [
+        json.loads(line) for log in logs for line in log.read_text().splitlines(keepends=True) if line[-1] == "\n"
+    ]
     steps = [event["step"] for event in events if event["event"] == "step"]
     kinds = [event["event"] for event in events]
     weights = [local(parameter.detach()).tolist() for parameter in trained.parameters()]
@@ -149,17 +151,18 @@ def applied(name: str) -> dict[str, Any]:
 
 def test_every_setting_is_declared_for_somebody():
     users = {"command", "recovery", "ranks", "trainer", "value"}
-    for name in ways.ALL:
+    for name in FIELDS:
         assert ways.used_by(name) <= users, name
         assert ways.used_by(name) - {"value"}, name
-        assert changed(name) != ways.ALL[name].default, name
+        assert changed(name) != FIELDS[name].default, name
         if not ways.counts(name, ways.LOOP):
             assert ways.in_loop(name), name
 
 
-ELSEWHERE = {"num_nodes", "node_rank", "rdzv_endpoint", "hosts", "address", "deepspeed_config"}
+OF_ENGINES = {name for group in ENGINE_GROUPS for name in group.__dataclass_fields__}
+ELSEWHERE = {"num_nodes", "node_rank", "rdzv_endpoint", "hosts"} | OF_ENGINES
 """Settings of machines and engines: only their parent process is looked at."""
-SERVED = {name for name in ways.ALL if companions(name).get("strategy") == "parameter-server"}
+SERVED = {name for name in FIELDS if companions(name).get("strategy") == "parameter-server"}
 """Those of parameter servers, which are looked at as one of the ways."""
 
 
@@ -202,7 +205,7 @@ class Walk:
 
 def walk(ranks: Any, way: str, run: Any) -> Walk:
     """Try out each setting that is accepted in a way, on one rank in this process or on two."""
-    names = [name for name in ways.ALL if refusal(name, way) is None and name not in ELSEWHERE | SERVED]
+    names = [name for name in FIELDS if refusal(name, way) is None and name not in ELSEWHERE | SERVED]
     of_two = [name for name in names if companions(name).get("num_workers") == 2 or name == "num_workers"]
     found = Walk(run).try_out([name for name in names if name not in of_two])
     here = os.getcwd()
@@ -252,7 +255,7 @@ def read_in(*rooms: str) -> set[str]:
         for file in path.rglob("*.py") if path.is_dir() else [path]:
             names = _attributes(ast.parse(file.read_text()), {"config", "_config", "settings", "options", "placed"})
             found |= names.union(*(_of_properties().get(name, set()) for name in names))
-    return found & ways.ALL.keys()
+    return found & FIELDS.keys()
 
 
 PARENT = (
@@ -310,8 +313,8 @@ def test_every_setting_that_is_accepted_has_an_effect_on_the_ranks(ranks, tmp_pa
     at_start = set()
     if way == "trainer":
         job = CallTarget("phalanx.worker:run_job")
-        at_start = {name for name in ways.ALL if refusal(name, way) is None and name in reads_at_start(name, job)}
-    accepted = {name for name in ways.ALL if refusal(name, way) is None} - SERVED - {"deepspeed_config"}
+        at_start = {name for name in FIELDS if refusal(name, way) is None and name in reads_at_start(name, job)}
+    accepted = {name for name in FIELDS if refusal(name, way) is None} - SERVED - OF_ENGINES
     by_rank = {name for name, readers in found.read.items() if readers}
     in_code = HARD_TO_RUN.keys() & read_in(*TORCH)
     assert accepted - by_rank - at_start - in_code == set()
@@ -332,13 +335,13 @@ def test_a_loop_of_the_users_reads_nothing_that_it_refuses(tmp_path, monkeypatch
     with recorded_reads() as reads:
         loop({"tensorboard": True})
     assert {"batch_size", "seed", "keep_last", "tensorboard"} <= {name for name, readers in reads.items() if readers}
-    not_used = {name for name in ways.ALL if ways.used_by(name) <= {"trainer", "value", "recovery"}}
+    not_used = {name for name in FIELDS if ways.used_by(name) <= {"trainer", "value", "recovery"}}
     assert {name for name in not_used if reads.get(name)} == {"fast_dev_run"}, "whether the folder of the run will stay"
 
 
 @pytest.mark.parametrize("way", ROOMS)
 def test_the_code_of_a_way_reads_what_it_accepts(way):
-    accepted = {name for name in ways.ALL if refusal(name, way) is None}
+    accepted = {name for name in FIELDS if refusal(name, way) is None}
     assert accepted
     assert accepted - read_in(*ROOMS[way]) == set()
 
@@ -346,7 +349,7 @@ def test_the_code_of_a_way_reads_what_it_accepts(way):
 def test_the_command_reads_what_it_accepts_for_scripts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.py").write_text("import torch\n")
-    accepted = [name for name in ways.ALL if refusal(name, "script") is None]
+    accepted = [name for name in FIELDS if refusal(name, "script") is None]
     unread = [name for name in accepted if name not in reads_at_start(name, ScriptTarget("plain.py"))]
     of_command = {"metrics_port", "console", "run_dir", "name", "checkpoint_dir", "resume_from_checkpoint", "address"}
     assert set(unread) <= of_command, "which the command reads before or after the launch"
@@ -421,7 +424,7 @@ def test_settings_of_a_script_from_a_file_are_named(scripts, capsys, tmp_path):
         ({"num_gpus": 2}, "num_workers is a setting of what starts the ranks"),
         ({"progress": False}, "console is a setting of what starts the ranks"),
         ({"stop_grace": 9.0}, "stop_grace is a setting of what starts the ranks"),
-        ({"engine_options": {"decay_norms": False}}, "decay_norms is a setting of the trainer's loop"),
+        ({"decay_norms": False}, "decay_norms is a setting of the trainer's loop"),
         ({"epochs": 3, "warmup": 2}, "epochs, warmup are settings of the trainer's loop, and this loop is yours"),
     ],
 )

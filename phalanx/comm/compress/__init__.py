@@ -49,7 +49,7 @@ class Compressor(ABC):
     @classmethod
     def of(cls, config: DistributedConfig, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Self:
         """Return the compressor with the settings of a config, checked against the model's parameters."""
-        return cls(seed=config.seed, warmup=config.options.compression_warmup)
+        return cls(seed=config.seed, warmup=config.compression_warmup)
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Replace a bucket by its average; all ranks call this for the same buckets in the same order."""

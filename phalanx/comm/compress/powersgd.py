@@ -44,7 +44,7 @@ class PowerSGD(FeedbackCompressor):
     def of(cls, config: DistributedConfig, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Self:
         """Return the compressor with the rank that a config names; ModelError where nothing becomes smaller."""
         check_rank(config.powersgd_rank, named_parameters)
-        return cls(config.powersgd_rank, seed=config.seed, warmup=config.options.compression_warmup)
+        return cls(config.powersgd_rank, seed=config.seed, warmup=config.compression_warmup)
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)

@@ -26,7 +26,7 @@ class _Sparse(FeedbackCompressor):
     @classmethod
     def of(cls, config: DistributedConfig, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Self:
         """Return the compressor with the share of values that a config names."""
-        return cls(config.compression_ratio, seed=config.seed, warmup=config.options.compression_warmup)
+        return cls(config.compression_ratio, seed=config.seed, warmup=config.compression_warmup)
 
 
 class TopK(_Sparse):

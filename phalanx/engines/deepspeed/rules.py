@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from phalanx.config.option import option, problem, read_options
+from phalanx.config.option import options_of, problem
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
+from phalanx.engines.deepspeed.declaration import DeepSpeedOptions
 from phalanx.errors import UsageError, nearest
 
 AUTO = "auto"
@@ -59,20 +59,12 @@ _EXCLUDED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedOptions:
-    """What DeepSpeed has besides the settings of all engines and its JSON."""
-
-    nvme_path: str | None = option(None, "folder on a fast disk (with offload=nvme)")
-
-
 _NVME_PATH = "zero_optimization.offload_optimizer.nvme_path"
 
 
 def nvme_path(settings: Settings) -> str | None:
     """Return the folder of offload='nvme': the option, or what the JSON says."""
-    found: str | None = read_options(DeepSpeedOptions, settings.engine_options).nvme_path
-    return found or look_up(engine_settings(settings), _NVME_PATH)
+    return options_of(DeepSpeedOptions, settings).nvme_path or look_up(engine_settings(settings), _NVME_PATH)
 
 
 MISSING = "strategy = 'deepspeed' needs DeepSpeed, which is not installed"
@@ -126,7 +118,7 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 def engine_settings(settings: Settings) -> dict[str, Any]:
     """Return DeepSpeed's settings as they were given: a copy, with "auto" still in it."""
-    found: dict[str, Any] = json.loads(settings.deepspeed_config or "{}")
+    found: dict[str, Any] = json.loads(str(options_of(DeepSpeedOptions, settings).deepspeed_config or "{}"))
     return found
 
 
@@ -262,7 +254,7 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     return known.get(kind.lower()) if isinstance(kind, str) else None
 
 
-@rule(*STRATEGY, "sharding", "offload", "engine_options")
+@rule(*STRATEGY, "sharding", "offload", "nvme_path")
 def engine_conflicts(settings: Settings) -> Mistakes:
     """Report settings that DeepSpeed's engine excludes, and those that only it has."""
     if settings.resolved_strategy != "deepspeed":
@@ -277,7 +269,7 @@ def engine_conflicts(settings: Settings) -> Mistakes:
         found = ["unset" if value is None else repr(value) for value in (settings.zero_stage, path)]
         yield (
             "offload",
-            f"offload = 'nvme' needs zero_stage = 3 and engine_options nvme_path=<folder on a fast disk>; they are "
+            f"offload = 'nvme' needs zero_stage = 3 and nvme_path = '<folder on a fast disk>'; they are "
             f"{found[0]} and {found[1]}.",
         )
     elif path != (look_up(engine_settings(settings), _NVME_PATH) or path):
@@ -298,7 +290,8 @@ def engine_conflicts(settings: Settings) -> Mistakes:
 @rule("strategy", "backend")
 def other_strategy(settings: Settings) -> Mistakes:
     """Report DeepSpeed's JSON together with another strategy."""
-    if settings.deepspeed_config is not None and settings.resolved_strategy != "deepspeed":
+    given = options_of(DeepSpeedOptions, settings).deepspeed_config
+    if given is not None and settings.resolved_strategy != "deepspeed":
         named = "strategy" if settings.strategy != "auto" else "backend"
         value = getattr(settings, named)
         yield named, f"{named} = {value!r}, but deepspeed_config asks for DeepSpeed: leave one of them out."
@@ -326,5 +319,6 @@ def batch_size_for(settings: Settings, dp_size: int) -> int | None:
     return int(total) // parts
 
 
-OPTIONS = DeepSpeedOptions.__dataclass_fields__
 RULES = (engine_conflicts, other_strategy)
+FILLS_FROM = "deepspeed_config"
+"""The setting that `reconcile` fills in others from."""

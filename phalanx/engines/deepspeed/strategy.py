@@ -21,11 +21,14 @@ from phalanx.engines.deepspeed.rules import batch_size_for
 from phalanx.engines.deepspeed.settings import build_settings
 from phalanx.engines.deepspeed.state import EngineState
 from phalanx.errors import UsageError, frozen_later
-from phalanx.strategies.base import Strategy
+from phalanx.strategies.base import OWN_SHARDS, Strategy
 from phalanx.torch_compat import pytree
 from phalanx.world.env import rank_environment, show_local_rank
 from phalanx.world.groups import join_alone
 from phalanx.world.world import World
+
+# Stage 3 leaves the parameter itself empty, and keeps the rank's shard in this attribute.
+OWN_SHARDS.append(lambda tensor: getattr(tensor, "ds_tensor", None))
 
 
 class EngineModule(nn.Module):
@@ -94,6 +97,11 @@ class DeepSpeed(Strategy):
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """Return the module inside."""
         return wrapped.module if isinstance(wrapped, EngineModule) else wrapped
+
+    def count_parameters(self, wrapped: nn.Module, *, trained: bool = False) -> int:
+        """Return the number of parameters, also of those that stage 3 leaves empty."""
+        counted = (p for p in self.unwrap(wrapped).parameters() if p.requires_grad or not trained)
+        return sum(getattr(p, "ds_numel", p.numel()) for p in counted)
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Set whether the next backward is the last of a step."""

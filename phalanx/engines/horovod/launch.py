@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config import DistributedConfig
+from phalanx.config.option import options_of
 from phalanx.config.settings import Host, parse_hosts
 from phalanx.engines.horovod.attempt import HorovodAttempt
+from phalanx.engines.horovod.declaration import HorovodOptions
 from phalanx.engines.horovod.rank import network
-from phalanx.engines.horovod.rules import options_of
 from phalanx.errors import UsageError
 from phalanx.host.processes import SignalInbox, own_python
 from phalanx.launch.environment import shared_environment, threads_per_rank
@@ -102,13 +103,13 @@ class HorovodRun:
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
     """Return the starter for a config."""
-    options = options_of(config)
+    options = options_of(HorovodOptions, config)
     return HorovodRun(
         ranks=layout.world_size,
         hosts=config.hosts,
         least=config.min_workers,
         discovery=options.host_discovery_script,
-        timeline=options.timeline,
+        timeline=options.horovod_timeline,
         mpi=options.adasum,
     )
 

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from phalanx.config.option import option, read_options
+from phalanx.config.option import options_of
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
-
-
-@dataclass(frozen=True, kw_only=True)
-class HorovodOptions:
-    """What horovodrun and Horovod's optimizer have besides the settings of all engines."""
-
-    host_discovery_script: str | None = option(
-        None, "elastic: an executable that prints the available machines, one host:slots per line"
-    )
-    adasum: bool = option(False, "combine gradients by Adasum instead of averaging them")
-    timeline: str | None = option(
-        None, "write a timeline of the communication to this file, for chrome://tracing or Perfetto"
-    )
-
-
-def options_of(settings: Settings) -> HorovodOptions:
-    """Return Horovod's options of a run."""
-    return read_options(HorovodOptions, settings.engine_options)
+from phalanx.engines.horovod.declaration import HorovodOptions
 
 
 def names_machines(settings: Settings) -> bool:
     """Whether a list or a script says which machines there are."""
-    return settings.hosts is not None or options_of(settings).host_discovery_script is not None
+    return settings.hosts is not None or options_of(HorovodOptions, settings).host_discovery_script is not None
 
 
-@rule("backend", "strategy", "engine_options")
+@rule("backend", "strategy", "host_discovery_script")
 def horovod_hosts(settings: Settings) -> Mistakes:
     """Check that the machines are named once, and that an elastic run knows several."""
-    if settings.hosts is not None and options_of(settings).host_discovery_script is not None:
+    if settings.hosts is not None and options_of(HorovodOptions, settings).host_discovery_script is not None:
         yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
     if settings.min_workers is not None and not names_machines(settings):
         yield settings.mistake(
             "min_workers",
-            ": an elastic run needs several machines: write engine_options = 'host_discovery_script=./hosts.sh', or "
+            ": an elastic run needs several machines: write host_discovery_script = './hosts.sh', or "
             "hosts = 'node1:8,node2:8'.",
         )
 
@@ -62,10 +43,10 @@ def several_hosts(settings: Settings) -> Mistakes:
         )
 
 
-@rule("backend", "strategy", "engine_options", *RANKS)
+@rule("backend", "strategy", "adasum", *RANKS)
 def adasum(settings: Settings) -> Mistakes:
     """Check what Adasum requires of the ranks."""
-    options = options_of(settings)
+    options = options_of(HorovodOptions, settings)
     if not options.adasum:
         return
     ranks = settings.total_ranks
@@ -94,7 +75,7 @@ def compression(settings: Settings) -> Mistakes:
         yield settings.mistake("compression", " with backend = 'horovod', which has 'fp16' only.")
 
 
-@rule("strategy", "backend", "engine_options")
+@rule("strategy", "backend")
 def buckets(settings: Settings) -> Mistakes:
     """Report the size of a buffer that Horovod has instead."""
     if settings.changed("bucket_cap_mb"):
@@ -105,7 +86,6 @@ def buckets(settings: Settings) -> Mistakes:
         )
 
 
-OPTIONS = HorovodOptions.__dataclass_fields__
 RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression, buckets)
 FOR_SCRIPTS = frozenset({"min_workers"})
 """Horovod goes on with fewer ranks by itself, those of scripts too."""

@@ -11,9 +11,10 @@ from torch import nn
 
 from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
-from phalanx.engines.horovod import STARTED_BY
+from phalanx.config.option import options_of
+from phalanx.engines.horovod.declaration import HorovodOptions
+from phalanx.engines.horovod.engine import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
-from phalanx.engines.horovod.rules import options_of
 from phalanx.errors import ModelError, UsageError, frozen_later
 from phalanx.strategies.base import Strategy, newly_trained
 from phalanx.strategies.tensors import is_meta, materialise
@@ -131,7 +132,7 @@ class Horovod(Strategy):
                 self._hvd,
                 [(prefix + name, parameter) for name, parameter in trained],
                 compression=self.config.compression,
-                adasum=options_of(self.config).adasum,
+                adasum=options_of(HorovodOptions, self.config).adasum,
                 allow_unused=self.config.find_unused_parameters,
             )
         return model
@@ -187,7 +188,7 @@ def _horovod_of(world: World) -> Any:
 
 
 def _check_build(hvd: Any, config: DistributedConfig) -> None:
-    if not options_of(config).adasum:
+    if not options_of(HorovodOptions, config).adasum:
         return
     if not hvd.mpi_built():
         raise UsageError(

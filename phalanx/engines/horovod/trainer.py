@@ -29,7 +29,7 @@ class HorovodTrainer(TorchTrainer):
     """
 
     backend = "horovod"
-    keras_hint = (
+    foreign_models = (
         "Horovod 0.28.1 does not compile against TensorFlow 2.21 (docs/horovod.md), so it trains torch models here. "
         "Keras models on several workers: TensorFlowDistributedTrainer(model_fn=..., num_workers=2)."
     )

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config import DistributedConfig
-from phalanx.config.option import read_options, without_options
+from phalanx.config.option import options_of
+from phalanx.config.settings import ENV_PREFIX
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
+from phalanx.engines.ray.declaration import RayOptions
 from phalanx.engines.ray.follow import RayFollower, RayRun
-from phalanx.engines.ray.rules import RayClusterOptions, read_resources
+from phalanx.engines.ray.rules import read_resources
 from phalanx.engines.ray.sources import pack
 from phalanx.host.processes import SignalInbox
 from phalanx.launch.output import RankConsole
@@ -138,22 +140,20 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables that ranks get on every machine."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
     every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
-    every.pop("PHALANX_ADDRESS", None)  # ranks need nothing of what started them
-    if options := without_options(RayClusterOptions, every.pop("PHALANX_ENGINE_OPTIONS", "")):
-        every["PHALANX_ENGINE_OPTIONS"] = options
-    return every
+    of_start = {ENV_PREFIX + name.upper() for name in RayOptions.__dataclass_fields__}
+    return {name: value for name, value in every.items() if name not in of_start}  # ranks need nothing of these
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     """Return the starter for a config."""
-    options = read_options(RayClusterOptions, config.engine_options)
+    options = options_of(RayOptions, config)
     resources = {"CPU": options.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
-    resources |= read_resources(options.resources)
+    resources |= read_resources(options.resources_per_worker)
     return RayStarter(
-        config.address,
+        options.address,
         layout.world_size,
         config.min_workers,
         resources,
         options.placement,
-        config.options.start_timeout,
+        config.start_timeout,
     )

@@ -1,56 +1,50 @@
-"""Options of Ray, and the rule that its resources can be read."""
+"""The rule that Ray's resources can be read."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
-from phalanx.config.option import option, read_options
+from phalanx.config.option import options_of
 from phalanx.config.rules import Mistakes, rule
 from phalanx.config.settings import Settings
+from phalanx.engines.ray.declaration import RayOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayClusterOptions:
-    """What a Ray cluster reserves for each rank, and where."""
-
-    cpus_per_worker: float = option(1.0, "CPU cores that each rank reserves", above=0)
-    resources: str | None = option(
-        None,
-        "other resources of each rank: resources.GPU=0.5,resources.big_memory=1 (default: a GPU if ranks use them)",
-    )
-    placement: str = option(
-        "pack",
-        "ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
-        choices=("pack", "spread", "strict-pack", "strict-spread"),
-    )
-
-
-def read_resources(text: str | None) -> dict[str, float]:
+def read_resources(text: object) -> dict[str, float]:
     """Read 'GPU=0.5,big_memory=1'; ValueError says what to write."""
     found: dict[str, float] = {}
-    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
-        name, _, amount = part.partition("=")
+    for part in filter(None, (piece.strip() for piece in str(text or "").split(","))):
+        name, _, amount = (word.strip() for word in part.partition("="))
+        if name in found:
+            raise ValueError(f"{name} is given twice: leave one of them out.")
         try:
-            found[name.strip()] = float(amount)
+            found[name] = float(amount)
         except ValueError:
-            found[name.strip()] = math.nan
-        if not name.strip() or not 0 <= found[name.strip()] < math.inf:
-            raise ValueError(f"{part!r} is not a name and an amount: write resources.GPU=0.5,resources.big_memory=1.")
+            found[name] = math.nan
+        if not name or not 0 <= found[name] < math.inf:
+            raise ValueError(f"{part!r} is not a name and an amount: write 'GPU=0.5,big_memory=1'.")
     return found
 
 
-@rule("engine_options")
+def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return a table of resources as text: a config is plain data, also as variables of its ranks."""
+    given = values["resources_per_worker"]
+    if not isinstance(given, Mapping):
+        return {}, []
+    return {"resources_per_worker": ",".join(f"{name}={amount}" for name, amount in given.items())}, []
+
+
+@rule("resources_per_worker")
 def resources(settings: Settings) -> Mistakes:
     """Check the amounts of resources."""
-    text = read_options(RayClusterOptions, settings.engine_options).resources
     try:
-        read_resources(text)
+        read_resources(options_of(RayOptions, settings).resources_per_worker)
     except ValueError as error:
-        yield "resources", f"resources = {text!r}: {error}"
+        yield settings.mistake("resources_per_worker", f": {error}")
 
 
 RULES = (resources,)
 FOR_SCRIPTS = frozenset({"min_workers"})
 """Ray goes on with fewer ranks by itself, those of scripts too."""
-OPTIONS = RayClusterOptions.__dataclass_fields__

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 from phalanx.config.rules import Mistakes, rule
-from phalanx.config.run_fields import OPTIONS
 from phalanx.config.settings import FIELDS, Settings
 
 _KERAS_SCHEDULES = {
@@ -30,15 +29,31 @@ _IN_KERAS = {
     "lora_rank": "layer.enable_lora({value}) for layers of Keras 3",
 }
 """What to write in `model_fn`, where Keras has the same thing; rates and numbers of steps are examples."""
-_ALL = {**FIELDS, **OPTIONS}
+_FOLLOWED = frozenset({
+    "num_workers", "num_nodes", "node_rank", "rdzv_endpoint", "device", "threads_per_rank", "backend", "strategy",
+    "batch_size", "epochs", "max_steps", "learning_rate", "optimizer", "momentum", "weight_decay", "seed", "drop_last",
+    "mixed_precision", "timeout", "num_servers", "checkpoint_dir", "checkpoint_frequency", "resume_from_checkpoint",
+    "run_dir", "name", "tensorboard", "mlflow", "wandb", "sinks", "log_every_n_steps", "console", "max_restarts",
+    "start_timeout", "stop_grace",
+})  # fmt: skip
+"""The settings that training a Keras model follows."""
+IGNORED = frozenset({
+    "lr_schedule", "warmup", "lr_scaling", "base_batch_size", "deterministic", "eval_every", "limit_val_batches",
+    "sanity_val_batches", "fast_dev_run", "max_time", "early_stopping", "patience", "min_delta",
+    "gradient_accumulation_steps", "gradient_clipping", "compile", "capture", "channels_last", "sync_batch_norm",
+    "activation_checkpointing", "activation_offload", "ema_decay", "decay_norms", "on_nonfinite", "loss_weighting",
+    "communication_backend", "find_unused_parameters", "bucket_cap_mb", "nccl_env", "keep_last", "keep_best",
+    "load_best_at_end", "profile", "reference_throughput", "scaler_init_scale", "scaler_growth_interval",
+})  # fmt: skip
+"""Settings without effect, which a file that several backends share may have; any other is refused."""
 _UNUSED = "with backend = 'tensorflow', which does not follow it: "
 
 
-@rule("backend", "strategy", "engine_options")
+@rule("backend", "strategy")
 def keras(settings: Settings) -> Mistakes:
     """Report settings that no Keras model can use."""
-    for name in settings.changed(*_ALL):
-        if not _ALL[name].metadata["keras"]:
+    for name in settings.changed(*FIELDS):
+        if name not in _FOLLOWED and name not in IGNORED:
             yield settings.mistake(name, f" {_UNUSED}leave {name} out.")
 
 
@@ -49,14 +64,22 @@ FOR_SCRIPTS = frozenset({"strategy", "num_servers"})
 
 def unused(settings: Settings) -> Mistakes:
     """Yield (setting, what to write instead) for settings that Keras has its own way for."""
-    for name in settings.changed(*_ALL):
-        if _ALL[name].metadata["keras"] == "ignored":
-            yield settings.mistake(name, f" {_UNUSED}{_instead(name, settings.value(name))}")
+    for name in settings.changed(*FIELDS):
+        if name in IGNORED:
+            line = _line(settings, name)
+            own = f"Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}"
+            yield settings.mistake(name, f" {_UNUSED}{own if line else f'leave {name} out.'}")
 
 
-def _instead(name: str, value: Any) -> str:
-    if name not in _IN_KERAS:
-        return f"leave {name} out."
+def instead(settings: Settings, names: Iterable[str]) -> str:
+    """Return what to write for settings that are not used, as one sentence after a list of them."""
+    lines = sorted(filter(None, (_line(settings, name) for name in names)))
+    return f" Write in model_fn, by your model's Keras: {'; '.join(lines)}" if lines else ""
+
+
+def _line(settings: Settings, name: str) -> str:
+    """Return what to write in `model_fn`; empty where Keras has no such thing."""
+    value = getattr(settings, name)
     steps = value if isinstance(value, int) else 100
-    line = _IN_KERAS[name].format(value=value, steps=steps, schedule=_KERAS_SCHEDULES.get(str(value), ""))
-    return f"Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}"
+    schedule = _KERAS_SCHEDULES.get(str(value), "")
+    return _IN_KERAS.get(name, "").format(value=value, steps=steps, schedule=schedule)

@@ -122,7 +122,7 @@ class TensorFlowDistributedTrainer:
         if member is not None:
             check_against(member, config, given)
         if member is not None and env is None:
-            watch_peers(member, config.options.start_timeout)
+            watch_peers(member, config.start_timeout)
         layout = None if env is not None or member is not None else plan_layout(config, count_gpus())
         if layout is None or layout.world_size == 1:
             os.environ.update(quiet_environment(os.environ))

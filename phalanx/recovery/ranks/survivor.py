@@ -237,7 +237,7 @@ class ElasticSurvivor(Survivor):
         if self._neighbours is None:
             from phalanx.recovery.ranks.neighbours import Neighbours
 
-            self._neighbours = Neighbours(loop.config.options.memory_frequency)
+            self._neighbours = Neighbours(loop.config.memory_frequency)
         neighbours = self._neighbours
         neighbours.join(loop.formation)
         loop.hooks.add(neighbours)

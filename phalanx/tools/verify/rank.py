@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.config.option import join_options
 from phalanx.errors import UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
@@ -228,9 +227,7 @@ def _fitting(run: Run, own_batch: int, data: DataLoader[Any]) -> DistributedConf
             hint=f"Write a batch_size that is a multiple of {here}.",
         )
     batch = min(whole_batch // here, len(data.dataset))  # type: ignore[arg-type]
-    base = f"base_batch_size={run.config.options.base_batch_size or own_batch}"
-    options = join_options(run.config.engine_options or "", base)
-    return run.config.with_trusted(batch_size=batch, engine_options=options)
+    return run.config.with_trusted(batch_size=batch, base_batch_size=run.config.base_batch_size or own_batch)
 
 
 def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any], int]:
