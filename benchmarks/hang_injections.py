@@ -117,7 +117,8 @@ def _train(folder: Path, given: Injection) -> str:
         timeout=given.timeout,
         run_dir=str(folder),
         callbacks=[hang_rank.FaultyStep()],
-        console="quiet plain",
+        verbosity="quiet",
+        progress=False,
     )
     try:
         trainer.fit(DataLoader(data, num_workers=int("loader" in given.kind)))

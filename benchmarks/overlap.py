@@ -57,7 +57,7 @@ def train(name: str, device: str, gpus: int, run_dir: Path) -> None:
         os.environ[ALLOW_SHARED] = str(int("overlapped" in name))  # the ranks inherit it
     profile = f"steps={FIRST}:{LAST}"
     trainer = PyTorchDDPTrainer(
-        gpt(**shape), batch_size=8, max_steps=LAST, profile=profile, run_dir=str(run_dir), console="quiet", **settings
+        gpt(**shape), batch_size=8, max_steps=LAST, profile=profile, run_dir=str(run_dir), verbosity="quiet", **settings
     )
     trainer.fit(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
 

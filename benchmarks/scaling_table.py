@@ -236,7 +236,7 @@ def _measured_precision(model: str) -> list[str]:
         batch = 8 if model == "gpt2" else 64
         trainer = PyTorchDDPTrainer(
             net, device="cuda", batch_size=batch, max_steps=40, mixed_precision=precision, log_every_n_steps=10,
-            loss_fn=None if model == "gpt2" else "cross_entropy", console="plain",
+            loss_fn=None if model == "gpt2" else "cross_entropy", progress=False,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as run:
             history = trainer.fit(load("synthetic", length=batch * 40, **made_up), run_dir=run)
@@ -308,7 +308,7 @@ def _measured_sizes(args: argparse.Namespace) -> list[list[str]]:
                 strategy=strategy,
                 batch_size=4,
                 max_steps=3,
-                console="plain",
+                progress=False,
                 callbacks=[_Kept(str(Path(run) / "kept"))],
             )
             trainer.fit(load("synthetic", length=64, shape=(64,), task="tokens", classes=256), run_dir=run)

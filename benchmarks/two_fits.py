@@ -21,7 +21,7 @@ def first_step_after_fit(ranks: int, folder: Path) -> float:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     dataset = TensorDataset(torch.randn(256, 64), torch.randint(10, (256,)))
     trainer = phalanx.PyTorchDDPTrainer(
-        model, num_workers=ranks, device="cpu", batch_size=32, max_steps=1, console="plain", run_dir=str(folder / "run")
+        model, num_workers=ranks, device="cpu", batch_size=32, max_steps=1, progress=False, run_dir=str(folder / "run")
     )
 
     def note_time(info: object) -> None:

@@ -40,7 +40,7 @@ def run_phalanx(task: Task) -> None:
         optimizer=task.optimizer,
         device="cpu",
         max_steps=task.steps,
-        console="plain",
+        progress=False,
         log_every_n_steps=10 * task.steps,
     )
     loader = DataLoader(task.dataset, batch_size=task.workload.batch_size, shuffle=True)

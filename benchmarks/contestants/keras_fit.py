@@ -38,7 +38,7 @@ def run(batch_size: int, warmup: int, steps: int, ranks: int) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     data = (draw.normal(size=(samples, 64)).astype("float32"), draw.integers(0, 10, size=samples))
     trainer = TensorFlowDistributedTrainer(
-        build, batch_size=batch_size, console="plain", log_every_n_steps=10 * (warmup + steps), callbacks=[Clock()]
+        build, batch_size=batch_size, progress=False, log_every_n_steps=10 * (warmup + steps), callbacks=[Clock()]
     )
     trainer.fit(data)
     return {

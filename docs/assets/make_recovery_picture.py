@@ -48,7 +48,7 @@ def train(folder: str, *, lose: bool) -> torch.Tensor:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 10))
     loader = DataLoader(load("digits"), batch_size=16, shuffle=True)
-    options = {"learning_rate": 3e-3, "max_restarts": 3, "console": "quiet", "run_dir": f"{folder}/run"}
+    options = {"learning_rate": 3e-3, "max_restarts": 3, "verbosity": "quiet", "run_dir": f"{folder}/run"}
     trainer = Trainer(model=model, num_workers=RANKS, batch_size=16, epochs=8, callbacks=[Clock(folder, lose=lose)], **options)
     trainer.fit(loader)
     return torch.cat([p.detach().flatten() for p in model.parameters()])

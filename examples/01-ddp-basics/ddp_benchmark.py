@@ -101,7 +101,7 @@ def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> P
             eval_every=args.epochs or 1,  # once, at the end
             mixed_precision="bf16" if args.device == "cuda" else False,
             log_every_n_steps=max(1, steps // _WINDOWS),
-            console="plain",
+            progress=False,
         )
         history = trainer.fit(train, val, run_dir=folder)
     speeds = [lap["samples_per_second"] for lap in history.steps if lap["step"] > steps // _WINDOWS]

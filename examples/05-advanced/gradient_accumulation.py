@@ -77,7 +77,7 @@ def loss_by_trainer(batch: int, accumulation: int, steps: int) -> float:
         loss_weighting="tokens",
         max_steps=steps,
         learning_rate=1e-2,
-        console="plain",
+        progress=False,
     )
     data = build_data(4 * batch)
     return trainer.fit(data, data).epochs[-1].val["loss"]

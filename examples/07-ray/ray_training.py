@@ -30,7 +30,7 @@ def train_fn(config: dict[str, Any]) -> dict[str, float | None]:
     """A trial as Ray Tune calls it. `lr` and `batch_size` are settings of the trainer; `hidden_size` is ours."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, config["hidden_size"]), nn.Linear(config["hidden_size"], 2))
-    trainer = RayTrainer(model, config, epochs=2, log_every_n_steps=1, console="plain", device="cpu")
+    trainer = RayTrainer(model, config, epochs=2, log_every_n_steps=1, progress=False, device="cpu")
     history = trainer.fit(TensorDataset(INPUTS, LABELS), TensorDataset(INPUTS, LABELS))
     return {"accuracy": trainer.best_accuracy, "loss": history.steps[-1]["loss"]}
 
@@ -39,7 +39,7 @@ def train_on_ray_data() -> None:
     rows = [{"x": inputs.numpy(), "y": int(label)} for inputs, label in zip(INPUTS, LABELS, strict=True)]
     data = ray.data.from_items(rows)
     trainer = RayTrainer(
-        nn.Linear(4, 2), num_workers=2, batch_size=4, epochs=2, log_every_n_steps=1, console="plain", device="cpu"
+        nn.Linear(4, 2), num_workers=2, batch_size=4, epochs=2, log_every_n_steps=1, progress=False, device="cpu"
     )
     history = trainer.fit(data, data)
     print(f"ray data: {history.steps[-1]['step']} steps, accuracy {trainer.best_accuracy:.2f}")

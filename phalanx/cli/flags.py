@@ -22,7 +22,6 @@ from phalanx.cli.json_output import check_outputs
 from phalanx.cli.mistakes import explained, unknown_words
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.aliases import NAMES, Aliases
-from phalanx.config.merging import join_words
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
 from phalanx.config.settings import add_engine, title_of
@@ -48,7 +47,7 @@ _NEGATIVE = re.compile(r"-\d[\w.]*")
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
 _SHORT = {"-q": ("quiet", "errors, what ranks print and the result"), "-v": ("verbose", "every event")}
-"""Short flags, the value of `console` that each stands for, and its output."""
+"""Short flags, the value of `verbosity` that each stands for, and its output."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -332,10 +331,10 @@ def add_config_flags(parser: FlagParser) -> None:
         "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
     )
     for short, (word, shown) in _SHORT.items():
-        text = f"show {shown} (console={word})"
+        text = f"show {shown} (--verbosity {word})"
         add = parser.add_argument
         flags = (short, f"--{word}")
-        add(*flags, dest="console_word", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
+        add(*flags, dest="verbosity", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
     for title, group in (*SECTIONS.items(), (ALSO_ACCEPTED, Aliases)):
         section = parser.add_argument_group(title, (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
@@ -400,7 +399,4 @@ def resolve_flags(
 def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that flags set, with their values."""
     texts = {name: value for name, value in vars(namespace).items() if name in NAMES}
-    found = {name: True if text == BARE else parse_text(NAMES[name], text) for name, text in texts.items()}
-    if word := getattr(namespace, "console_word", ""):
-        found["console"] = join_words(str(found.get("console", "")), word)
-    return found
+    return {name: True if text == BARE else parse_text(NAMES[name], text) for name, text in texts.items()}

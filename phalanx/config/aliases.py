@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.config.merging import TRACKERS, merge
 from phalanx.config.modes import MODES, mode_settings, without_compile
 from phalanx.config.option import option, plain, problem
-from phalanx.config.settings import FIELDS, parse_console
+from phalanx.config.settings import FIELDS
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -21,7 +21,6 @@ class Aliases:
 
     num_gpus: int | None = option(None, "num_workers=N with device=cuda, unless another device is given", minimum=1)
     gpus_per_node: int | None = option(None, "num_workers=N x num_nodes with device=cuda", minimum=1)
-    progress: bool = option(True, "console=plain: without the progress bar or lines")
     mlflow_tracking: bool = option(False, "mlflow")
     mlflow_experiment: str | None = option(None, "mlflow=NAME")
     tensorboard_dir: str | None = option(None, "tensorboard=FOLDER", scope="place")
@@ -39,7 +38,6 @@ NAMES: Mapping[str, dataclasses.Field[Any]] = ChainMap(FIELDS, ALIASES)
 """All names that are accepted."""
 
 _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "progress": lambda on: {"console": "progress" if on else "plain"},
     "mlflow_tracking": lambda on: {"mlflow": on},
     "mlflow_experiment": lambda name: {"mlflow": name},
     "tensorboard_dir": lambda folder: {"tensorboard": folder},
@@ -49,17 +47,9 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return settings without aliases, and (name, message) for each alias that is wrong, and for `console`.
-
-    A wrong one is left out, so that it is not joined with those of other sources.
-    """
+    """Return settings without aliases, and (name, message) for each alias that is wrong, which is left out."""
     values = {name: value for name, value in given.items() if name not in _MEANINGS}
     mistakes = []
-    if "console" in values:
-        try:
-            parse_console(values["console"])
-        except ValueError as error:
-            mistakes.append(("console", f"console = {values.pop('console')!r}: {error}"))
     for name, meaning in _MEANINGS.items():
         value = plain(given.get(name))
         if wrong := problem(ALIASES[name], value) if value is not None else None:

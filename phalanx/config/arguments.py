@@ -98,7 +98,9 @@ class CommonSettings(TypedDict, total=False):
     debug: Literal["nan"] | None
     profile: bool | str
     log_every_n_steps: int
-    console: str
+    verbosity: Literal["quiet", "normal", "verbose"]
+    progress: bool
+    console_ranks: Literal["0", "all"]
     max_restarts: int
     min_workers: int | None
     spares: int
@@ -140,7 +142,6 @@ class CommonSettings(TypedDict, total=False):
     # Other spellings.
     num_gpus: int | tuple[int, int] | None
     gpus_per_node: int | None
-    progress: bool
     mlflow_tracking: bool
     mlflow_experiment: str | None
     tensorboard_dir: str | os.PathLike[str] | None

@@ -10,7 +10,6 @@ from phalanx.config.aliases import NAMES, rename
 from phalanx.config.backend_rules import BACKEND_RULES
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
-from phalanx.config.merging import join_words
 from phalanx.config.names import like
 from phalanx.config.option import plain, problem
 from phalanx.config.rank_counts import count_ranks, ranges
@@ -78,8 +77,6 @@ def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
     for name, (least, most) in ranges(values).items():
         if values.get("min_workers") in (None, least):  # another value stays, and is refused
             values |= {"min_workers": least, name: most}
-    if "console" in values:
-        values["console"] = join_words(values["console"])
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
     given = values.get("sharding")

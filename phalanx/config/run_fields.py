@@ -112,10 +112,17 @@ class Monitoring:
         in_loop="run some steps under torch.profiler.profile()",
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
-    console: str = option(
+    verbosity: str = option(
         "normal",
-        "what the console shows, in words: quiet (-q: errors, what ranks print and the result), normal or verbose (-v: "
-        "every event); plain (no progress bar or lines); all-ranks (the output of every rank, not only of rank 0)",
+        "how much the console shows: quiet (errors, what ranks print and the result), normal, or verbose (every event)",
+        choices=("quiet", "normal", "verbose"),
+        used_by="command",
+    )
+    progress: bool = option(True, "show a progress bar, or a line from time to time", used_by="command")
+    console_ranks: str = option(
+        "0",
+        "show the output of rank 0, or of all ranks",
+        choices=("0", "all"),
         used_by="command",
     )
 

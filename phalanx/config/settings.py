@@ -67,14 +67,6 @@ class Watched(NamedTuple):
         return self.name != "train/loss" and not self.name.startswith("val/")
 
 
-class Shown(NamedTuple):
-    """What the console shows: how much, whether with progress, and whether of all ranks."""
-
-    verbosity: str = "normal"
-    progress: bool = True
-    all_ranks: bool = False
-
-
 class Host(NamedTuple):
     """One machine, and how many ranks may run there."""
 
@@ -257,11 +249,6 @@ class Settings(
         return Recompute(every=int(match[1]))
 
     @property
-    def shown(self) -> Shown:
-        """What the console shows; ValueError says what to write."""
-        return parse_console(self.console)
-
-    @property
     def metrics_address(self) -> tuple[str, int] | None:
         """Host and port of `metrics_port`, or None where it is off; ValueError says what to write."""
         if self.metrics_port is None:
@@ -331,26 +318,6 @@ def _add_engine(name: str) -> Any:
 
 IMPLIED = {setting: row.name for row in TABLE for setting in row.implied_by}
 """The strategy that a setting chooses where none is named; of several the last."""
-
-
-CONSOLE_WORDS = {
-    **dict.fromkeys(("quiet", "normal", "verbose"), "verbosity"),
-    **dict.fromkeys(("progress", "plain"), "progress"),
-    **dict.fromkeys(("rank-0", "all-ranks"), "ranks"),
-}
-"""The words of `console`, and what each is about; of two about the same the later one wins."""
-
-
-def parse_console(given: Any) -> Shown:
-    """Read the words of `console`; ValueError says what to write."""
-    found = dict.fromkeys(CONSOLE_WORDS.values(), "")
-    for word in (given if isinstance(given, str) else "").split() or [""]:
-        if word not in CONSOLE_WORDS:
-            close = nearest(word, CONSOLE_WORDS)
-            guess = f" Did you mean {close!r}?" if close else ""
-            raise ValueError(f"expected words of {', '.join(CONSOLE_WORDS)}.{guess}")
-        found[CONSOLE_WORDS[word]] = word
-    return Shown(found["verbosity"] or "normal", found["progress"] != "plain", found["ranks"] == "all-ranks")
 
 
 def settings_with(scope: str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.errors import UsageError, nearest
 
@@ -174,7 +174,7 @@ class LaunchSpec:
     """Added to this process's environment in every rank."""
     labels: tuple[str, ...] = ()
     """One label per global rank, such as "r3 dp1"; "r3" when not given."""
-    console_ranks: Literal["0", "all"] = "0"
+    console_ranks: str = "0"
     """The ranks whose output the console shows."""
     max_restarts: int = 0
     """How often the whole group is started again after a rank failed."""

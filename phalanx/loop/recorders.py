@@ -73,7 +73,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
     elif shown:
         from phalanx.observe.console import Console
 
-        sinks.append(Console(progress=config.shown.progress, verbosity=config.shown.verbosity))
+        sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
         if config.metrics_address is not None:
             served = feature("metrics")(run_dir.name, None, config.metrics_address)
             say_to_user(f"metrics: {served.url}")

@@ -34,7 +34,7 @@ _OFF: dict[str, Any] = {
     "lr_schedule": "constant", "warmup": 0, "lr_scaling": "none", "checkpoint_dir": None, "checkpoint_frequency": None,
     "keep_best": False, "early_stopping": None, "resume_from_checkpoint": False, "tensorboard": False, "mlflow": False,
     "wandb": False, "sinks": None, "metrics_port": None, "max_time": None, "profile": False, "on_nonfinite": "skip",
-    "log_every_n_steps": 1, "console": "quiet plain", "epochs": None,
+    "log_every_n_steps": 1, "verbosity": "quiet", "progress": False, "epochs": None,
     "eval_every": 1, "load_best_at_end": False, "fast_dev_run": False,
 }  # fmt: skip
 """Settings of a sweep: it leaves no files, and the rate is its own."""

@@ -63,7 +63,7 @@ def launch_spec(
         log_dir=log_dir,
         launched=time.time() if launched is None else launched,
         labels=layout.labels if isinstance(target, CallTarget) or layout.names or is_set else (),
-        console_ranks="all" if config.shown.all_ranks else "0",
+        console_ranks=config.console_ranks,
         max_restarts=config.max_restarts,
         grace_seconds=config.stop_grace,
         join_timeout=config.timeout,

@@ -84,8 +84,12 @@ def _record_for(failure: FailureReport, log_dir: Path) -> None:
 @contextmanager
 def open_console(config: DistributedConfig, log_dir: Path) -> Iterator[RankConsole]:
     """Open the console of one launch, as the config says; restore the terminal afterwards."""
-    verbosity, progress, labelled = config.shown
-    console = Console(show_labels=labelled, progress=progress, verbosity=verbosity, log_dir=log_dir.absolute())
+    console = Console(
+        show_labels=config.console_ranks == "all",
+        progress=config.progress,
+        verbosity=config.verbosity,
+        log_dir=log_dir.absolute(),
+    )
     address = config.metrics_address
     metrics = None if address is None else feature("metrics")(log_dir.absolute().parent.name, log_dir, address)
     try:

@@ -109,7 +109,7 @@ def test_the_lightning_convert(tmp_path, monkeypatch, fork_server):
     assert "loss_fn=" in refused.value.hint
     assert "training_step=" in refused.value.hint
     train, val = load("digits"), load("digits", split="val")
-    settings = {"device": "cpu", "num_workers": 2, "batch_size": 32, "epochs": 2, "console": "quiet"}
+    settings = {"device": "cpu", "num_workers": 2, "batch_size": 32, "epochs": 2, "verbosity": "quiet"}
     optimizer = module.configure_optimizers()
     history = Trainer(module, loss_fn=cross_entropy, optimizer=optimizer, **settings).fit(train, val)
     assert history.epochs[-1].val["accuracy"] > 0.8

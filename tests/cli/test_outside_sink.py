@@ -104,7 +104,7 @@ def test_a_trainer_takes_sinks_among_its_callbacks(tmp_path):
     data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(8)]
     trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), num_workers=1, device="cpu", batch_size=4, callbacks=[kept],
                                 loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path / "run"),
-                                console="quiet")  # fmt: skip
+                                verbosity="quiet")  # fmt: skip
     trainer.fit(data)
     assert kept.kinds[0] == "run_started"
     assert kept.kinds[-2:] == ["run_ended", "closed"]

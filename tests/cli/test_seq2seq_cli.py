@@ -11,7 +11,7 @@ from long_proofs import long_proof
 
 
 def trained(*words: object) -> Answer:
-    answer = phalanx("train", *words, "--device", "cpu", "--run-dir", "run", "--console", "quiet")
+    answer = phalanx("train", *words, "--device", "cpu", "--run-dir", "run", "--verbosity", "quiet")
     assert answer.code == 0, answer.text
     return answer
 

@@ -210,7 +210,7 @@ def test_a_script_gets_its_own_arguments_and_the_torchrun_environment():
         print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv)
         """,
     )
-    words = ("--num-workers", 2, "--device", "cpu", "--console", "all-ranks", "--run-dir", "run")
+    words = ("--num-workers", 2, "--device", "cpu", "--console-ranks", "all", "--run-dir", "run")
     answer = trained("train", "--script", script, *words, "--", "--lr", "3", "--", "x")
     said = [line for line in answer.out.splitlines() if "mine.py" in line]
     assert sorted(said) == [f"[r{rank}] {rank} 2 ['mine.py', '--lr', '3', '--', 'x']" for rank in range(2)]
@@ -233,7 +233,7 @@ def test_the_backend_of_the_command_line_reaches_a_trainer_in_a_script():
 
 def test_one_rank_has_no_prefix_and_no_group():
     script = write_script(Path("mine.py"), "import os\nprint('alone', os.environ['WORLD_SIZE'])\n")
-    answer = trained("train", "--script", script, "--num-workers", 1, "--device", "cpu", "--console", "all-ranks")
+    answer = trained("train", "--script", script, "--num-workers", 1, "--device", "cpu", "--console-ranks", "all")
     assert any(line.endswith("alone 1") and "dp" not in line for line in answer.out.splitlines()), answer.out
 
 

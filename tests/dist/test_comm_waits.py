@@ -34,7 +34,7 @@ class SlowRank(Callback):
 def test_a_rank_that_waits_for_a_slower_one_counts_the_time(tmp_path, layout):
     trainer = PyTorchDDPTrainer(
         gpt(**SHAPE), num_workers=2, device="cpu", communication_backend="gloo", max_steps=STEPS, batch_size=2,
-        callbacks=[SlowRank()], run_dir=str(tmp_path), console="quiet plain", **layout,
+        callbacks=[SlowRank()], run_dir=str(tmp_path), verbosity="quiet", progress=False, **layout,
     )  # fmt: skip
     history = trainer.fit(make_tokens(64, 8, ignoring=False))
     assert history.exchange_hidden is None

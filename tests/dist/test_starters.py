@@ -284,7 +284,7 @@ def test_across_hosts_nothing_is_shared_and_leaders_talk(hosts, tmp_path):
     """Two hosts with two ranks each: ring goes by leaders and gives ddp's weights; the backend takes gloo."""
     script = write_script(tmp_path / "across.py", ACROSS)
     commands = [
-        node(hosts, number, "--script", str(script), "--num-workers", "4", "--console", "all-ranks")
+        node(hosts, number, "--script", str(script), "--num-workers", "4", "--console-ranks", "all")
         for number in range(2)
     ]
     printed = run_together(commands, tmp_path, [{}, {}])

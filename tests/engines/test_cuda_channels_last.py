@@ -41,7 +41,7 @@ def trained(run_dir: Any, **settings: Any) -> list[float]:
         model_of(),
         loss_fn=nn.CrossEntropyLoss(),
         callbacks=[lambda info: losses.append(float(info.loss_tensor))],
-        **{"device": DEVICE, "epochs": 2, "run_dir": run_dir, "console": "quiet", **settings},
+        **{"device": DEVICE, "epochs": 2, "run_dir": run_dir, "verbosity": "quiet", **settings},
     )
     trainer.fit(images())
     return losses

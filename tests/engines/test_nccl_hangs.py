@@ -118,7 +118,7 @@ class SlowRank(Callback):
 def test_exposed_communication_of_sharded_and_split_models_is_measured(tmp_path, layout):
     trainer = PyTorchDDPTrainer(
         gpt(**SHAPE), num_gpus=2, share_gpus=True, max_steps=STEPS, batch_size=2, callbacks=[SlowRank()],
-        run_dir=str(tmp_path), console="quiet plain", **layout,
+        run_dir=str(tmp_path), verbosity="quiet", progress=False, **layout,
     )  # fmt: skip
     history = trainer.fit(make_tokens(64, 8, ignoring=False))
     assert history.exchange_waited is not None

@@ -110,7 +110,7 @@ def test_the_bucket_that_ranks_wait_in_is_named(tmp_path, strategy):
     data = TensorDataset(torch.ones(16, 256), torch.zeros(16, 256))
     trainer = PyTorchDDPTrainer(
         model=ThreeBuckets(), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", epochs=1, batch_size=1, timeout=5,
-        strategy=strategy, bucket_cap_mb=0.25, run_dir=str(tmp_path), console="quiet plain",
+        strategy=strategy, bucket_cap_mb=0.25, run_dir=str(tmp_path), verbosity="quiet", progress=False,
     )  # fmt: skip
     with pytest.raises(PhalanxError) as caught:
         trainer.fit(data)

@@ -49,7 +49,7 @@ def trainer_of(ranks: int, **settings) -> PyTorchDDPTrainer:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     settings = {"callbacks": [Presses()], **settings}
     return PyTorchDDPTrainer(
-        model, optimizer, num_workers=ranks, batch_size=4, device="cpu", console="plain", **settings
+        model, optimizer, num_workers=ranks, batch_size=4, device="cpu", progress=False, **settings
     )
 
 
@@ -101,7 +101,7 @@ def test_what_was_trained_comes_back_from_other_engines(kind, needs, monkeypatch
     pytest.importorskip(needs)
     model = nn.Linear(4, 2)
     before, optimizer = model.weight.clone(), torch.optim.Adam(model.parameters(), lr=0.01)
-    settings = {"num_workers": 2, "batch_size": 4, "device": "cpu", "console": "plain"}
+    settings = {"num_workers": 2, "batch_size": 4, "device": "cpu", "progress": False}
     trainer = getattr(phalanx, kind)(model, optimizer=optimizer, callbacks=[Presses()], **settings)
     text = interrupted(trainer, 2)
     assert text.endswith("what was trained is in the model and the optimizer")

@@ -130,7 +130,7 @@ def test_where_ranks_are_replaced_the_one_that_others_wait_for_is_killed_and_rep
     history = PyTorchDDPTrainer(
         nn.Linear(4, 2), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", communication_backend="gloo",
         max_restarts=1, epochs=1, batch_size=2, timeout=100, run_dir=str(tmp_path), callbacks=[StuckOnce(tmp_path)],
-        console="quiet plain",
+        verbosity="quiet", progress=False,
     ).fit(data)  # fmt: skip
     assert history.status == "finished"
     assert time.monotonic() - began < 60

@@ -192,7 +192,7 @@ def by_phalanx(program: Program, ranks: int, folder: str) -> tuple[dict[str, tor
         settings["gradient_clipping"] = 0.5
     if program.stops_at is not None:
         settings |= {"checkpoint_dir": f"{folder}/checkpoints", "resume_from_checkpoint": True}
-    config = DistributedConfig(device="cpu", console="quiet plain", epochs=EPOCHS, **settings)
+    config = DistributedConfig(device="cpu", verbosity="quiet", progress=False, epochs=EPOCHS, **settings)
 
     def run(part: int, callbacks: list[Callback]) -> tuple[nn.Module, Any]:
         model = program.model

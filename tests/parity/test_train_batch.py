@@ -150,7 +150,7 @@ def fit(folder, step, **settings) -> Parts:
         training_step=step,
         loss_weighting="tokens",
         device="cpu",
-        console="plain",
+        progress=False,
         log_every_n_steps=1,
         run_dir=str(folder / "run"),
         **settings,

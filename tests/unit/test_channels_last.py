@@ -44,7 +44,7 @@ def model_of(**options: Any) -> Convolutions:
 def trained(tmp_path: Any, model: nn.Module, **settings: Any) -> list[float]:
     """Train, and return the loss of each step."""
     losses: list[float] = []
-    options = {"device": "cpu", "epochs": 2, "learning_rate": 1e-2, "run_dir": tmp_path, "console": "quiet"}
+    options = {"device": "cpu", "epochs": 2, "learning_rate": 1e-2, "run_dir": tmp_path, "verbosity": "quiet"}
     trainer = PyTorchDDPTrainer(
         model,
         loss_fn=nn.CrossEntropyLoss(),

@@ -225,8 +225,6 @@ def test_a_range_of_workers_and_another_smallest_number_contradict(monkeypatch, 
 
 
 ALIASES = [
-    ({"progress": False}, {"console": "plain"}),
-    ({"progress": False}, {"console": "plain"}),
     ({"num_gpus": 4}, {"num_workers": 4, "device": "cuda"}),
     ({"num_nodes": 2, "gpus_per_node": 4}, {"num_nodes": 2, "num_workers": 8, "device": "cuda"}),
     ({"num_gpus": 4, "device": "cpu"}, {"num_workers": 4, "device": "cpu"}),
@@ -255,14 +253,10 @@ def test_aliases_mean_the_same_at_every_door(alias, meant, tmp_path, capsys):
     assert {n: shown[n] for n in meant} == {n: {"value": getattr(config, n), "origin": "flag"} for n in meant}
 
 
-def test_words_of_the_console_are_joined_over_sources_and_checked():
-    given = {"recipe": {"console": "quiet all-ranks"}, "environ": {"PHALANX_PROGRESS": "false"}}
-    resolved = resolve({"console": "verbose"}, **given)
-    assert resolved.config.console == "verbose plain all-ranks"
-    assert resolved.config.shown == ("verbose", False, True)
-    assert resolve({"console": "normal rank-0 progress"}, **given).config.shown == DistributedConfig().shown
-    with pytest.raises(ConfigError, match=r"console = 'quite': expected words of .* Did you mean 'quiet'\?"):
-        DistributedConfig(console="quite")
+def test_each_part_of_the_console_has_its_own_source():
+    given = {"recipe": {"verbosity": "quiet", "console_ranks": "all"}, "environ": {"PHALANX_PROGRESS": "false"}}
+    config = resolve({"verbosity": "verbose"}, **given).config
+    assert (config.verbosity, config.progress, config.console_ranks) == ("verbose", False, "all")
 
 
 OF_ENGINES = [

@@ -44,7 +44,7 @@ def test_an_option_that_an_engine_ignores_is_refused_as_an_argument():
 
 def test_a_mistake_names_the_source_of_its_part(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('console = "quit"\n[advanced]\nstop_grace = -1\nkeep_every = 0\n')
+    file.write_text('verbosity = "quit"\n[advanced]\nstop_grace = -1\nkeep_every = 0\n')
     variables = {
         "PHALANX_MIN_DELTA": "-3",
         "PHALANX_BUCKET_CAP_MB": "large",
@@ -54,7 +54,7 @@ def test_a_mistake_names_the_source_of_its_part(tmp_path):
         resolve({"keep_every": 5, "progress": False, "start_timeout": 0}, given_as="flag", file=file, environ=variables)
     origins = {problem.split()[0]: problem.rpartition(" (")[2] for problem in caught.value.problems}
     assert origins == {
-        "console": f"file {file})",
+        "verbosity": f"file {file})",
         "stop_grace": f"file {file})",
         "min_delta": "environment PHALANX_MIN_DELTA)",
         "bucket_cap_mb": "environment PHALANX_BUCKET_CAP_MB)",
@@ -95,8 +95,8 @@ def test_hosts_of_ports(given, address):
         ({"resources_per_worker": {"GPU": 1}}, "with backend = 'pytorch-ddp', .* write backend = 'ray'"),
         ({"resources_per_worker": ["GPU"], "backend": "ray"}, "expected a table or text"),
         ({"checkpoint_frequency": [1]}, "expected a number of epochs .10., '500 steps', 'auto', or 'auto 12h'"),
-        ({"console": 5}, "expected words of quiet, normal, verbose"),
-        ({"console": ""}, "expected words of quiet, normal, verbose"),
+        ({"verbosity": "quite"}, "verbosity = 'quite': not one of 'quiet', 'normal', 'verbose'. Did you mean 'quiet'"),
+        ({"console_ranks": "al"}, "console_ranks = 'al': .* Did you mean 'all'"),
         ({"mlflow": ""}, "the text is empty: give a value, or leave mlflow out"),
         ({"gpus_per_node": 2, "num_workers": "many"}, "num_workers = 'many': expected a whole number"),
         ({"gpus_per_node": 2, "num_workers": "1:4"}, "num_workers = 1:4 is not num_nodes x gpus_per_node = 1 x 2 = 2"),
@@ -107,12 +107,6 @@ def test_hosts_of_ports(given, address):
 def test_a_wrong_form_is_answered_with_the_right_one(given, said):
     assert len(found := problems(**given)) == 1
     assert re.search(said, found[0])
-
-
-def test_words_that_say_the_default_change_nothing():
-    for given in ({"progress": True}, {"console": "normal"}, {"console": "progress rank-0"}):
-        assert DistributedConfig(**given) == DistributedConfig()
-    assert resolve({"progress": True}, environ={"PHALANX_CONSOLE": "plain"}).config == DistributedConfig()
 
 
 def test_a_config_is_frozen_plain_data_with_the_fields_of_engines():

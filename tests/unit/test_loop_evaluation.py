@@ -34,7 +34,8 @@ def net() -> nn.Module:
 
 
 def fit(model: nn.Module | None = None, train=DATA, val=DATA, **settings) -> History:
-    given = {"device": "cpu", "batch_size": 4, "learning_rate": 0.05, "console": "plain quiet", "epochs": 2, **settings}
+    silent = {"verbosity": "quiet", "progress": False}
+    given = {"device": "cpu", "batch_size": 4, "learning_rate": 0.05, "epochs": 2, **silent, **settings}
     return Trainer(net() if model is None else model, **given).fit(train, val)
 
 
@@ -157,9 +158,9 @@ def test_a_stream_without_a_length_takes_steps_and_no_share():
 
 
 def test_evaluations_without_validation_data_are_announced(capsys):
-    fit(val=None, eval_every="2 steps", console="plain", progress=True)
+    fit(val=None, eval_every="2 steps", verbosity="normal", progress=True)
     assert "eval_every = '2 steps': there is no validation data, so nothing is evaluated" in capsys.readouterr().out
-    fit(val=None, console="plain", progress=True)
+    fit(val=None, verbosity="normal", progress=True)
     assert "no validation data" not in capsys.readouterr().out
 
 
@@ -258,7 +259,7 @@ def test_a_metric_that_two_batches_are_too_few_for_is_no_mistake():
 
 def test_a_fast_dev_run_leaves_nothing(capsys):
     metric = Draws()
-    settings = {"checkpoint_dir": "kept", "tensorboard": True, "run_dir": "there", "console": "plain"}
+    settings = {"checkpoint_dir": "kept", "tensorboard": True, "run_dir": "there", "verbosity": "normal"}
     history = fit(fast_dev_run=3, metrics={"draws": metric}, epochs=50, **settings)
     assert [record.step for record in history.epochs] == [3]
     assert metric.calls == [4, 4, 4]
@@ -277,7 +278,7 @@ def test_a_fast_dev_run_leaves_nothing(capsys):
 )
 def test_the_model_has_the_best_weights_at_the_end(values, averaged, capsys):
     model = Weight()
-    history = fit_weight([*values, *[9] * 10], model, load_best_at_end=True, console="plain", **averaged)
+    history = fit_weight([*values, *[9] * 10], model, load_best_at_end=True, verbosity="normal", **averaged)
     assert (model.weight.item(), history.best_step, history.loaded_best) == (pytest.approx(4.0), 4, True)
     assert history.epochs[-1].step == 16
     assert "step-00000004 (val/loss 4.0000): the model has its weights" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def spoilt(kind: str, value: float, at: int = 20) -> TensorDataset:
 
 def fit(data, *, ranks: int = 1, **settings) -> tuple[NonFiniteLossError, nn.Module]:
     model = nn.Linear(3, 1)
-    settings = {"optimizer": "sgd", "learning_rate": 1e-3, "run_dir": "run", "console": "quiet", **settings}
+    settings = {"optimizer": "sgd", "learning_rate": 1e-3, "run_dir": "run", "verbosity": "quiet", **settings}
     with pytest.raises(NonFiniteLossError) as caught:
         PyTorchDDPTrainer(model, device="cpu", batch_size=BATCH // ranks, num_workers=ranks, **settings).fit(data)
     return caught.value, model
@@ -53,7 +53,7 @@ def order() -> list[int]:
     """Return the numbers of the samples in the order of the first epoch."""
     model, numbers = Noting(), torch.arange(float(SAMPLES))[:, None]
     trainer = PyTorchDDPTrainer(
-        model, device="cpu", batch_size=BATCH, run_dir="order", console="quiet", learning_rate=1e-9
+        model, device="cpu", batch_size=BATCH, run_dir="order", verbosity="quiet", learning_rate=1e-9
     )
     trainer.fit((numbers, numbers))
     return model.seen[:SAMPLES]
@@ -104,7 +104,7 @@ class Named(nn.Linear):
 
 def test_batches_of_names_are_looked_at():
     with pytest.raises(NonFiniteLossError, match="holds nan in its inputs"):
-        PyTorchDDPTrainer(Named(3, 1), device="cpu", batch_size=BATCH, run_dir="run", console="quiet").fit(Dicts())
+        PyTorchDDPTrainer(Named(3, 1), device="cpu", batch_size=BATCH, run_dir="run", verbosity="quiet").fit(Dicts())
 
 
 def test_a_stream_cannot_be_read_again():
@@ -158,7 +158,13 @@ def test_the_last_finite_weights_of_a_small_model_come_back(optimizer):
     torch.manual_seed(1)
     expected = nn.Linear(3, 1)
     if step := int(found[1]):
-        own = {"batch_size": BATCH, "learning_rate": 1e-3, "run_dir": "expected", "console": "quiet", "max_steps": step}
+        own = {
+            "batch_size": BATCH,
+            "learning_rate": 1e-3,
+            "run_dir": "expected",
+            "verbosity": "quiet",
+            "max_steps": step,
+        }
         PyTorchDDPTrainer(expected, device="cpu", optimizer=optimizer, **own).fit(data)
     assert torch.equal(model.weight, expected.weight)
     assert step < order().index(20) // BATCH + 1
@@ -168,7 +174,7 @@ def test_states_of_the_users_optimizer_come_back_too():
     torch.manual_seed(1)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    trainer = PyTorchDDPTrainer(model, optimizer, device="cpu", batch_size=BATCH, run_dir="run", console="quiet")
+    trainer = PyTorchDDPTrainer(model, optimizer, device="cpu", batch_size=BATCH, run_dir="run", verbosity="quiet")
     with pytest.raises(NonFiniteLossError):
         trainer.fit(spoilt("inputs", float("nan")))
     tensors = [value for state in optimizer.state.values() for value in state.values()]

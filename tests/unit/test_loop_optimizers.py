@@ -80,7 +80,7 @@ def test_complex_parameters_are_trained_by_every_optimizer(name, tmp_path):
 
 def fitted(model: nn.Module, data: TensorDataset, folder, **settings) -> None:
     """Take three steps of the whole data, in its order."""
-    quiet = {"console": "quiet plain", "device": "cpu", "num_workers": 1, "run_dir": str(folder / "run")}
+    quiet = {"verbosity": "quiet", "progress": False, "device": "cpu", "num_workers": 1, "run_dir": str(folder / "run")}
     loader = DataLoader(data, batch_size=8)
     PyTorchDDPTrainer(model, **settings, **quiet, checkpoint_dir=str(folder / "kept")).fit(loader, epochs=3)
 

@@ -149,7 +149,7 @@ class Logs(Callback):
 
 
 def fit(folder, callbacks, **settings) -> History:
-    given = {"epochs": 3, "batch_size": 4, "log_every_n_steps": 4, "console": "quiet", **settings}
+    given = {"epochs": 3, "batch_size": 4, "log_every_n_steps": 4, "verbosity": "quiet", **settings}
     return Trainer(nn.Linear(1, 1), run_dir=str(folder), device="cpu", callbacks=callbacks, **given).fit(DATA)
 
 
@@ -240,7 +240,7 @@ def fit_step(folder, run, **settings):
         training_step=run,
         run_dir=str(folder),
         device="cpu",
-        console="quiet",
+        verbosity="quiet",
         batch_size=4,
         **settings,
     )

@@ -101,7 +101,7 @@ def test_histograms_count_every_finite_value(tmp_path):
 def test_weights_and_gradients_are_written_every_n_epochs(tmp_path):
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
     trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), num_workers=1, device="cpu", batch_size=4, epochs=4,
-                                loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path), console="quiet",
+                                loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path), verbosity="quiet",
                                 tensorboard_histograms=2)  # fmt: skip
     trainer.fit(data)
     reader = accumulator(tmp_path)

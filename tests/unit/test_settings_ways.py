@@ -41,7 +41,18 @@ _CONFIG = str(PACKAGE / "config")
 _COPIES = {"hyperparameters", "save_config", "identity", "given_settings"}
 """Functions that copy all settings, whatever they are."""
 _PROPERTIES = {name for name, value in vars(Settings).items() if isinstance(value, property)}
-_NOT_APPLIED = {"mlflow", "wandb", "sinks", "compile", "console", "metrics_port", "share_gpus", "deepspeed_config"}
+_NOT_APPLIED = {
+    "mlflow",
+    "wandb",
+    "sinks",
+    "compile",
+    "verbosity",
+    "progress",
+    "console_ranks",
+    "metrics_port",
+    "share_gpus",
+    "deepspeed_config",
+}
 """Settings that need a service, a compiler, a GPU or a package: the run that must read them has their defaults."""
 
 
@@ -111,7 +122,7 @@ BASE = {"device": "cpu", "batch_size": 4, "run_dir": "run"}
 
 def fit(settings: dict[str, Any]) -> dict[str, Any]:
     trained = model()
-    given = {**BASE, "console": "plain", "log_every_n_steps": 1, **settings}
+    given = {**BASE, "progress": False, "log_every_n_steps": 1, **settings}
     Trainer(trained, loss_fn="mse", **given).fit(data(), data())
     return outcome(trained, Path())
 
@@ -262,7 +273,17 @@ PARENT = (
     *(f"run/{name}.py" for name in ("conductor", "preflight", "record", "result", "spec", "start")),
     *("observe/run_folder.py", "launch", "world", "engine.py", "cli/train.py"),
 )
-TORCH = (*PARENT, "run", "loop", "data", "checkpoint", "observe", "strategies/base.py", "strategies/registry.py")
+TORCH = (
+    *PARENT,
+    "run",
+    "loop",
+    "data",
+    "checkpoint",
+    "observe",
+    "recovery",
+    "strategies/base.py",
+    "strategies/registry.py",
+)
 ANY_ENGINE = ("strategies", "comm", "engines/ray", "engines/deepspeed", "engines/parameter_server")
 ROOMS = {
     "script": (*PARENT, "engines/ray"),
@@ -351,9 +372,19 @@ def test_the_command_reads_what_it_accepts_for_scripts(tmp_path, monkeypatch):
     (tmp_path / "plain.py").write_text("import torch\n")
     accepted = [name for name in FIELDS if refusal(name, "script") is None]
     unread = [name for name in accepted if name not in reads_at_start(name, ScriptTarget("plain.py"))]
-    of_command = {"metrics_port", "console", "run_dir", "name", "checkpoint_dir", "resume_from_checkpoint", "address"}
+    of_command = {
+        "metrics_port",
+        "verbosity",
+        "progress",
+        "console_ranks",
+        "run_dir",
+        "name",
+        "checkpoint_dir",
+        "resume_from_checkpoint",
+        "address",
+    }
     assert set(unread) <= of_command, "which the command reads before or after the launch"
-    assert set(unread) <= read_in("runs", "cli/train.py", "engines/ray")
+    assert set(unread) <= read_in("run", "cli/train.py", "engines")
 
 
 SCRIPTS = {
@@ -422,7 +453,7 @@ def test_settings_of_a_script_from_a_file_are_named(scripts, capsys, tmp_path):
     [
         ({"num_workers": 2}, "num_workers is a setting of what starts the ranks, and a Formation joins ranks that run"),
         ({"num_gpus": 2}, "num_workers is a setting of what starts the ranks"),
-        ({"progress": False}, "console is a setting of what starts the ranks"),
+        ({"progress": False}, "progress is a setting of what starts the ranks"),
         ({"stop_grace": 9.0}, "stop_grace is a setting of what starts the ranks"),
         ({"decay_norms": False}, "decay_norms is a setting of the trainer's loop"),
         ({"epochs": 3, "warmup": 2}, "epochs, warmup are settings of the trainer's loop, and this loop is yours"),

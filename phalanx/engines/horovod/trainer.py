@@ -56,7 +56,7 @@ class HorovodTrainer(TorchTrainer):
                     hint="They are two names of one setting: write one of them.",
                 )
         if verbose is not None:
-            settings.setdefault("console", "progress" if verbose else "plain")
+            settings.setdefault("progress", bool(verbose))
         if isinstance(config, DistributedConfig) and config.backend != self.backend:
             settings.setdefault("backend", self.backend)
         super().__init__(model, config, **settings)

@@ -33,8 +33,8 @@ _FOLLOWED = frozenset({
     "num_workers", "num_nodes", "node_rank", "rdzv_endpoint", "device", "threads_per_rank", "backend", "strategy",
     "batch_size", "epochs", "max_steps", "learning_rate", "optimizer", "momentum", "weight_decay", "seed", "drop_last",
     "mixed_precision", "timeout", "num_servers", "checkpoint_dir", "checkpoint_frequency", "resume_from_checkpoint",
-    "run_dir", "name", "tensorboard", "mlflow", "wandb", "sinks", "log_every_n_steps", "console", "max_restarts",
-    "start_timeout", "stop_grace",
+    "run_dir", "name", "tensorboard", "mlflow", "wandb", "sinks", "log_every_n_steps", "verbosity", "progress",
+    "console_ranks", "max_restarts", "start_timeout", "stop_grace",
 })  # fmt: skip
 """The settings that training a Keras model follows."""
 IGNORED = frozenset({

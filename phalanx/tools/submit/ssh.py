@@ -113,8 +113,8 @@ class Ssh(Target[SshOptions]):
         extra = ["--hosts", listed, "--num-nodes", str(job.nodes), "--node-rank", _NUMBER, "--rdzv-endpoint", _MEETING]
         if ships:  # the copy is removed at the end of the job, and the run stays
             extra += job.kept_flags(_HOME)
-        if not any(word.startswith("--console") for word in job.arguments):
-            extra += ["--console", "all-ranks"]  # lines say their rank
+        if not any(word.startswith("--console-ranks") for word in job.arguments):
+            extra += ["--console-ranks", "all"]  # lines say their rank
         words = job.train_command(program_of(self.options), *extra, *own_limit(job, self.options))
         yield "# the launcher of this host; it starts, watches and restarts the host's ranks"
         yield "exec " + shell_join(words, {_NUMBER: '"$1"', _MEETING: '"$2"', _HOME: '"$HOME"'})

@@ -188,7 +188,7 @@ def _check_settings(subject: Trainable) -> None:
 
 def _run(plan: SearchPlan, request: SearchRequest) -> Results:
     record = Record(plan.folder, plan.space, plan.objective, _common_settings(plan, request))
-    table = open_table(plan.objective, progress=plan.subject.resolved.config.shown.progress)
+    table = open_table(plan.objective, progress=plan.subject.resolved.config.progress)
     results = None
     try:
         engine = _engine(plan, record, table, request)

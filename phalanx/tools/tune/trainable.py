@@ -79,7 +79,7 @@ def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) ->
         "run_dir": str(trial.folder),
         "checkpoint_dir": str(trial.checkpoints),
         "resume_from_checkpoint": True,
-        "console": "plain",
+        "progress": False,
         "name": f"{resolved.config.name or 'trial'}-{trial.number}",
     }
     if resolved.origins["keep_last"] == "default" and resolved.config.framework == "torch":  # Keras keeps one

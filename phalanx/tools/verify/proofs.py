@@ -44,7 +44,8 @@ _AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
 _QUIET_RUN: dict[str, Any] = {
     "epochs": None,
     "log_every_n_steps": 1,
-    "console": "quiet plain",
+    "verbosity": "quiet",
+    "progress": False,
     **dict.fromkeys(("tensorboard", "mlflow", "wandb", "profile"), False),
     **dict.fromkeys(("run_dir", "checkpoint_dir", "checkpoint_frequency", "sinks", "metrics_port")),
     "resume_from_checkpoint": False,
@@ -117,7 +118,7 @@ class Proof:
         self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
         self.steps = config.max_steps or default_settings()["max_steps"]
         self._folder = open_scratch("verify")
-        self._progress = config.shown.progress
+        self._progress = config.progress
         self._launches = 0
 
     def close(self) -> None:
