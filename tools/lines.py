@@ -1,7 +1,8 @@
-"""Print the lines and files of the package per tier and room: `python tools/lines.py`."""
+"""Print the lines and files of the package per tier and room, and what users can type: `python tools/lines.py`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "phalanx"
@@ -59,5 +60,19 @@ def table(digits: int = 0) -> str:
     return "\n".join(rows)
 
 
+def typed() -> dict[str, int]:
+    """Return how many words users can type, by kind."""
+    sys.path.insert(0, str(PACKAGE.parent))
+    from phalanx.cli import VERBS
+    from phalanx.config import BACKENDS, FIELDS
+    from phalanx.config.aliases import ALIASES
+    from phalanx.config.settings import ENGINE_GROUPS
+
+    of_engines = sum(len(group.__dataclass_fields__) for group in ENGINE_GROUPS)
+    counts = {"settings of every run": len(FIELDS) - of_engines, "settings of one engine": of_engines}
+    return counts | {"other spellings": len(ALIASES), "backends": len(BACKENDS), "verbs": len(VERBS)}
+
+
 if __name__ == "__main__":
     print(table())
+    print("\nwords that users can type: " + ", ".join(f"{number} {kind}" for kind, number in typed().items()))

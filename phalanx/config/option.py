@@ -68,7 +68,8 @@ def option(
 
 def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the member types of a field's annotation, such as ("int", "None")."""
-    return tuple(part.strip() for part in str(field.type).split("|"))
+    text = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    return tuple(part.strip() for part in text.split("|"))
 
 
 def takes_table(field: dataclasses.Field[Any]) -> bool:

@@ -286,7 +286,7 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {}
 
 def title_of(group: Any) -> str:
     """Return the title of a group of fields."""
-    return str(group.__name__).removesuffix("Options")
+    return str(group.__name__).removesuffix("Settings")
 
 
 def add_fields(group: Any) -> None:

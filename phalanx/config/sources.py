@@ -245,8 +245,7 @@ def _without_option_texts(recorded: Mapping[str, Any]) -> dict[str, Any]:
     if resources:
         values["resources_per_worker"] = resources
     for name, _, value in parts:
-        named = "horovod_timeline" if name == "timeline" else name
-        if named in FIELDS:
+        for named in (field for field in FIELDS if field == name or field.endswith(f"_{name}")):
             values[named] = parse_text(FIELDS[named], value)
     return values
 

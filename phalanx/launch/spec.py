@@ -201,7 +201,7 @@ class LaunchSpec:
     elastic: Elastic | None = None
     """Whether the target's ranks can go on after others were lost; None: all are started again."""
     starter: Starter | None = None
-    """Another system that starts the ranks (horovodrun, Ray); None: this launcher's own processes."""
+    """Another system, of an engine, that starts the ranks; None: this launcher's own processes."""
 
     def __post_init__(self) -> None:
         _at_least("ranks_per_node", self.ranks_per_node, 1)

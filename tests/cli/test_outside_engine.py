@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command import COMMAND, installed_package, phalanx
+
+from phalanx.config import FIELDS, settings
 
 ENGINE = '''
 import json
@@ -17,6 +20,9 @@ import socket
 import subprocess
 import sys
 
+from dataclasses import dataclass
+
+from phalanx.config.option import option, options_of
 from phalanx.engine import Engine
 from phalanx.errors import UsageError
 from phalanx.launch.spec import LaunchResult, target_to_message
@@ -49,8 +55,17 @@ class Subprocesses:
         return LaunchResult(exit_code=max(process.wait() for process in started), attempts=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToySettings:
+    "Settings of the toy."
+
+    toy_greeting: str = option("hello", "what it says of each epoch", choices=("hello", "bye"), backends=("toy",))
+    toy_speed: float | None = option(None, "how fast it is", above=0, backends=("toy",))
+
+
 class Toy(Engine):
     strategy = "toy-average"
+    options = ToySettings
 
     def check(self, config):
         if config.batch_size == 7:
@@ -64,7 +79,8 @@ class Toy(Engine):
 
         class Note(Callback):
             def on_epoch_end(self, trainer, epoch, metrics):
-                print(f"the engine has seen epoch {epoch} of rank {trainer.formation.rank}", flush=True)
+                said = options_of(ToySettings, trainer.formation.config).toy_greeting
+                print(f"{said}: the engine has seen epoch {epoch} of rank {trainer.formation.rank}", flush=True)
 
         return [Note()]
 
@@ -117,8 +133,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None
         "[phalanx.strategies]\ntoy-average = toy_strategy:Average\ntoy-ring = toy_ring:ToyRing\n"
     )
     modules = {"toy_engine": ENGINE, "toy_strategy": STRATEGY, "toy_ring": RING}
+    known = set(FIELDS)
     with installed_package(tmp_path / "site", modules, entry_points) as environment:
         yield environment
+    settings._add_engine.cache_clear()
+    for name in FIELDS.keys() - known:
+        del FIELDS[name]
 
 
 TRAIN = ("train", "digits", "--num-workers", "2", "--epochs", "1")
@@ -132,15 +152,55 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):
-    command = [*COMMAND, *TRAIN, "--device", "cpu", "--backend", "toy", "--run-dir", "toy"]
+    command = [*COMMAND, *TRAIN, "--device", "cpu", "--backend", "toy", "--run-dir", "toy", "--toy-greeting", "bye"]
     done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     # This launcher gives all ranks one pipe: a rank's line may follow an unfinished line of another.
     for rank in (0, 1):
-        assert f"the engine has seen epoch 0 of rank {rank}" in done.stdout
+        assert f"bye: the engine has seen epoch 0 of rank {rank}" in done.stdout
+    assert 'toy_greeting = "bye"' in (tmp_path / "toy" / "config.toml").read_text()
     reference = phalanx(*TRAIN, "--strategy", "ddp", "--run-dir", "ddp")
     assert reference.code == 0, reference.err
     assert losses(tmp_path / "toy") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
+
+
+OPTIONS = """
+import sys
+from phalanx import DistributedConfig
+from phalanx.config import resolve
+from phalanx.errors import ConfigError
+
+before = DistributedConfig()
+assert "toy_speed" not in before.to_dict()
+config = DistributedConfig(backend="toy", toy_speed=2)
+assert config.to_dict()["toy_speed"] == 2 and config.to_dict()["toy_greeting"] == "hello"
+assert before.to_dict()["toy_speed"] is None and before.replace(backend="toy").changed("toy_speed") == []
+given = {"PHALANX_TOY_SPEED": "3", "PHALANX_BACKEND": "toy"}
+assert resolve({"toy_greeting": "bye"}, environ=given).config.to_dict()["toy_speed"] == 3
+open("run.toml", "w").write('backend = "toy"\\ntoy_speed = 4\\n')
+assert resolve({}, file="run.toml", environ={}).origins["toy_speed"] == "file run.toml"
+for given in ({"backend": "toy", "toy_speed": -1}, {"toy_speed": 1}, {"backend": "toy", "toy_greeting": "by"}):
+    try:
+        DistributedConfig(**given)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_settings_of_an_engine_of_another_package_count_in_every_place(tmp_path, installed):
+    (tmp_path / "options.py").write_text(OPTIONS)
+    command = [sys.executable, "options.py"]
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "toy_speed = -1: must be greater than 0",
+        "toy_speed = 1 with backend = 'pytorch-ddp', which does not follow it: write backend = 'toy'",
+        "toy_greeting = 'by': not one of 'hello', 'bye'. Did you mean 'bye'?",
+    ):
+        assert said in done.stdout
+    shown = [*COMMAND, "config", "show", "--backend", "toy", "--toy-speed", "3", "--changed"]
+    done = subprocess.run(shown, env=installed, capture_output=True, text=True, timeout=400, check=False)
+    assert "toy_speed" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

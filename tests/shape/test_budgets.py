@@ -1,36 +1,30 @@
-"""What users can pass, what a rank loads, and that no code knows a strategy or an engine by its name.
+"""What a rank loads, and that no code knows a strategy or an engine by its name.
 
-`python tools/lines.py` prints the lines and files per room.
+`python tools/lines.py` prints the lines and files per room, and what users can type.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from command import COMMAND, ROOT, clean_environment
-from package_tree import modules, parsed
+from package_tree import modules, parsed, room
+from test_layers import CORE
 
-from phalanx.cli import VERBS
-from phalanx.config import BACKENDS, FIELDS
+from phalanx.config import BACKENDS
 from phalanx.config.strategies import TABLE
 
-SETTINGS = 100
-NUMBER_OF_VERBS = 24
-RANK_MODULES = 165
-FORMATION_MODULES = 110
+RANK_MODULES = 175
+FORMATION_MODULES = 115
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
 OWN_CHOICE = {"phalanx.tools.tune.search"}
 """A module whose own setting has a value that is spelled as an engine."""
-
-
-def test_settings_and_verbs():
-    assert len(FIELDS) <= SETTINGS
-    assert len(VERBS) <= NUMBER_OF_VERBS
 
 
 def strings(node: ast.AST) -> set[str]:
@@ -62,6 +56,30 @@ def test_an_engine_compares_no_name_of_another():
             if isinstance(node, ast.Compare):
                 used = others & set().union(*map(strings, (node.left, *node.comparators)))
                 assert not used, f"{name}:{node.lineno} compares {used}"
+
+
+HEART = {*CORE} - {"version", "lazy", "errors"}
+NAMED = {
+    "phalanx.config.backends": "the table of engines",
+    "phalanx.config.arguments": "written from the fields; no program imports it",
+    "phalanx.world.env": "the variables of all launchers",
+    "phalanx.host.lost_peers": "what a lost rank makes other libraries print",
+    "phalanx.launch.forkserver.client": "variables that libraries read while they are imported",
+}
+"""Modules of the heart that name an engine, and why."""
+
+
+def test_the_heart_names_no_engine():
+    """An engine says in its folder what it is, which settings it has and which it follows."""
+    words = re.compile(r"keras|horovod|deepspeed|\bds_", re.IGNORECASE)
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name, path in modules().items()
+        if room(name) in HEART and name not in NAMED
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if words.search(line)
+    ]
+    assert not found, "\n".join(found)
 
 
 WATCH = """
@@ -98,7 +116,9 @@ def test_a_rank_loads_few_modules_and_nothing_of_the_tools(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     loaded = json.loads((tmp_path / "modules.json").read_text())
-    assert not [name for name in loaded if name.startswith(("phalanx.tools", "phalanx.engines", "phalanx.cli"))]
+    others = [name for name in loaded if name.startswith(("phalanx.tools", "phalanx.engines", "phalanx.cli"))]
+    # The config knows of every engine what it declares.
+    assert not [name for name in others if not re.fullmatch(r"phalanx\.engines(\.\w+(\.declaration)?)?", name)]
     # The hang watch reads torch's records when a step takes long, as any may on a busy machine.
     found = set(loaded) - {"phalanx.torch_records"}
     assert len(found) <= RANK_MODULES, f"{len(found)}: {sorted(found)}"

@@ -250,6 +250,8 @@ def _attributes(tree: ast.AST, of: set[str]) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             value = node.value
             name = value.id if isinstance(value, ast.Name) else getattr(value, "attr", "")
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "options_of":  # those of an engine
+                name = "options"
             found |= {node.attr} if name in of else set()
         if isinstance(node, ast.Call):
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
@@ -286,7 +288,7 @@ TORCH = (
 )
 ANY_ENGINE = ("strategies", "comm", "engines/ray", "engines/deepspeed", "engines/parameter_server")
 ROOMS = {
-    "script": (*PARENT, "engines/ray"),
+    "script": (*PARENT, "engines/ray", "engines/horovod"),
     "horovod": (*TORCH, "engines/horovod"),
     "deepspeed": (*TORCH, "engines/deepspeed"),
     "ray": (*TORCH, *ANY_ENGINE),

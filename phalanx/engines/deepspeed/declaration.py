@@ -11,7 +11,7 @@ from phalanx.config.rows import Backend, StrategyFacts, StrategyRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedOptions:
+class DeepSpeedSettings:
     """DeepSpeed's JSON, and what its offload to NVMe needs."""
 
     deepspeed_config: Mapping[str, Any] | str | None = option(
@@ -28,7 +28,7 @@ BACKEND = Backend(
     "local",
     "deepspeed",
     engine="phalanx.engines.deepspeed",
-    options=DeepSpeedOptions,
+    options=DeepSpeedSettings,
     follows=("hosts",),
     rules_for=("offload", "deepspeed_config"),
 )

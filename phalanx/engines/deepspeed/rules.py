@@ -17,7 +17,7 @@ from typing import Any
 from phalanx.config.option import options_of, problem
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
-from phalanx.engines.deepspeed.declaration import DeepSpeedOptions
+from phalanx.engines.deepspeed.declaration import DeepSpeedSettings
 from phalanx.errors import UsageError, nearest
 
 AUTO = "auto"
@@ -64,7 +64,7 @@ _NVME_PATH = "zero_optimization.offload_optimizer.nvme_path"
 
 def nvme_path(settings: Settings) -> str | None:
     """Return the folder of offload='nvme': the option, or what the JSON says."""
-    return options_of(DeepSpeedOptions, settings).nvme_path or look_up(engine_settings(settings), _NVME_PATH)
+    return options_of(DeepSpeedSettings, settings).nvme_path or look_up(engine_settings(settings), _NVME_PATH)
 
 
 MISSING = "strategy = 'deepspeed' needs DeepSpeed, which is not installed"
@@ -118,7 +118,7 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 def engine_settings(settings: Settings) -> dict[str, Any]:
     """Return DeepSpeed's settings as they were given: a copy, with "auto" still in it."""
-    found: dict[str, Any] = json.loads(str(options_of(DeepSpeedOptions, settings).deepspeed_config or "{}"))
+    found: dict[str, Any] = json.loads(str(options_of(DeepSpeedSettings, settings).deepspeed_config or "{}"))
     return found
 
 
@@ -290,7 +290,7 @@ def engine_conflicts(settings: Settings) -> Mistakes:
 @rule("strategy", "backend")
 def other_strategy(settings: Settings) -> Mistakes:
     """Report DeepSpeed's JSON together with another strategy."""
-    given = options_of(DeepSpeedOptions, settings).deepspeed_config
+    given = options_of(DeepSpeedSettings, settings).deepspeed_config
     if given is not None and settings.resolved_strategy != "deepspeed":
         named = "strategy" if settings.strategy != "auto" else "backend"
         value = getattr(settings, named)

@@ -9,7 +9,7 @@ from phalanx.config.rows import Backend, Package, StrategyFacts, StrategyRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class HorovodOptions:
+class HorovodSettings:
     """What horovodrun and Horovod's optimizer have besides the settings of all engines."""
 
     host_discovery_script: str | None = option(
@@ -40,7 +40,7 @@ BACKEND = Backend(
         "Build it: make horovod, or python tools/build_horovod.py. (The extra phalanx[horovod] alone "
         "does not compile: docs/horovod.md)",
     ),
-    options=HorovodOptions,
+    options=HorovodSettings,
     follows=("hosts",),
     resizes=True,
     variable="HOROVOD_RANK",

@@ -16,7 +16,7 @@ from phalanx.config import DistributedConfig
 from phalanx.config.option import options_of
 from phalanx.config.settings import Host, parse_hosts
 from phalanx.engines.horovod.attempt import HorovodAttempt
-from phalanx.engines.horovod.declaration import HorovodOptions
+from phalanx.engines.horovod.declaration import HorovodSettings
 from phalanx.engines.horovod.rank import network
 from phalanx.errors import UsageError
 from phalanx.host.processes import SignalInbox, own_python
@@ -103,7 +103,7 @@ class HorovodRun:
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
     """Return the starter for a config."""
-    options = options_of(HorovodOptions, config)
+    options = options_of(HorovodSettings, config)
     return HorovodRun(
         ranks=layout.world_size,
         hosts=config.hosts,

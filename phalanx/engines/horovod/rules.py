@@ -5,18 +5,18 @@ from __future__ import annotations
 from phalanx.config.option import options_of
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
-from phalanx.engines.horovod.declaration import HorovodOptions
+from phalanx.engines.horovod.declaration import HorovodSettings
 
 
 def names_machines(settings: Settings) -> bool:
     """Whether a list or a script says which machines there are."""
-    return settings.hosts is not None or options_of(HorovodOptions, settings).host_discovery_script is not None
+    return settings.hosts is not None or options_of(HorovodSettings, settings).host_discovery_script is not None
 
 
 @rule("backend", "strategy", "host_discovery_script")
 def horovod_hosts(settings: Settings) -> Mistakes:
     """Check that the machines are named once, and that an elastic run knows several."""
-    if settings.hosts is not None and options_of(HorovodOptions, settings).host_discovery_script is not None:
+    if settings.hosts is not None and options_of(HorovodSettings, settings).host_discovery_script is not None:
         yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
     if settings.min_workers is not None and not names_machines(settings):
         yield settings.mistake(
@@ -46,7 +46,7 @@ def several_hosts(settings: Settings) -> Mistakes:
 @rule("backend", "strategy", "adasum", *RANKS)
 def adasum(settings: Settings) -> Mistakes:
     """Check what Adasum requires of the ranks."""
-    options = options_of(HorovodOptions, settings)
+    options = options_of(HorovodSettings, settings)
     if not options.adasum:
         return
     ranks = settings.total_ranks

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
 from phalanx.config.option import options_of
-from phalanx.engines.horovod.declaration import HorovodOptions
+from phalanx.engines.horovod.declaration import HorovodSettings
 from phalanx.engines.horovod.engine import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
 from phalanx.errors import ModelError, UsageError, frozen_later
@@ -132,7 +132,7 @@ class Horovod(Strategy):
                 self._hvd,
                 [(prefix + name, parameter) for name, parameter in trained],
                 compression=self.config.compression,
-                adasum=options_of(HorovodOptions, self.config).adasum,
+                adasum=options_of(HorovodSettings, self.config).adasum,
                 allow_unused=self.config.find_unused_parameters,
             )
         return model
@@ -188,7 +188,7 @@ def _horovod_of(world: World) -> Any:
 
 
 def _check_build(hvd: Any, config: DistributedConfig) -> None:
-    if not options_of(HorovodOptions, config).adasum:
+    if not options_of(HorovodSettings, config).adasum:
         return
     if not hvd.mpi_built():
         raise UsageError(

@@ -10,7 +10,7 @@ from phalanx.config.rows import Backend, Package
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayOptions:
+class RaySettings:
     """The cluster, what it reserves for each rank, and where."""
 
     address: str | None = option(
@@ -46,7 +46,7 @@ BACKEND = Backend(
     "ddp",
     engine="phalanx.engines.ray",
     package=Package("ray", "Ray", "Run: pip install 'phalanx[ray]'"),
-    options=RayOptions,
+    options=RaySettings,
     resizes=True,
     variable="PHALANX_UNDER_RAY",
 )

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.config.option import options_of
 from phalanx.engine import Engine
-from phalanx.engines.ray.declaration import RayOptions
+from phalanx.engines.ray.declaration import RaySettings
 from phalanx.launch.spec import PlannedRanks, Starter
 
 UNDER_RAY = "PHALANX_UNDER_RAY"
@@ -21,7 +21,7 @@ class Ray(Engine):
 
     def uses_gpus_here(self, config: DistributedConfig) -> bool:
         """Whether Ray runs on this machine, not on a cluster elsewhere."""
-        return options_of(RayOptions, config).address is None
+        return options_of(RaySettings, config).address is None
 
     def counts_gpus_here(self, config: DistributedConfig) -> bool:
         """Return False: Ray itself waits for the requested GPUs."""

@@ -22,7 +22,7 @@ from phalanx.config.option import options_of
 from phalanx.config.settings import ENV_PREFIX
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
-from phalanx.engines.ray.declaration import RayOptions
+from phalanx.engines.ray.declaration import RaySettings
 from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.rules import read_resources
 from phalanx.engines.ray.sources import pack
@@ -140,13 +140,13 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables that ranks get on every machine."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
     every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
-    of_start = {ENV_PREFIX + name.upper() for name in RayOptions.__dataclass_fields__}
+    of_start = {ENV_PREFIX + name.upper() for name in RaySettings.__dataclass_fields__}
     return {name: value for name, value in every.items() if name not in of_start}  # ranks need nothing of these
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     """Return the starter for a config."""
-    options = options_of(RayOptions, config)
+    options = options_of(RaySettings, config)
     resources = {"CPU": options.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
     resources |= read_resources(options.resources_per_worker)
     return RayStarter(

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.config.option import options_of
 from phalanx.config.rules import Mistakes, rule
 from phalanx.config.settings import Settings
-from phalanx.engines.ray.declaration import RayOptions
+from phalanx.engines.ray.declaration import RaySettings
 
 
 def read_resources(text: object) -> dict[str, float]:
@@ -40,7 +40,7 @@ def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
 def resources(settings: Settings) -> Mistakes:
     """Check the amounts of resources."""
     try:
-        read_resources(options_of(RayOptions, settings).resources_per_worker)
+        read_resources(options_of(RaySettings, settings).resources_per_worker)
     except ValueError as error:
         yield settings.mistake("resources_per_worker", f": {error}")
 
