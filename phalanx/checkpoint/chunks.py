@@ -15,8 +15,8 @@ from pathlib import Path
 
 from phalanx.checkpoint.find import list_checkpoints, read_index, survey
 from phalanx.checkpoint.lock import safe_name
-from phalanx.checkpoint.place import Place, place_at
 from phalanx.checkpoint.publish import COPYING
+from phalanx.checkpoint.storage import Storage, storage_at
 from phalanx.errors import CheckpointError
 
 _PREFIX = ".chunks-"
@@ -33,7 +33,7 @@ def location(folder: str, digest: str) -> tuple[str, str]:
 
 
 def write(
-    place: Place,
+    place: Storage,
     folder: str,
     data: memoryview,
     cuts: list[tuple[int, int]],
@@ -71,7 +71,7 @@ def write(
     return leaves, sum(size for _, size in done)
 
 
-def is_whole(place: Place, folder: str, digest: str, size: int, *, deep: bool = True) -> bool:
+def is_whole(place: Storage, folder: str, digest: str, size: int, *, deep: bool = True) -> bool:
     """Whether a chunk exists with its size and, with `deep`, its content."""
     try:
         if place.size(*location(folder, digest)) != size:
@@ -81,7 +81,7 @@ def is_whole(place: Place, folder: str, digest: str, size: int, *, deep: bool = 
         return False
 
 
-def prune(place: Place, folder: str, used: Iterable[str]) -> None:
+def prune(place: Storage, folder: str, used: Iterable[str]) -> None:
     """Remove the chunks of a folder that are not used, and the remains of interrupted writes; all of it without any."""
     keep = set(used)
     listed = place.list(folder)
@@ -101,7 +101,7 @@ def is_folder(name: str) -> bool:
 
 def remove_unused(directory: Path, folders: Iterable[str]) -> list[str]:
     """Remove the chunks in these folders that no checkpoint uses; return why where this was not possible."""
-    place = place_at(directory)
+    place = storage_at(directory)
     used: dict[str, set[str]] = {folder: set() for folder in folders}
     try:
         for checkpoint in list_checkpoints(directory):
@@ -118,7 +118,7 @@ def remove_unused(directory: Path, folders: Iterable[str]) -> list[str]:
 
 def prune_chunks(directory: Path) -> list[str]:
     """Remove all chunks in a directory that no checkpoint uses; return why where this was not possible."""
-    names = place_at(directory).names()
+    names = storage_at(directory).names()
     folders = [name for name in names if is_folder(name)]
     # The chunks of a copy are there before its manifest, and those of a newer Phalanx are named where this cannot read.
     others = [name for name in names if name.startswith(COPYING)] + [path.name for path, _ in survey(directory)[1]]

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from phalanx.checkpoint import chunks
 from phalanx.checkpoint.fetch import write_extents
-from phalanx.checkpoint.files import FileRecord, Leaf
 from phalanx.checkpoint.find import Checkpoint, problem_of, read_index, verify
+from phalanx.checkpoint.hashed_files import FileRecord, Leaf
 from phalanx.checkpoint.index import INDEX, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import Extent, FileLayout, lay_out, shard_name
 from phalanx.checkpoint.lock import safe_name
 from phalanx.checkpoint.manifest import MANIFEST, manifest_at
-from phalanx.checkpoint.place import Place, Writing, located, place_at
 from phalanx.checkpoint.plain import rank_file_name
 from phalanx.checkpoint.publish import COPYING
 from phalanx.checkpoint.read import data_opener
+from phalanx.checkpoint.storage import Draft, Storage, storage_and_name, storage_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.observe.best_mark import MARK
 
@@ -33,7 +33,7 @@ _TRIES = 2
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyReport:
     """What a copy has done."""
 
     path: Path
@@ -42,14 +42,16 @@ class Copied:
     bytes: int
 
 
-def copy_checkpoint(source: Checkpoint, directory: Path, notify: Callable[[str], None] = lambda name: None) -> Copied:
+def copy_checkpoint(
+    source: Checkpoint, directory: Path, notify: Callable[[str], None] = lambda name: None
+) -> CopyReport:
     """Copy a checkpoint into a directory; what an interrupted copy has transferred is kept if its hash is right."""
-    place, name = located(source.path)
-    target = place_at(directory)
+    place, name = storage_and_name(source.path)
+    target = storage_at(directory)
     wanted = source.manifest.files
     present = manifest_at(target.path(name))
     if present == source.manifest and not verify(target.path(name), manifest=present):
-        return Copied(target.path(name), 0, 0)
+        return CopyReport(target.path(name), 0, 0)
     is_taken = present is not None and present.run_id != source.manifest.run_id
     writing = _writing(target, f"{name}-{safe_name(source.manifest.run_id)[:6]}" if is_taken else name, wanted)
 
@@ -67,7 +69,7 @@ def copy_checkpoint(source: Checkpoint, directory: Path, notify: Callable[[str],
         mark = place.read(name, MARK)
         target.put(writing.path.name, MARK, mark)
     published = writing.publish(source.manifest)
-    return Copied(target.path(published), sum(size > 0 for size in sizes), sum(sizes))
+    return CopyReport(target.path(published), sum(size > 0 for size in sizes), sum(sizes))
 
 
 def _chunks(source: Checkpoint) -> set[tuple[str, Leaf]]:
@@ -78,7 +80,7 @@ def _chunks(source: Checkpoint) -> set[tuple[str, Leaf]]:
     return {(index.chunk_folder or "", leaf._replace(start=0)) for of in index.leaves.values() for leaf in of}
 
 
-def _copy_chunk(place: Place, target: Place, folder: str, leaf: Leaf) -> int:
+def _copy_chunk(place: Storage, target: Storage, folder: str, leaf: Leaf) -> int:
     if chunks.is_whole(target, folder, leaf.hash, leaf.size):
         return 0
     if not chunks.is_whole(place, folder, leaf.hash, leaf.size):
@@ -88,7 +90,7 @@ def _copy_chunk(place: Place, target: Place, folder: str, leaf: Leaf) -> int:
     return leaf.size
 
 
-def _writing(target: Place, name: str, wanted: Collection[str]) -> Writing:
+def _writing(target: Storage, name: str, wanted: Collection[str]) -> Draft:
     """Return the unfinished copy of a checkpoint, which always has the same name, so that it is found again.
 
     Files that an earlier one left are removed, apart from those that are wanted; its manifest first.
@@ -100,7 +102,7 @@ def _writing(target: Place, name: str, wanted: Collection[str]) -> Writing:
     return writing
 
 
-def _copy_file(place: Place, name: str, writing: Writing, file: str, record: FileRecord) -> None:
+def _copy_file(place: Storage, name: str, writing: Draft, file: str, record: FileRecord) -> None:
     """Copy one file by pieces and compare its hash with the manifest's; a transfer that failed is tried again."""
     for left in reversed(range(_TRIES)):
         with contextlib.suppress(FileNotFoundError):
@@ -134,7 +136,7 @@ def reshard(source: Checkpoint, directory: Path, ranks: int) -> Path:
         raise UsageError(f"--ranks {ranks}: it must be 1 or more")
     index = read_index(source)
     layouts = [lay_out(pieces) for pieces in _split(index, ranks)]
-    target = place_at(directory)
+    target = storage_at(directory)
     writing = target.begin(source.step)
     try:
         for rank, layout in enumerate(layouts):
@@ -173,8 +175,8 @@ def _split(index: Index, ranks: int) -> list[list[Extent]]:
     return files
 
 
-def _copy_rank_files(source: Checkpoint, writing: Writing) -> None:
-    place, name = located(source.path)
+def _copy_rank_files(source: Checkpoint, writing: Draft) -> None:
+    place, name = storage_and_name(source.path)
     for rank in range(source.manifest.world_size):
         file = rank_file_name(rank)
         with writing.create(file) as stream:

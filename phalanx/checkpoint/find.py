@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, hash_bytes, hash_file
+from phalanx.checkpoint import collectives
+from phalanx.checkpoint.hashed_files import FileRecord, hash_bytes, hash_file
 from phalanx.checkpoint.index import INDEX, DamagedError, Index, parse_index
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
+from phalanx.checkpoint.storage import storage_and_name, storage_at
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import Best, latest_mark
@@ -31,12 +31,12 @@ def verify(
     checkpoint = Checkpoint(path, manifest or read_manifest(path))
     known = checkpoint.manifest.files
     names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
-    mine = names[group.rank() :: group.world_size()]
+    mine = names[collectives.rank() :: collectives.world_size()]
     check = problem_of if deep else _size_problem
     found = {name: problem for name in mine if (problem := check(path / name, known[name]))}
     if files is None and not found:
-        found = _chunk_problems(checkpoint, group.rank(), group.world_size(), deep=deep)
-    merged = {name: problem for part in group.gather_to_all(found) for name, problem in part.items()}
+        found = _chunk_problems(checkpoint, collectives.rank(), collectives.world_size(), deep=deep)
+    merged = {name: problem for part in collectives.gather_to_all(found) for name, problem in part.items()}
     return [merged[name] for name in sorted(merged)]
 
 
@@ -50,7 +50,7 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
         index = read_index(checkpoint)
     except CheckpointError as error:
         return {INDEX: error.message}
-    place, folder = place_at(checkpoint.path.parent), index.chunk_folder or ""
+    place, folder = storage_at(checkpoint.path.parent), index.chunk_folder or ""
     leaves = sorted({(leaf.hash, leaf.size) for listed in index.leaves.values() for leaf in listed})[share::of]
     bad = [hash for hash, size in leaves if not is_whole(place, folder, hash, size, deep=deep)]
     return {hash: f"the chunk {folder}/{hash[:2]}/{hash} is missing or does not match its hash" for hash in bad}
@@ -58,7 +58,7 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
 
 def read_file(checkpoint: Checkpoint, file: str) -> bytes:
     """Return a small file of a checkpoint; a DamagedError where it is not what was written."""
-    place, name = located(checkpoint.path)
+    place, name = storage_and_name(checkpoint.path)
     try:
         data = place.read(name, file)
     except OSError as error:
@@ -180,9 +180,9 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
     sizes are compared; loading verifies the content.
     """
     path = as_path(path)
-    if group.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
+    if collectives.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
         return Choice(_named(path, deep=deep))
-    candidates, notes = group.from_rank_zero(lambda: _candidates(path, run_id))
+    candidates, notes = collectives.from_rank_zero(lambda: _candidates(path, run_id))
     for checkpoint in candidates:
         problems = verify(checkpoint.path, manifest=checkpoint.manifest, deep=deep)
         if not problems:
@@ -201,7 +201,7 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
 
 def _named(path: Path, *, deep: bool) -> Checkpoint:
     """Open the checkpoint that the user named, without a fallback."""
-    manifest = group.from_rank_zero(lambda: _manifest_of(path))
+    manifest = collectives.from_rank_zero(lambda: _manifest_of(path))
     problems = verify(path, manifest=manifest, deep=deep)
     if problems:
         raise CheckpointError(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from phalanx.checkpoint.files import LEAF_BYTES, Leaf, checked_name
+from phalanx.checkpoint.hashed_files import LEAF_BYTES, Leaf, checked_name
 from phalanx.errors import CheckpointError
 
 INDEX = "index.json"

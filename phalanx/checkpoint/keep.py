@@ -7,14 +7,14 @@ from pathlib import Path
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match
 from phalanx.checkpoint.lock import is_under_way
 from phalanx.checkpoint.manifest import manifest_at
-from phalanx.checkpoint.place import located
+from phalanx.checkpoint.storage import storage_and_name
 from phalanx.errors import CheckpointError
 from phalanx.observe.best_mark import MARK
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint in a folder or at a URL."""
-    place, name = located(path)
+    place, name = storage_and_name(path)
     place.remove(name)
 
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import LEAF_BYTES
+from phalanx.checkpoint import collectives
+from phalanx.checkpoint.hashed_files import LEAF_BYTES
 from phalanx.checkpoint.index import Index, Part, StoredTensor
 
 FULL = "state.safetensors"
@@ -128,12 +128,12 @@ class StatePlan:
 
         Collective with a process group: one number, where nothing has changed.
         """
-        changed = group.tried(lambda: self._take(tensors))
-        if group.largest(int(changed is not False)):
-            for one in group.gather_to_all(changed):
-                group.unwrapped(one)
+        changed = collectives.tried(lambda: self._take(tensors))
+        if collectives.largest(int(changed is not False)):
+            for one in collectives.gather_to_all(changed):
+                collectives.unwrapped(one)
             self._make()
-            self._series = group.from_rank_zero(lambda: secrets.token_hex(8))
+            self._series = collectives.from_rank_zero(lambda: secrets.token_hex(8))
         self._count += 1
         return f"{self._series}-{self._count}"
 
@@ -149,14 +149,16 @@ class StatePlan:
         return Index(tensors, {item.index.fqn: rank for item in self.objects})
 
     def _take(self, tensors: dict[str, Any]) -> bool:
-        self._planner.set_up_planner(tensors, None, is_coordinator=group.rank() == 0)
+        self._planner.set_up_planner(tensors, None, is_coordinator=collectives.rank() == 0)
         self._taken = [_shape_of(name, value) for name, value in self._planner.state_dict.items()]
         return self._taken != self._signature
 
     def _make(self) -> None:
         self._signature = None
-        plans = group.gather_to_zero(group.tried(self._planner.create_local_plan))
-        mine: SavePlan = group.scatter_from_zero(lambda: self._planned([group.unwrapped(plan) for plan in plans]))
+        plans = collectives.gather_to_zero(collectives.tried(self._planner.create_local_plan))
+        mine: SavePlan = collectives.scatter_from_zero(
+            lambda: self._planned([collectives.unwrapped(plan) for plan in plans])
+        )
         self._planner.finish_plan(mine)
         self.layout = lay_out(_pieces(mine))
         self.objects = [item for item in mine.items if item.tensor_data is None]

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import group
+from phalanx.checkpoint import collectives
 from phalanx.checkpoint.fetch import read_boxes
-from phalanx.checkpoint.files import LEAF_BYTES, Leaf
+from phalanx.checkpoint.hashed_files import LEAF_BYTES, Leaf
 from phalanx.checkpoint.index import Index, StoredTensor
 from phalanx.checkpoint.layout import FileLayout, Staging, StatePlan, shard_name
 from phalanx.checkpoint.manifest import Snapshot
-from phalanx.checkpoint.place import Reader
 from phalanx.checkpoint.plain import from_plain, rank_content
-from phalanx.checkpoint.read import Loaded, plan_reads
+from phalanx.checkpoint.read import LoadedState, plan_reads
+from phalanx.checkpoint.storage import Reader
 
 
 class _Key(NamedTuple):
@@ -79,20 +79,20 @@ class NeighbourMemory:
     def keep(self, snapshot: Snapshot, *, wait: bool = True) -> None:
         """Keep a step; collective. Without `wait` shards travel in the background, until `finish`."""
         self.finish()
-        with group.over(self._group):
+        with collectives.over(self._group):
             token = self._plan.update(snapshot.tensors)
         while len(self._held) > 1:
             self._drop(next(iter(self._held)))
         staging = next(one for one in self._stagings if one not in self._used.values())
         staging.fill(self._plan.layout, self._plan.tensors())
         about = {**rank_content(self._plan.values(), snapshot.rank_state), "epoch": snapshot.epoch}
-        if group.rank() == 0:  # equal on all ranks, or that of rank 0 counts
+        if collectives.rank() == 0:  # equal on all ranks, or that of rank 0 counts
             about["shared"] = snapshot.shared
         if self._planned is not self._plan.layout:
-            self._planned, self._part = self._plan.layout, self._plan.own_part(group.rank())
+            self._planned, self._part = self._plan.layout, self._plan.own_part(collectives.rank())
         self._plan.forget()
         own = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8), self._part)
-        key = _Key(snapshot.step, token, group.world_size())
+        key = _Key(snapshot.step, token, collectives.world_size())
         self._used[key] = staging
         self._thread = threading.Thread(target=self._exchange, args=(key, own), name="phalanx-memory", daemon=True)
         self._thread.start()
@@ -156,7 +156,7 @@ class NeighbourMemory:
         found = self._complete()
         return None if found is None else found[0].step
 
-    def load(self, template: dict[str, Any]) -> Loaded | None:
+    def load(self, template: dict[str, Any]) -> LoadedState | None:
         """Fill `template` from the newest complete step, as `checkpoint.load` does; None without one. Collective."""
         found = self._complete()
         if found is None:
@@ -180,7 +180,7 @@ class NeighbourMemory:
         state = from_plain(about[rank]["state"]) if same else None
         for other in [other for other in self._held if other != key]:
             self._drop(other)
-        return Loaded(key.step, about[0]["epoch"], about[0]["shared"], state, notes)
+        return LoadedState(key.step, about[0]["epoch"], about[0]["shared"], state, notes)
 
     def _complete(self) -> tuple[_Key, dict[int, int]] | None:
         """Return the newest complete step, and for each of its shards a rank that holds it."""

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, Leaf, write_failed
+from phalanx.checkpoint import collectives
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match, stamp_of
+from phalanx.checkpoint.hashed_files import FileRecord, Leaf, write_failed
 from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, Staging, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
-from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
 from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to_json
+from phalanx.checkpoint.storage import Draft, Storage, not_a_directory, storage_at
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
 from phalanx.observe.heartbeat import current as current_heartbeat
@@ -126,7 +126,7 @@ class Saver:
             raise_if_aborted()
         self._job = None  # not before: after Ctrl-C the memory is still being written from
         try:
-            saved: SavedCheckpoint = group.from_rank_zero(job.outcome)
+            saved: SavedCheckpoint = collectives.from_rank_zero(job.outcome)
         except BaseException:
             self._known_chunks.clear()
             raise
@@ -139,7 +139,7 @@ class Saver:
         """
         job = self._job
         if job is not None:
-            seconds_left = seconds if group.world_size() > 1 else None
+            seconds_left = seconds if collectives.world_size() > 1 else None
             job.join(seconds_left)
             job.abandoned.set()
             job.gives_up = ranks_lost
@@ -157,9 +157,9 @@ class _Job(threading.Thread):
         super().__init__(name="phalanx-checkpoint", daemon=True)
         self._saver, self._snapshot, self._request = saver, snapshot, request
         self._prefix = f"phalanx/checkpoint/{token}"
-        self._rank, self._ranks = group.rank(), group.world_size()
-        self._store = group.store() if self._ranks > 1 else None
-        self._place: Place = place_at(request.directory)
+        self._rank, self._ranks = collectives.rank(), collectives.world_size()
+        self._store = collectives.store() if self._ranks > 1 else None
+        self._place: Storage = storage_at(request.directory)
         self._staging, self._known_chunks = saver._staging, saver._known_chunks
         self._board = current_heartbeat()
         self.abandoned = threading.Event()
@@ -198,7 +198,7 @@ class _Job(threading.Thread):
             self.failure = error if isinstance(error, PhalanxError) else _explained(error, self._rank)
 
     def _lead(self) -> None:
-        writing: Writing | None = None
+        writing: Draft | None = None
         try:
             if self.failure is None:
                 writing = self._begun()
@@ -236,7 +236,7 @@ class _Job(threading.Thread):
             shown = _explained(error, self._rank)
             self._post(f"rank-{self._rank}", {"error": shown.message, "hint": shown.hint})
 
-    def _begun(self) -> Writing:
+    def _begun(self) -> Draft:
         directory = self._request.directory
         try:
             return self._place.begin(self._snapshot.step)
@@ -245,7 +245,7 @@ class _Job(threading.Thread):
         except OSError as error:
             raise write_failed(error, rank=0, path=directory, needed=0) from error
 
-    def _joined(self, token: str) -> Writing:
+    def _joined(self, token: str) -> Draft:
         try:
             return self._place.join(token)
         except FileNotFoundError:
@@ -255,7 +255,7 @@ class _Job(threading.Thread):
                 hint="Set checkpoint_dir to a file system that all hosts share.",
             ) from None
 
-    def _written(self, writing: Writing) -> dict[str, Any]:
+    def _written(self, writing: Draft) -> dict[str, Any]:
         """Write this rank's files; return their records."""
         name = rank_file_name(self._rank)
         leaves: list[Any] = []
@@ -289,7 +289,7 @@ class _Job(threading.Thread):
         if self.gives_up:
             raise CheckpointError("the save was given up")
 
-    def _complete(self, writing: Writing, parts: list[dict[str, Any]]) -> None:
+    def _complete(self, writing: Draft, parts: list[dict[str, Any]]) -> None:
         """Write index and manifest, publish, verify, and remove old checkpoints; on rank 0."""
         request, snapshot = self._request, self._snapshot
         records = {

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint import group
+from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Watched, parse_metric
 from phalanx.errors import UsageError, unknown_name
@@ -110,7 +110,7 @@ class BestCheckpoint:
         self.path = path
         watched = self._watch.watched
         best = Best(path, step, watched.name, watched.mode, self._watch.value)
-        group.from_rank_zero(lambda: mark_best(best, self._marked))
+        collectives.from_rank_zero(lambda: mark_best(best, self._marked))
         self._marked = path
         return True
 
@@ -141,8 +141,8 @@ class BestCheckpoint:
         """Take the checkpoint of the best value; return a note where it does not exist. All ranks call this."""
         assert self._watch is not None, "loaded before"
         assert self._watch.step is not None, "loaded before"
-        if path is not None and group.from_rank_zero(path.is_dir):
-            if group.from_rank_zero(lambda: read_mark(path) is None):
+        if path is not None and collectives.from_rank_zero(path.is_dir):
+            if collectives.from_rank_zero(lambda: read_mark(path) is None):
                 self.saved(path, self._watch.step)  # the run ended after it was saved, before it was marked
             self.path = self._marked = path  # the next best one takes the mark over
             return ""

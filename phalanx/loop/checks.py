@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from phalanx.checkpoint.group import gather_to_all
+from phalanx.checkpoint.collectives import gather_to_all
 from phalanx.errors import CorruptionError, ReplicaError, StragglerError
 from phalanx.loop.formation import Formation
 from phalanx.loop.optim import OptimizerSettings

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
-from phalanx.checkpoint.group import from_rank_zero
+from phalanx.checkpoint.collectives import from_rank_zero
 from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
 from phalanx.config.ways import refuse_in_loop

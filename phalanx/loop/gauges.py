@@ -18,7 +18,7 @@ from phalanx.features import feature
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
 from phalanx.model import CountsFlops, implements
-from phalanx.observe import rank_table
+from phalanx.observe import rank_statistics
 from phalanx.observe.events import Event, Goodput, RanksReported
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.heartbeat import Gauges, current, read_beats
@@ -100,7 +100,7 @@ class RankGauges:
         if not beats and (own := current().read(0)) is not None:
             beats = {0: own}
         if beats:
-            self._emit(rank_table.report(beats))
+            self._emit(rank_statistics.report(beats))
         ended = self._clock.seconds
         self._report_at = ended + max(_REPORT_SECONDS, (ended - began) / _MOST_OF_TIME)
 

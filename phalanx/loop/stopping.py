@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from phalanx.loop.formation import Formation
-    from phalanx.loop.notices import EpochControl, StopNotices
+    from phalanx.loop.preemption import StopNotices
+    from phalanx.loop.tuning_trial import EpochControl
 
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
@@ -179,9 +180,9 @@ class RunControl:
         self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.options.min_delta)
 
     def _trial_control(self) -> EpochControl | None:
-        if "PHALANX_GATE" not in os.environ:
+        if "PHALANX_TRIAL_CONTROL" not in os.environ:
             return None
-        from phalanx.loop.notices import EpochControl
+        from phalanx.loop.tuning_trial import EpochControl
 
         world = self._formation.world
         return EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
@@ -195,7 +196,7 @@ class RunControl:
         config = self._formation.config
         if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
             return None
-        from phalanx.loop.notices import StopNotices
+        from phalanx.loop.preemption import StopNotices
 
         return StopNotices(config, self._formation.world, self.stop.ask, say)
 

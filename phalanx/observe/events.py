@@ -341,7 +341,7 @@ class RanksReported(Event):
     counted: int = 0
     """How many ranks the percentiles are of."""
     slowest: int | None = None
-    """The rank that the others wait for, where one is clearly slower (`phalanx.observe.rank_table.slowest_of`)."""
+    """The rank that the others wait for, where one is clearly slower (`phalanx.observe.rank_statistics.slowest_of`)."""
 
     def scalars(self) -> dict[str, float]:
         """Return the curves that these values are points of: the usual rank, or for heat and memory the highest."""

@@ -26,7 +26,7 @@ from phalanx.loop.out_of_memory import MemoryWatch
 from phalanx.loop.recorders import agree_run_dir, open_events, save_config
 from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
-from phalanx.loop.trainer import TrainLoop
+from phalanx.loop.train_loop import TrainLoop
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.observe.run_folder import make_run_dir

@@ -31,8 +31,8 @@ _READ_NOTHING = {"log", "errors", "models", "data", "version", "__version__"}
 _VARIABLES = "PHALANX_"
 
 
-class Uses(NamedTuple):
-    """What a script uses."""
+class ScriptUsage(NamedTuple):
+    """What a script usage."""
 
     users: frozenset[str]
     """Who uses settings there; see `option`."""
@@ -46,9 +46,9 @@ def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolve
     changed = [name for name in config.changed(*FIELDS, *OPTIONS) if name != "engine_options"]
     if not unused_by_script(changed, SCRIPT, config.backend):
         return
-    uses = uses_of(target)
-    changed = [name for name in changed if name not in uses.names]
-    unused = unused_by_script(changed, uses.users, config.backend)
+    usage = usage_of(target)
+    changed = [name for name in changed if name not in usage.names]
+    unused = unused_by_script(changed, usage.users, config.backend)
     by_flag = {name for name, origin in resolved.origins.items() if origin == "flag"}
     if "engine_options" in by_flag:
         by_flag |= split_options(config.engine_options).keys()
@@ -56,36 +56,36 @@ def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolve
     if refused:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in refused)
         raise UsageError(
-            f"{flags} would have no effect: {_why(uses, target)}",
+            f"{flags} would have no effect: {_why(usage, target)}",
             hint="\n  ".join(f"{name}: {unused[name]}" for name in refused),
         )
     if unused:
         shown = "; ".join(f"{name} = {config.value(name)!r}: {text}" for name, text in unused.items())
-        say_to_user(f"warning: settings without effect, for {_why(uses, target)}: {shown}")
+        say_to_user(f"warning: settings without effect, for {_why(usage, target)}: {shown}")
 
 
-def _why(uses: Uses, target: ScriptTarget | ModuleTarget) -> str:
+def _why(usage: ScriptUsage, target: ScriptTarget | ModuleTarget) -> str:
     name = target.path if isinstance(target, ScriptTarget) else target.name
-    if uses.users == SCRIPT:
+    if usage.users == SCRIPT:
         return f"{name} uses neither a Trainer nor a Formation of Phalanx"
     return (
         f"{name} trains by a loop of your own"
-        if uses.users == IN_SCRIPT["Formation"]
+        if usage.users == IN_SCRIPT["Formation"]
         else f"the ranks of {name} are those of a script"
     )
 
 
-def uses_of(target: ScriptTarget | ModuleTarget) -> Uses:
+def usage_of(target: ScriptTarget | ModuleTarget) -> ScriptUsage:
     """Return who uses settings in a script or module, and the names in its code."""
     code = _Code(target)
     if code.is_opaque:
-        return Uses(IN_SCRIPT["trainer"])
+        return ScriptUsage(IN_SCRIPT["trainer"])
     readers = code.of_phalanx - _READ_NOTHING
     if not readers:
-        return Uses(SCRIPT)
+        return ScriptUsage(SCRIPT)
     if readers == {"Formation"}:
-        return Uses(IN_SCRIPT["Formation"], code.names)
-    return Uses(IN_SCRIPT["trainer"])
+        return ScriptUsage(IN_SCRIPT["Formation"], code.names)
+    return ScriptUsage(IN_SCRIPT["trainer"])
 
 
 class _Code:

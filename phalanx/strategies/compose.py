@@ -19,7 +19,7 @@ from phalanx.strategies.context_parallel import SequenceSlices, install_ring, sp
 from phalanx.strategies.expert import expert_parameters, spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.pipeline.placement import (
-    Placed,
+    RankStages,
     place_stages,
     placed_before,
     plan_stages,
@@ -196,7 +196,7 @@ class Composed(FSDP):
     def _aliases(self, wrapped: nn.Module) -> dict[str, str]:
         return wrapped.aliases if isinstance(wrapped, Pipeline) else {}
 
-    def _placed(self, model: nn.Module) -> Placed:
+    def _placed(self, model: nn.Module) -> RankStages:
         plan = plan_stages(model, self.config, self.device_mesh["pp"])  # before a layer needs other ranks to run
         self._split(model)
         placed = place_stages(model, plan, self.world)
@@ -205,7 +205,7 @@ class Composed(FSDP):
         share_buffers(model, placed.stages)
         return placed
 
-    def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
+    def _pipeline(self, model: nn.Module, placed: RankStages) -> Pipeline:
         count = self.config.microbatches
         pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, count, placed.smallest)
         pipeline.slices = self._slices

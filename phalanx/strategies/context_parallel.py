@@ -59,7 +59,7 @@ class SequenceSlices:
 
     def join(self, part: Tensor) -> Tensor:
         """Return the whole sequence from all slices; all ranks must compute the same from it up to the loss."""
-        whole: Tensor = _Joined.apply(part, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _SliceJoin.apply(part, self)  # type: ignore[no-untyped-call]
         return whole
 
     def gather(self, part: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class SequenceSlices:
         return rank, 2 * self.size - 1 - rank
 
 
-class _Joined(torch.autograd.Function):
+class _SliceJoin(torch.autograd.Function):
     """Joins slices; the gradient of a rank's slice counts N times, since gradients are averaged over the ranks."""
 
     @staticmethod

@@ -23,7 +23,7 @@ from phalanx.strategies.base import local
 from phalanx.torch_compat import pytree
 
 PLACED = "_phalanx_placed"
-"""Attribute of a model that a pipeline has placed: its `Placed`."""
+"""Attribute of a model that a pipeline has placed: its `RankStages`."""
 
 
 def count_rows(batch: Any) -> int:

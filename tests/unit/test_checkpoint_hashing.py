@@ -7,7 +7,7 @@ import random
 import pytest
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.files import TreeHash, hash_bytes, hash_file, hashing_threads
+from phalanx.checkpoint.hashed_files import TreeHash, hash_bytes, hash_file, hashing_threads
 from phalanx.host.files import replacing
 
 

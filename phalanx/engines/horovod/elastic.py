@@ -10,7 +10,7 @@ import torch.distributed as dist
 from phalanx.engines.horovod.rendezvous import horovod, note_new_rank
 from phalanx.host.lost_peers import lost_peers
 from phalanx.loop.recover import Survivor
-from phalanx.loop.trainer import TrainLoop
+from phalanx.loop.train_loop import TrainLoop
 from phalanx.world.env import read_rank_env
 
 Result = TypeVar("Result")

@@ -191,7 +191,7 @@ def _time_units(model: nn.Module, units: Sequence[str], example: Sequence[torch.
 
 
 @dataclass(frozen=True)
-class Placed:
+class RankStages:
     """This rank's part of a model."""
 
     row: Row
@@ -201,9 +201,9 @@ class Placed:
     """The smallest possible microbatch: a batch norm needs two samples."""
 
 
-def placed_before(model: nn.Module) -> Placed | None:
+def placed_before(model: nn.Module) -> RankStages | None:
     """Return how an earlier run placed this model."""
-    placed: Placed | None = model.__dict__.get(PLACED)
+    placed: RankStages | None = model.__dict__.get(PLACED)
     return placed
 
 
@@ -230,14 +230,14 @@ def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -
     return StagePlan(row, units, parts, has_batch_norm)
 
 
-def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
+def place_stages(model: nn.Module, plan: StagePlan, world: World) -> RankStages:
     """Keep the units of this rank's stages only. All ranks must call this."""
     row, units, parts = plan.row, plan.units, plan.parts
     ties = _find_ties(model, parts, row, world)
     mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.position, row.size)}
     drop_units(model, units, [unit for kept in mine.values() for unit in kept])
     stages = {stage: part_of(model, units, kept) for stage, kept in mine.items()}
-    placed = Placed(row, stages, ties, 2 if plan.has_batch_norm else 1)
+    placed = RankStages(row, stages, ties, 2 if plan.has_batch_norm else 1)
     for part in placed.stages.values():
         if implements(part, SequenceShards):  # hidden states between stages are slices of the sequence
             part.sequence_shards = world.mesh.tp

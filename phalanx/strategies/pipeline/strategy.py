@@ -85,7 +85,7 @@ class Pipeline(nn.Module):
         self.stages = dict(stages)  # a dict is not registered: the parameters are those of `module`
         self.row = row
         self.sync = True
-        self.tied: list[Tied] = []
+        self.tied: list[TiedParameter] = []
         self.finishing: list[Callable[[], None]] = []
         """Called after the last batch of a step, to complete the gradients."""
         self.aliases: dict[str, str] = {}
@@ -131,7 +131,7 @@ class Pipeline(nn.Module):
 
     def tie(self, ties: Sequence[Tie]) -> None:
         """Keep copies of one matrix equal from now on."""
-        self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]
+        self.tied = [TiedParameter(self.module.get_parameter(tie.name), tie) for tie in ties]
         self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
         self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
 
@@ -289,7 +289,7 @@ class _Runner:
         return self._microbatch_loss(output, int(number))
 
 
-class Tied:
+class TiedParameter:
     """A parameter that stages on several ranks use: each has a copy, and the gradients are added up."""
 
     def __init__(self, parameter: nn.Parameter, tie: Tie) -> None:

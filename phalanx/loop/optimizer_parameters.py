@@ -118,7 +118,7 @@ class HeldParameters:
                     )
 
 
-class KeptGradients:
+class GradientCopy:
     """An optimizer's gradients at its last call of `step` between two boundaries, after `passes` backward passes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
@@ -141,7 +141,7 @@ class UnfinishedSteps:
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()
-        self._kept: dict[int, KeptGradients] = {}
+        self._kept: dict[int, GradientCopy] = {}
         """Where several optimizers share gradients: those of each at its last call of `step` between boundaries."""
 
     def __bool__(self) -> bool:
@@ -153,7 +153,7 @@ class UnfinishedSteps:
 
     def keep(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
         """Keep the gradients that an optimizer has after this many backward passes."""
-        self._kept[id(optimizer)] = KeptGradients(optimizer, passes)
+        self._kept[id(optimizer)] = GradientCopy(optimizer, passes)
 
     def put_back(self, optimizer: torch.optim.Optimizer, passes: int) -> bool:
         """Drop what was added since its gradients were kept; return whether the optimizer waits for its step."""

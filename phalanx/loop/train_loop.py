@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint import group
+from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.features import feature
 from phalanx.loop.checkpoint_policy import CheckpointPolicy
@@ -296,7 +296,7 @@ class TrainLoop:
         logged = {setting: watched.name for setting, watched in settings.items() if watched and watched.is_logged}
         if not logged:
             return
-        values = group.from_rank_zero(lambda: {name: values[name] for name in logged.values() if name in values})
+        values = collectives.from_rank_zero(lambda: {name: values[name] for name in logged.values() if name in values})
         if values:
             self.evaluation.judge(values)
         for setting, name in logged.items() if measured is not None and epoch == 0 and self.formation.is_main else ():
