@@ -74,9 +74,9 @@ def largest(number: int) -> int:
     if world_size() == 1:
         return number
     device = "cuda" if dist.get_backend(_used) == "nccl" else "cpu"
-    found = torch.tensor([number], dtype=torch.int64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=_used)
-    number = int(found)
+    number_here = torch.tensor([number], dtype=torch.int64, device=device)
+    dist.all_reduce(number_here, dist.ReduceOp.MAX, group=_used)
+    number = int(number_here)
     raise_if_aborted()
     return number
 
@@ -130,8 +130,8 @@ def scatter_from_zero(action: Callable[[], list[T]]) -> T:
         return action()[0]
     outcome: list[Any] | None = None
     if rank() == 0:
-        made = tried(action)
-        outcome = [made] * world_size() if isinstance(made, RankFailure) else made
+        items = tried(action)
+        outcome = [items] * world_size() if isinstance(items, RankFailure) else items
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, outcome, src=0, group=_used)
     return unwrapped(mine[0])  # type: ignore[no-any-return]

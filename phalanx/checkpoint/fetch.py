@@ -81,8 +81,8 @@ def _wanted(box: Box) -> tuple[_FileRange, torch.Tensor | None]:
     if fits and size == target.numel() * item:
         return _FileRange(box.part.file, start, memory_of(target)), None
     scratch = torch.empty(size, dtype=torch.uint8, pin_memory=target.device.type == "cuda")
-    shown = scratch.view(box.dtype).as_strided(box.lengths, strides)
-    return _FileRange(box.part.file, start, memory_of(scratch)), shown
+    box_view = scratch.view(box.dtype).as_strided(box.lengths, strides)
+    return _FileRange(box.part.file, start, memory_of(scratch)), box_view
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -170,15 +170,15 @@ def _read_leaf(reader: Reader, leaf: Leaf, offset: int, name: str, wants: list[_
             memory[:] = content[begin - leaf.start :][: memory.nbytes]
 
 
-def write_full(writing: Draft, index: Index, records: dict[str, FileRecord]) -> Index:
+def write_full(draft: Draft, index: Index, records: dict[str, FileRecord]) -> Index:
     """Replace the ranks' shards by one file with every tensor whole, one in memory at a time; return its index."""
     if set(index.leaves) <= {FULL}:
         return index  # one rank has written it as it is
     layout = full_layout(index)
-    with writing.create(FULL) as stream:
-        write_extents(stream, layout, index, lambda name, leaf: writing.read(name))
+    with draft.create(FULL) as stream:
+        write_extents(stream, layout, index, lambda name, leaf: draft.read(name))
     for name in index.leaves:
-        writing.drop(name)
+        draft.drop(name)
         del records[name]
     tensors = {
         piece.name: StoredTensor(
@@ -187,7 +187,7 @@ def write_full(writing: Draft, index: Index, records: dict[str, FileRecord]) -> 
         for piece in layout.pieces
     }
     ordered = {name: tensors[name] for name in index.tensors}
-    return dataclasses.replace(index, tensors=ordered, leaves={FULL: writing.records[FULL].cut()})
+    return dataclasses.replace(index, tensors=ordered, leaves={FULL: draft.records[FULL].cut()})
 
 
 def write_extents(stream: HashedFile, layout: FileLayout, index: Index, opener: Opener) -> None:

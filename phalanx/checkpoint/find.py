@@ -29,14 +29,14 @@ def verify(
     """
     path = as_path(path)
     checkpoint = Checkpoint(path, manifest or read_manifest(path))
-    known = checkpoint.manifest.files
-    names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
+    records = checkpoint.manifest.files
+    names = sorted(records if files is None else files, key=lambda name: (-records[name].size, name))
     mine = names[collectives.rank() :: collectives.world_size()]
     check = problem_of if deep else _size_problem
-    found = {name: problem for name in mine if (problem := check(path / name, known[name]))}
-    if files is None and not found:
-        found = _chunk_problems(checkpoint, collectives.rank(), collectives.world_size(), deep=deep)
-    merged = {name: problem for part in collectives.gather_to_all(found) for name, problem in part.items()}
+    problems = {name: problem for name in mine if (problem := check(path / name, records[name]))}
+    if files is None and not problems:
+        problems = _chunk_problems(checkpoint, collectives.rank(), collectives.world_size(), deep=deep)
+    merged = {name: problem for part in collectives.gather_to_all(problems) for name, problem in part.items()}
     return [merged[name] for name in sorted(merged)]
 
 
@@ -50,17 +50,17 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
         index = read_index(checkpoint)
     except CheckpointError as error:
         return {INDEX: error.message}
-    place, folder = storage_at(checkpoint.path.parent), index.chunk_folder or ""
+    storage, folder = storage_at(checkpoint.path.parent), index.chunk_folder or ""
     leaves = sorted({(leaf.hash, leaf.size) for listed in index.leaves.values() for leaf in listed})[share::of]
-    bad = [hash for hash, size in leaves if not is_whole(place, folder, hash, size, deep=deep)]
+    bad = [hash for hash, size in leaves if not is_whole(storage, folder, hash, size, deep=deep)]
     return {hash: f"the chunk {folder}/{hash[:2]}/{hash} is missing or does not match its hash" for hash in bad}
 
 
 def read_file(checkpoint: Checkpoint, file: str) -> bytes:
     """Return a small file of a checkpoint; a DamagedError where it is not what was written."""
-    place, name = storage_and_name(checkpoint.path)
+    storage, name = storage_and_name(checkpoint.path)
     try:
-        data = place.read(name, file)
+        data = storage.read(name, file)
     except OSError as error:
         raise DamagedError(f"{checkpoint.path / file} cannot be read: {error.strerror or error}") from error
     record = checkpoint.manifest.files.get(file)
@@ -95,14 +95,14 @@ def problem_of(file: Path, record: FileRecord) -> str | None:
 
 def _size_problem(file: Path, record: FileRecord) -> str | None:
     try:
-        found = file.stat(follow_symlinks=False)
+        status = file.stat(follow_symlinks=False)
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return f"{file.name} is not a regular file"
-    size = found.st_size
+    size = status.st_size
     if size == record.size:
         return None
     how = "truncated" if size < record.size else "longer than written"
@@ -163,12 +163,12 @@ def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
 
 def find_best(directory: Path | str) -> Best | None:
     """Return the best checkpoint in a directory, of the run that saved last and those it continues."""
-    found = list_checkpoints(directory)
-    if not found:
+    checkpoints = list_checkpoints(directory)
+    if not checkpoints:
         return None
-    newest = found[0].manifest
+    newest = checkpoints[0].manifest
     through = {run["run_id"]: run["step"] for run in newest.lineage} | {newest.run_id: newest.step}
-    return latest_mark(one.path for one in found if one.step <= through.get(one.manifest.run_id, -1))
+    return latest_mark(one.path for one in checkpoints if one.step <= through.get(one.manifest.run_id, -1))
 
 
 def choose(path: Path | str, *, required: bool = False, run_id: str | None = None, deep: bool = True) -> Choice:
@@ -222,20 +222,20 @@ def _manifest_of(path: Path) -> Manifest:
 def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], list[str]]:
     if not directory.exists():
         return [], []
-    found, unreadable = survey(directory)
+    checkpoints, unreadable = survey(directory)
     notes = [f"passed over {path}: {error.message}" for path, error in unreadable]
-    if not found and not notes:
+    if not checkpoints and not notes:
         kind = looks_like(directory)
         if kind is not None:
             raise foreign(directory, kind)
-    return [each for each in found if run_id in (None, each.manifest.run_id)], notes
+    return [checkpoint for checkpoint in checkpoints if run_id in (None, checkpoint.manifest.run_id)], notes
 
 
 def survey(
     directory: Path, paths: Iterable[Path] | None = None
 ) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
     """Read every manifest of a directory, or these; return checkpoints, the newest first, and those not readable."""
-    found: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     unreadable: list[tuple[Path, CheckpointError]] = []
     if paths is None:
         paths = directory.iterdir() if directory.is_dir() else []
@@ -243,13 +243,13 @@ def survey(
         if not is_published(path.name) or not path.is_dir():
             continue
         try:
-            found.append(Checkpoint(path, read_manifest(path)))
+            checkpoints.append(Checkpoint(path, read_manifest(path)))
         except CheckpointError as error:
             # At a URL a checkpoint without a manifest is one that is being written.
             if not isinstance(path, RemotePath) or (path / MANIFEST).exists():
                 unreadable.append((path, error))
-    found.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
-    return found, unreadable
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
+    return checkpoints, unreadable
 
 
 class Stamp(NamedTuple):
@@ -275,10 +275,10 @@ def _manifest_file(path: Path) -> tuple[int, int]:
     if isinstance(path, RemotePath):  # a save takes a name there that no other save has
         return 0, 0
     try:
-        found = (path / MANIFEST).stat()
+        status = (path / MANIFEST).stat()
     except OSError:
         return 0, 0
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
@@ -291,8 +291,8 @@ def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
     for path, stamp in list(known.items()):
         if path not in present or stamp.file != _manifest_file(path):
             del known[path]
-    found, _ = survey(directory, present - known.keys())
-    known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in found}
+    checkpoints, _ = survey(directory, present - known.keys())
+    known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in checkpoints}
     return sorted(known.values(), key=lambda stamp: (stamp.published_at, stamp.step), reverse=True)
 
 

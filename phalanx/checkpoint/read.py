@@ -103,12 +103,12 @@ def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 
 def data_opener(checkpoint: Checkpoint, index: Index) -> Opener:
     """Return what opens the data files of a checkpoint, or the chunks of an incremental one."""
-    place, name = storage_and_name(checkpoint.path)
+    storage, name = storage_and_name(checkpoint.path)
 
     def opener(file: str, leaf: Leaf | None) -> Reader:
         if leaf is not None and index.chunk_folder is not None:
-            return place.open(*chunks.location(index.chunk_folder, leaf.hash))
-        return place.open(name, file)
+            return storage.open(*chunks.location(index.chunk_folder, leaf.hash))
+        return storage.open(name, file)
 
     return opener
 
@@ -162,11 +162,11 @@ def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> LoadedState:
     then, now = manifest.world_size, collectives.world_size()
     about = manifest.step, manifest.epoch, manifest.shared
     if then == now:
-        own = _rank_file(checkpoint, rank)["state"]
-        return LoadedState(*about, own, taken_over=[own])
+        state = _rank_file(checkpoint, rank)["state"]
+        return LoadedState(*about, state, taken_over=[state])
     note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
     old = (range(rank, then, now) or [0]) if take_over else []
-    return LoadedState(*about, None, [note], [_rank_file(checkpoint, each)["state"] for each in old])
+    return LoadedState(*about, None, [note], [_rank_file(checkpoint, old_rank)["state"] for old_rank in old])
 
 
 def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
         raise DamagedError(f"{checkpoint.path} has no state of rank {rank}")
     data = read_file(checkpoint, file)
     try:
-        found: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-        return {"objects": found["objects"], "state": found["state"]}
+        content: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        return {"objects": content["objects"], "state": content["state"]}
     except (RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{checkpoint.path / file} cannot be read: {error}") from error
 

@@ -198,16 +198,16 @@ class _Job(threading.Thread):
             self.failure = error if isinstance(error, PhalanxError) else _explained(error, self._rank)
 
     def _lead(self) -> None:
-        writing: Draft | None = None
+        draft: Draft | None = None
         try:
             if self.failure is None:
-                writing = self._begun()
-                self._post("begun", {"token": writing.token})
-                mine = self._written(writing)
+                draft = self._begun()
+                self._post("begun", {"token": draft.token})
+                mine = self._written(draft)
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
             self.failure = _explained(error, 0)
         try:
-            if writing is None:
+            if draft is None:
                 self._post("begun", {"token": None})
             # Also after an error: nothing is removed while another rank writes.
             parts = [self._awaited(f"rank-{rank}") for rank in range(1, self._ranks)]
@@ -216,11 +216,11 @@ class _Job(threading.Thread):
                 raise self.failure
             if failed is not None:
                 raise CheckpointError(failed["error"], hint=failed["hint"])
-            assert writing is not None
-            self._complete(writing, [mine, *parts])
+            assert draft is not None
+            self._complete(draft, [mine, *parts])
         except Exception:
-            if writing is not None:
-                writing.discard()
+            if draft is not None:
+                draft.discard()
             raise
 
     def _follow(self) -> None:
@@ -233,8 +233,8 @@ class _Job(threading.Thread):
                 raise self.failure
             self._post(f"rank-{self._rank}", self._written(self._joined(token)))
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
-            shown = _explained(error, self._rank)
-            self._post(f"rank-{self._rank}", {"error": shown.message, "hint": shown.hint})
+            explained = _explained(error, self._rank)
+            self._post(f"rank-{self._rank}", {"error": explained.message, "hint": explained.hint})
 
     def _begun(self) -> Draft:
         directory = self._request.directory
@@ -255,13 +255,13 @@ class _Job(threading.Thread):
                 hint="Set checkpoint_dir to a file system that all hosts share.",
             ) from None
 
-    def _written(self, writing: Draft) -> dict[str, Any]:
+    def _written(self, draft: Draft) -> dict[str, Any]:
         """Write this rank's files; return their records."""
         name = rank_file_name(self._rank)
         leaves: list[Any] = []
         written = 0
         try:
-            with writing.create(name) as stream:
+            with draft.create(name) as stream:
                 torch.save(self._rank_file, stream)  # type: ignore[arg-type]
             if self._layout.pieces and self._request.kind == "incremental":
                 from phalanx.checkpoint import chunks
@@ -272,15 +272,15 @@ class _Job(threading.Thread):
                 )
             elif self._layout.pieces:
                 name = self._data_name(self._rank)
-                with writing.create(name) as stream:
+                with draft.create(name) as stream:
                     view = self._staging.view()
                     for start in range(0, view.nbytes, _PIECE_BYTES):
                         self._advance()
                         stream.write(view[start : start + _PIECE_BYTES])
         except OSError as error:
-            path = as_path(error.filename) if error.filename else self._place.path(writing.token) / name
+            path = as_path(error.filename) if error.filename else self._place.path(draft.token) / name
             raise write_failed(error, rank=self._rank, path=path, needed=self._layout.size) from error
-        records = {key: [record.size, record.hash, list(record.leaves)] for key, record in writing.records.items()}
+        records = {key: [record.size, record.hash, list(record.leaves)] for key, record in draft.records.items()}
         return {"records": records, "leaves": leaves, "written": written}
 
     def _advance(self) -> None:
@@ -289,7 +289,7 @@ class _Job(threading.Thread):
         if self.gives_up:
             raise CheckpointError("the save was given up")
 
-    def _complete(self, writing: Draft, parts: list[dict[str, Any]]) -> None:
+    def _complete(self, draft: Draft, parts: list[dict[str, Any]]) -> None:
         """Write index and manifest, publish, verify, and remove old checkpoints; on rank 0."""
         request, snapshot = self._request, self._snapshot
         records = {
@@ -303,10 +303,10 @@ class _Job(threading.Thread):
             if request.kind == "full":
                 from phalanx.checkpoint.fetch import write_full
 
-                index = write_full(writing, index, records)
-            with writing.create(INDEX) as stream:
+                index = write_full(draft, index, records)
+            with draft.create(INDEX) as stream:
                 stream.write(index.dump())
-            records |= {name: record for name, record in writing.records.items() if name not in records}
+            records |= {name: record for name, record in draft.records.items() if name not in records}
             stored = 0 if index.chunk_folder is None else sum(leaf.size for of in index.leaves.values() for leaf in of)
             new = sum(record.size for record in records.values())
             manifest = Manifest(
@@ -327,18 +327,18 @@ class _Job(threading.Thread):
                 bytes=new + stored,
             )
             self._advance()
-            name = writing.publish(manifest)
+            name = draft.publish(manifest)
         except OSError as error:
-            raise write_failed(error, rank=0, path=self._place.path(writing.token) / MANIFEST, needed=0) from error
+            raise write_failed(error, rank=0, path=self._place.path(draft.token) / MANIFEST, needed=0) from error
         published = Checkpoint(self._place.path(name), manifest)
         if not sizes_match(published):
             raise CheckpointError(
                 f"{published.path} was published, and its files do not have the sizes that were written",
                 hint="The file system loses data. Earlier checkpoints were not removed; use another checkpoint_dir.",
             )
-        known = self._saver._known
-        known[published.path] = stamp_of(published)  # also where it has replaced one that was known
-        notes = keep_newest(published, request.keep_last, request.best, request.keep_every, known)
+        stamps = self._saver._known
+        stamps[published.path] = stamp_of(published)  # also where it has replaced one that was known
+        notes = keep_newest(published, request.keep_last, request.best, request.keep_every, stamps)
         written = new + sum(part["written"] for part in parts)
         seconds = time.monotonic() - self.started
         self._published = SavedCheckpoint(

@@ -190,8 +190,8 @@ def fetch_ahead(
             persistent_workers=True,  # so that they can be ended here
             generator=generator,
         )
-        for slot, found in loader:
-            for batch in slots.read(slot, found) if isinstance(found, int) else found:
+        for slot, item in loader:
+            for batch in slots.read(slot, item) if isinstance(item, int) else item:
                 yield pending.popleft().info, batch
     except Exception as error:  # noqa: BLE001 - what the data set itself raises, it raises here again
         why = str(error).strip().splitlines()[-1:]

@@ -68,8 +68,8 @@ def _run_id(launch_id: str) -> str:
 
     All ranks call this and have that of rank 0: without our launcher each would have one of its own.
     """
-    own = _own_run_id(launch_id)
-    return from_rank_zero(lambda: own)
+    candidate = _own_run_id(launch_id)
+    return from_rank_zero(lambda: candidate)
 
 
 def _own_run_id(launch_id: str) -> str:

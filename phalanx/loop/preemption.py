@@ -69,8 +69,8 @@ class StopNotices:
     def _run(self, before: int | None) -> None:
         stop_at, margin = None, self._margin
         if self._watches_limit and (ends := job_end(self._environ)) is not None:
-            left = max(0.0, ends - time.time())
-            margin = margin if margin < left else left / 2  # a job of a minute trains, too
+            seconds_left = max(0.0, ends - time.time())
+            margin = margin if margin < seconds_left else seconds_left / 2  # a job of a minute trains, too
             stop_at = ends - margin
         while not self._ended.wait(_NOTICE_SECONDS):
             if stop_at is not None and time.time() >= stop_at:
@@ -91,15 +91,15 @@ def _changed(path: Path | None) -> int | None:
 
 def job_end(environ: Mapping[str, str]) -> float | None:
     """Return when the Slurm job of this process ends, in seconds since the epoch; None without a limit."""
-    if (given := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
-        return float(given)
+    if (end_time := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+        return float(end_time)
     command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no squeue in this container, or a controller that is down
         return None
-    left = _LEFT.fullmatch(asked.stdout.strip())
-    if left is None:  # UNLIMITED, NOT_SET, or an error
+    remaining = _LEFT.fullmatch(asked.stdout.strip())
+    if remaining is None:  # UNLIMITED, NOT_SET, or an error
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in left.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in remaining.groups())
     return time.time() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -345,7 +345,7 @@ class RanksReported(Event):
 
     def scalars(self) -> dict[str, float]:
         """Return the curves that these values are points of: the usual rank, or for heat and memory the highest."""
-        shown = {
+        gauges = {
             "system/gpu_power_watts": ("gpu_power", 1),
             "system/gpu_temperature": ("gpu_temperature", -1),
             "system/gpu_memory_bytes": ("gpu_memory", -1),
@@ -353,8 +353,8 @@ class RanksReported(Event):
             "system/data_wait": ("data_wait", 1),
             "system/communication": ("communication", 1),
         }
-        found = {name: (self.percentiles.get(gauge), at) for name, (gauge, at) in shown.items()}
-        return {name: values[at] for name, (values, at) in found.items() if values}
+        measured = {name: (self.percentiles.get(gauge), at) for name, (gauge, at) in gauges.items()}
+        return {name: values[at] for name, (values, at) in measured.items() if values}
 
 
 @dataclass(frozen=True)

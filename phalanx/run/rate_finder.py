@@ -99,11 +99,11 @@ def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
     """Return the exponentially weighted mean at each place, corrected for its beginning."""
-    mean, found = 0.0, []
-    for place, loss in enumerate(losses, 1):
+    mean, means = 0.0, []
+    for count, loss in enumerate(losses, 1):
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        found.append(mean / (1 - _SMOOTHING**place))
-    return found
+        means.append(mean / (1 - _SMOOTHING**count))
+    return means
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolve
             hint="\n  ".join(f"{name}: {unused[name]}" for name in refused),
         )
     if unused:
-        shown = "; ".join(f"{name} = {config.value(name)!r}: {text}" for name, text in unused.items())
-        say_to_user(f"warning: settings without effect, for {_why(usage, target)}: {shown}")
+        settings = "; ".join(f"{name} = {config.value(name)!r}: {text}" for name, text in unused.items())
+        say_to_user(f"warning: settings without effect, for {_why(usage, target)}: {settings}")
 
 
 def _why(usage: ScriptUsage, target: ScriptTarget | ModuleTarget) -> str:
@@ -131,10 +131,10 @@ class _Code:
             case ast.Constant(value=str() as text):
                 self.is_opaque |= _VARIABLES in text or text == "phalanx"
             case ast.Import(names=found):
-                self._aliases |= {each.asname for each in found if each.name == "phalanx" and each.asname}
-                self.of_phalanx |= {each.name.split(".")[1] for each in found if each.name.startswith("phalanx.")}
+                self._aliases |= {alias.asname for alias in found if alias.name == "phalanx" and alias.asname}
+                self.of_phalanx |= {alias.name.split(".")[1] for alias in found if alias.name.startswith("phalanx.")}
             case ast.ImportFrom(module="phalanx", level=0, names=found):
-                self.of_phalanx |= {each.name for each in found}
+                self.of_phalanx |= {alias.name for alias in found}
             case ast.ImportFrom(module=str() as module, level=0) if module.startswith("phalanx."):
                 self.of_phalanx.add(module.split(".")[1])
 
@@ -145,9 +145,9 @@ class _Code:
             return
         for root in dict.fromkeys((folder, *self._roots)):
             path = root / name.replace(".", "/")
-            found = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-            if found:
-                self._read(found[0], name)
+            files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+            if files:
+                self._read(files[0], name)
                 return
             if (root / top).is_dir() or (root / f"{top}.py").is_file():  # a name in a module that is read
                 return
@@ -169,12 +169,12 @@ def _first_file(target: ScriptTarget | ModuleTarget) -> Path | None:
 def _imported(node: ast.AST, package: str) -> Iterator[str]:
     """Yield the modules that a statement may import."""
     if isinstance(node, ast.Import):
-        yield from (each.name for each in node.names)
+        yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         parts = package.split(".") if package else []
         base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])] if node.level else [])
         module = base or node.module or ""
-        yield from filter(None, (module, *(f"{module}.{each.name}" if module else each.name for each in node.names)))
+        yield from filter(None, (module, *(f"{module}.{alias.name}" if module else alias.name for alias in node.names)))
 
 
 @functools.cache
