@@ -26,8 +26,16 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.keep import keep_newest
     from phalanx.checkpoint.lock import RunLock
     from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
-    from phalanx.checkpoint.place import check_writable
-    from phalanx.checkpoint.read import Loaded, compare_model, entries, load, load_newest, read_tensors, stored_tensors
+    from phalanx.checkpoint.read import (
+        LoadedState,
+        compare_model,
+        entries,
+        load,
+        load_newest,
+        read_tensors,
+        stored_tensors,
+    )
+    from phalanx.checkpoint.storage import check_writable
     from phalanx.checkpoint.write import Request, Saver, save
     from phalanx.observe.best_mark import Best, mark_best
 
@@ -38,8 +46,8 @@ _NAMES = {
     ".keep": "keep_newest",
     ".lock": "RunLock",
     ".manifest": "Manifest SavedCheckpoint Snapshot TensorInfo read_manifest",
-    ".place": "check_writable",
-    ".read": "Loaded compare_model entries load load_newest read_tensors stored_tensors",
+    ".storage": "check_writable",
+    ".read": "LoadedState compare_model entries load load_newest read_tensors stored_tensors",
     ".write": "Request Saver save",
     "phalanx.observe.best_mark": "Best mark_best",
 }
@@ -49,7 +57,7 @@ __all__ = [
     "Best",
     "Checkpoint",
     "Choice",
-    "Loaded",
+    "LoadedState",
     "Manifest",
     "Request",
     "RunLock",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from phalanx.checkpoint.find import list_checkpoints, read_index, survey
 from phalanx.checkpoint.lock import safe_name
-from phalanx.checkpoint.place import Place, place_at
 from phalanx.checkpoint.publish import COPYING
+from phalanx.checkpoint.storage import Storage, storage_at
 from phalanx.errors import CheckpointError
 
 _PREFIX = ".chunks-"
@@ -33,7 +33,7 @@ def location(folder: str, digest: str) -> tuple[str, str]:
 
 
 def write(
-    place: Place,
+    storage: Storage,
     folder: str,
     data: memoryview,
     cuts: list[tuple[int, int]],
@@ -58,9 +58,9 @@ def write(
             if digest in known or digest in begun:
                 return digest, 0
             begun.add(digest)
-        if is_whole(place, folder, digest, size):
+        if is_whole(storage, folder, digest, size):
             return digest, 0
-        place.put(*location(folder, digest), part)
+        storage.put(*location(folder, digest), part)
         return digest, size
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="phalanx-chunks") as threads:
@@ -71,27 +71,27 @@ def write(
     return leaves, sum(size for _, size in done)
 
 
-def is_whole(place: Place, folder: str, digest: str, size: int, *, deep: bool = True) -> bool:
+def is_whole(storage: Storage, folder: str, digest: str, size: int, *, deep: bool = True) -> bool:
     """Whether a chunk exists with its size and, with `deep`, its content."""
     try:
-        if place.size(*location(folder, digest)) != size:
+        if storage.size(*location(folder, digest)) != size:
             return False
-        return not deep or hashlib.sha256(place.read(*location(folder, digest))).hexdigest() == digest
+        return not deep or hashlib.sha256(storage.read(*location(folder, digest))).hexdigest() == digest
     except OSError:  # missing, or cannot be read
         return False
 
 
-def prune(place: Place, folder: str, used: Iterable[str]) -> None:
+def prune(storage: Storage, folder: str, used: Iterable[str]) -> None:
     """Remove the chunks of a folder that are not used, and the remains of interrupted writes; all of it without any."""
     keep = set(used)
-    listed = place.list(folder)
+    listed = storage.list(folder)
     if listed and not keep:
-        place.remove(folder)
+        storage.remove(folder)
         return
     for first in listed:
-        for name in place.list(f"{folder}/{first}"):
+        for name in storage.list(f"{folder}/{first}"):
             if name not in keep:
-                place.delete(f"{folder}/{first}", name)
+                storage.delete(f"{folder}/{first}", name)
 
 
 def is_folder(name: str) -> bool:
@@ -101,7 +101,7 @@ def is_folder(name: str) -> bool:
 
 def remove_unused(directory: Path, folders: Iterable[str]) -> list[str]:
     """Remove the chunks in these folders that no checkpoint uses; return why where this was not possible."""
-    place = place_at(directory)
+    storage = storage_at(directory)
     used: dict[str, set[str]] = {folder: set() for folder in folders}
     try:
         for checkpoint in list_checkpoints(directory):
@@ -110,7 +110,7 @@ def remove_unused(directory: Path, folders: Iterable[str]) -> list[str]:
                 if index.chunk_folder in used:
                     used[index.chunk_folder] |= {leaf.hash for of in index.leaves.values() for leaf in of}
         for folder, hashes in used.items():
-            prune(place, folder, hashes)
+            prune(storage, folder, hashes)
     except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
         return [f"unused chunks in {directory} were not removed: {error}"]
     return []
@@ -118,7 +118,7 @@ def remove_unused(directory: Path, folders: Iterable[str]) -> list[str]:
 
 def prune_chunks(directory: Path) -> list[str]:
     """Remove all chunks in a directory that no checkpoint uses; return why where this was not possible."""
-    names = place_at(directory).names()
+    names = storage_at(directory).names()
     folders = [name for name in names if is_folder(name)]
     # The chunks of a copy are there before its manifest, and those of a newer Phalanx are named where this cannot read.
     others = [name for name in names if name.startswith(COPYING)] + [path.name for path, _ in survey(directory)[1]]

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from phalanx.checkpoint import chunks
 from phalanx.checkpoint.fetch import write_extents
-from phalanx.checkpoint.files import FileRecord, Leaf
 from phalanx.checkpoint.find import Checkpoint, problem_of, read_index, verify
+from phalanx.checkpoint.hashed_files import FileRecord, Leaf
 from phalanx.checkpoint.index import INDEX, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import Extent, FileLayout, lay_out, shard_name
 from phalanx.checkpoint.lock import safe_name
 from phalanx.checkpoint.manifest import MANIFEST, manifest_at
-from phalanx.checkpoint.place import Place, Writing, located, place_at
 from phalanx.checkpoint.plain import rank_file_name
 from phalanx.checkpoint.publish import COPYING
 from phalanx.checkpoint.read import data_opener
+from phalanx.checkpoint.storage import Draft, Storage, storage_and_name, storage_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.observe.best_mark import MARK
 
@@ -33,7 +33,7 @@ _TRIES = 2
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyReport:
     """What a copy has done."""
 
     path: Path
@@ -42,32 +42,34 @@ class Copied:
     bytes: int
 
 
-def copy_checkpoint(source: Checkpoint, directory: Path, notify: Callable[[str], None] = lambda name: None) -> Copied:
+def copy_checkpoint(
+    source: Checkpoint, directory: Path, notify: Callable[[str], None] = lambda name: None
+) -> CopyReport:
     """Copy a checkpoint into a directory; what an interrupted copy has transferred is kept if its hash is right."""
-    place, name = located(source.path)
-    target = place_at(directory)
-    wanted = source.manifest.files
+    storage, name = storage_and_name(source.path)
+    target = storage_at(directory)
+    records = source.manifest.files
     present = manifest_at(target.path(name))
     if present == source.manifest and not verify(target.path(name), manifest=present):
-        return Copied(target.path(name), 0, 0)
+        return CopyReport(target.path(name), 0, 0)
     is_taken = present is not None and present.run_id != source.manifest.run_id
-    writing = _writing(target, f"{name}-{safe_name(source.manifest.run_id)[:6]}" if is_taken else name, wanted)
+    writing = _writing(target, f"{name}-{safe_name(source.manifest.run_id)[:6]}" if is_taken else name, records)
 
     def transfer(file: str) -> int:
-        if problem_of(writing.path / file, wanted[file]) is None:
+        if problem_of(writing.path / file, records[file]) is None:
             return 0
-        _copy_file(place, name, writing, file, wanted[file])
+        _copy_file(storage, name, writing, file, records[file])
         notify(file)
-        return wanted[file].size
+        return records[file].size
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        sizes = list(threads.map(transfer, sorted(wanted)))
-        sizes += threads.map(lambda leaf: _copy_chunk(place, target, *leaf), _chunks(source))
+        sizes = list(threads.map(transfer, sorted(records)))
+        sizes += threads.map(lambda leaf: _copy_chunk(storage, target, *leaf), _chunks(source))
     with contextlib.suppress(FileNotFoundError):  # only the best one has the mark
-        mark = place.read(name, MARK)
+        mark = storage.read(name, MARK)
         target.put(writing.path.name, MARK, mark)
     published = writing.publish(source.manifest)
-    return Copied(target.path(published), sum(size > 0 for size in sizes), sum(sizes))
+    return CopyReport(target.path(published), sum(size > 0 for size in sizes), sum(sizes))
 
 
 def _chunks(source: Checkpoint) -> set[tuple[str, Leaf]]:
@@ -78,17 +80,17 @@ def _chunks(source: Checkpoint) -> set[tuple[str, Leaf]]:
     return {(index.chunk_folder or "", leaf._replace(start=0)) for of in index.leaves.values() for leaf in of}
 
 
-def _copy_chunk(place: Place, target: Place, folder: str, leaf: Leaf) -> int:
+def _copy_chunk(storage: Storage, target: Storage, folder: str, leaf: Leaf) -> int:
     if chunks.is_whole(target, folder, leaf.hash, leaf.size):
         return 0
-    if not chunks.is_whole(place, folder, leaf.hash, leaf.size):
+    if not chunks.is_whole(storage, folder, leaf.hash, leaf.size):
         raise CheckpointError(f"the chunk {leaf.hash} of {folder} is missing or does not match its hash")
     location = chunks.location(folder, leaf.hash)
-    target.put(*location, place.read(*location))
+    target.put(*location, storage.read(*location))
     return leaf.size
 
 
-def _writing(target: Place, name: str, wanted: Collection[str]) -> Writing:
+def _writing(target: Storage, name: str, wanted: Collection[str]) -> Draft:
     """Return the unfinished copy of a checkpoint, which always has the same name, so that it is found again.
 
     Files that an earlier one left are removed, apart from those that are wanted; its manifest first.
@@ -100,28 +102,28 @@ def _writing(target: Place, name: str, wanted: Collection[str]) -> Writing:
     return writing
 
 
-def _copy_file(place: Place, name: str, writing: Writing, file: str, record: FileRecord) -> None:
+def _copy_file(storage: Storage, name: str, draft: Draft, file: str, record: FileRecord) -> None:
     """Copy one file by pieces and compare its hash with the manifest's; a transfer that failed is tried again."""
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         with contextlib.suppress(FileNotFoundError):
-            writing.drop(file)
-        reader = place.open(name, file)
+            draft.drop(file)
+        reader = storage.open(name, file)
         try:
-            with writing.create(file) as stream:
+            with draft.create(file) as stream:
                 for start in range(0, reader.size, _PIECE_BYTES):
                     piece = bytearray(min(_PIECE_BYTES, reader.size - start))
                     reader.read_into([memoryview(piece)], start)
                     stream.write(piece)
                     stream.flush()
         except OSError:
-            if not left:
+            if not tries_left:
                 raise
             continue
         finally:
             reader.close()
-        if writing.records[file] == record:
+        if draft.records[file] == record:
             return
-        raise CheckpointError(f"{place.path(name)} is damaged: {file} does not match its hash")
+        raise CheckpointError(f"{storage.path(name)} is damaged: {file} does not match its hash")
 
 
 def reshard(source: Checkpoint, directory: Path, ranks: int) -> Path:
@@ -134,7 +136,7 @@ def reshard(source: Checkpoint, directory: Path, ranks: int) -> Path:
         raise UsageError(f"--ranks {ranks}: it must be 1 or more")
     index = read_index(source)
     layouts = [lay_out(pieces) for pieces in _split(index, ranks)]
-    target = place_at(directory)
+    target = storage_at(directory)
     writing = target.begin(source.step)
     try:
         for rank, layout in enumerate(layouts):
@@ -164,22 +166,22 @@ def _split(index: Index, ranks: int) -> list[list[Extent]]:
             box = (0,) * len(stored.shape), stored.shape
             smallest.append(Extent(name, *box, stored.torch_dtype, whole=True))
             continue
-        each = -(-rows // ranks)
+        rows_per_rank = -(-rows // ranks)
         for rank, pieces in enumerate(files):
-            first, last = rank * each, min((rank + 1) * each, rows)
+            first, last = rank * rows_per_rank, min((rank + 1) * rows_per_rank, rows)
             if first < last:
                 offsets = (first, *(0 for _ in stored.shape[1:]))
                 pieces.append(Extent(name, offsets, (last - first, *stored.shape[1:]), stored.torch_dtype, ranks == 1))
     return files
 
 
-def _copy_rank_files(source: Checkpoint, writing: Writing) -> None:
-    place, name = located(source.path)
+def _copy_rank_files(source: Checkpoint, draft: Draft) -> None:
+    storage, name = storage_and_name(source.path)
     for rank in range(source.manifest.world_size):
         file = rank_file_name(rank)
-        with writing.create(file) as stream:
-            stream.write(place.read(name, file))
-        if writing.records[file] != source.manifest.files[file]:
+        with draft.create(file) as stream:
+            stream.write(storage.read(name, file))
+        if draft.records[file] != source.manifest.files[file]:
             raise CheckpointError(f"{source.path} is damaged: {file} does not match its hash")
 
 

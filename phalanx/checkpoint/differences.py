@@ -59,13 +59,13 @@ class StateDifference:
 def compare(first: Checkpoint, second: Checkpoint, prefix: str = "") -> StateDifference:
     """Return what differs between two checkpoints; `prefix` limits it to names that begin with it ("model.")."""
     one, other = (
-        {name: info for name, info in stored_tensors(each).items() if name.startswith(prefix)}
-        for each in (first, second)
+        {name: info for name, info in stored_tensors(checkpoint).items() if name.startswith(prefix)}
+        for checkpoint in (first, second)
     )
     common = [name for name in one if name in other]
     settings = first.manifest.config, second.manifest.config
     differing = {
-        name: [each.get(name) for each in settings]
+        name: [checkpoint.get(name) for checkpoint in settings]
         for name in sorted({*settings[0], *settings[1]})
         if settings[0].get(name) != settings[1].get(name)
     }
@@ -87,10 +87,12 @@ def _differences(
         if here.shape != there.shape:
             yield TensorDifference(name, elements, reason=f"shape {list(here.shape)} and {list(there.shape)}")
             continue
-        found = _difference(name, _read(first, name, here), _read(second, name, there))
+        difference = _difference(name, _read(first, name, here), _read(second, name, there))
         reason = f"{here.dtype} and {there.dtype}" if here.dtype != there.dtype else ""
-        if found.different or reason:
-            yield TensorDifference(name, elements, found.different, found.max_abs, found.relative, reason)
+        if difference.different or reason:
+            yield TensorDifference(
+                name, elements, difference.different, difference.max_abs, difference.relative, reason
+            )
 
 
 def _read(checkpoint: Checkpoint, name: str, info: TensorInfo) -> torch.Tensor:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx.checkpoint.files import FileRecord, HashedFile, Leaf
+from phalanx.checkpoint.hashed_files import FileRecord, HashedFile, Leaf
 from phalanx.checkpoint.index import DamagedError, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import FULL, Extent, FileLayout, full_layout
-from phalanx.checkpoint.place import Reader, Writing
+from phalanx.checkpoint.storage import Draft, Reader
 
 _SCRATCH_BYTES = 512 << 20
 _THREADS = 8
@@ -36,7 +36,7 @@ class Box(NamedTuple):
     target: torch.Tensor
 
 
-class _Want(NamedTuple):
+class _FileRange(NamedTuple):
     """A range of a data file and the memory that receives it."""
 
     file: str
@@ -50,7 +50,7 @@ class _Want(NamedTuple):
 
 def read_boxes(index: Index, opener: Opener, boxes: Iterable[Box]) -> None:
     """Fill the targets; DamagedError where a hash does not match."""
-    wants: list[_Want] = []
+    wants: list[_FileRange] = []
     later: list[tuple[torch.Tensor, torch.Tensor]] = []
     used = 0
     for box in boxes:
@@ -69,7 +69,7 @@ def read_boxes(index: Index, opener: Opener, boxes: Iterable[Box]) -> None:
     _copy(later)
 
 
-def _wanted(box: Box) -> tuple[_Want, torch.Tensor | None]:
+def _wanted(box: Box) -> tuple[_FileRange, torch.Tensor | None]:
     """Return the range of the file that covers a box, and the box in scratch memory where the target cannot be used."""
     sizes, item = box.part.sizes, box.dtype.itemsize
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
@@ -79,10 +79,10 @@ def _wanted(box: Box) -> tuple[_Want, torch.Tensor | None]:
     target = box.target
     fits = target.dtype == box.dtype and target.device.type == "cpu" and target.is_contiguous()
     if fits and size == target.numel() * item:
-        return _Want(box.part.file, start, memory_of(target)), None
+        return _FileRange(box.part.file, start, memory_of(target)), None
     scratch = torch.empty(size, dtype=torch.uint8, pin_memory=target.device.type == "cuda")
-    shown = scratch.view(box.dtype).as_strided(box.lengths, strides)
-    return _Want(box.part.file, start, memory_of(scratch)), shown
+    box_view = scratch.view(box.dtype).as_strided(box.lengths, strides)
+    return _FileRange(box.part.file, start, memory_of(scratch)), box_view
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -98,8 +98,8 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fetch(index: Index, opener: Opener, wants: list[_Want]) -> None:
-    by_leaf: dict[tuple[str, int], list[_Want]] = {}
+def _fetch(index: Index, opener: Opener, wants: list[_FileRange]) -> None:
+    by_leaf: dict[tuple[str, int], list[_FileRange]] = {}
     for want in wants:
         leaves = index.leaves[want.file]
         number = bisect.bisect_right(leaves, want.start, key=lambda leaf: leaf.start) - 1
@@ -113,7 +113,7 @@ def _fetch(index: Index, opener: Opener, wants: list[_Want]) -> None:
                 readers[name] = opened.enter_context(closing(_opened(opener, name, None)))
         workers = opened.enter_context(ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)))
 
-        def one(job: tuple[tuple[str, int], list[_Want]]) -> None:
+        def one(job: tuple[tuple[str, int], list[_FileRange]]) -> None:
             (name, number), parts = job
             leaf = index.leaves[name][number]
             if name in readers:
@@ -140,7 +140,7 @@ def _hash(parts: list[memoryview]) -> str:
     return digest.hexdigest()
 
 
-def _read_leaf(reader: Reader, leaf: Leaf, offset: int, name: str, wants: list[_Want]) -> None:
+def _read_leaf(reader: Reader, leaf: Leaf, offset: int, name: str, wants: list[_FileRange]) -> None:
     """Read a whole leaf, to be able to verify it: into the wanted memory, and the gaps into scratch memory."""
     wants = sorted(wants, key=lambda want: want.start)
     parts: list[memoryview] = []
@@ -170,15 +170,15 @@ def _read_leaf(reader: Reader, leaf: Leaf, offset: int, name: str, wants: list[_
             memory[:] = content[begin - leaf.start :][: memory.nbytes]
 
 
-def write_full(writing: Writing, index: Index, records: dict[str, FileRecord]) -> Index:
+def write_full(draft: Draft, index: Index, records: dict[str, FileRecord]) -> Index:
     """Replace the ranks' shards by one file with every tensor whole, one in memory at a time; return its index."""
     if set(index.leaves) <= {FULL}:
         return index  # one rank has written it as it is
     layout = full_layout(index)
-    with writing.create(FULL) as stream:
-        write_extents(stream, layout, index, lambda name, leaf: writing.read(name))
+    with draft.create(FULL) as stream:
+        write_extents(stream, layout, index, lambda name, leaf: draft.read(name))
     for name in index.leaves:
-        writing.drop(name)
+        draft.drop(name)
         del records[name]
     tensors = {
         piece.name: StoredTensor(
@@ -187,7 +187,7 @@ def write_full(writing: Writing, index: Index, records: dict[str, FileRecord]) -
         for piece in layout.pieces
     }
     ordered = {name: tensors[name] for name in index.tensors}
-    return dataclasses.replace(index, tensors=ordered, leaves={FULL: writing.records[FULL].cut()})
+    return dataclasses.replace(index, tensors=ordered, leaves={FULL: draft.records[FULL].cut()})
 
 
 def write_extents(stream: HashedFile, layout: FileLayout, index: Index, opener: Opener) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, hash_bytes, hash_file
+from phalanx.checkpoint import collectives
+from phalanx.checkpoint.hashed_files import FileRecord, hash_bytes, hash_file
 from phalanx.checkpoint.index import INDEX, DamagedError, Index, parse_index
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
+from phalanx.checkpoint.storage import storage_and_name, storage_at
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import Best, latest_mark
@@ -29,14 +29,14 @@ def verify(
     """
     path = as_path(path)
     checkpoint = Checkpoint(path, manifest or read_manifest(path))
-    known = checkpoint.manifest.files
-    names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
-    mine = names[group.rank() :: group.world_size()]
+    records = checkpoint.manifest.files
+    names = sorted(records if files is None else files, key=lambda name: (-records[name].size, name))
+    mine = names[collectives.rank() :: collectives.world_size()]
     check = problem_of if deep else _size_problem
-    found = {name: problem for name in mine if (problem := check(path / name, known[name]))}
-    if files is None and not found:
-        found = _chunk_problems(checkpoint, group.rank(), group.world_size(), deep=deep)
-    merged = {name: problem for part in group.gather_to_all(found) for name, problem in part.items()}
+    problems = {name: problem for name in mine if (problem := check(path / name, records[name]))}
+    if files is None and not problems:
+        problems = _chunk_problems(checkpoint, collectives.rank(), collectives.world_size(), deep=deep)
+    merged = {name: problem for part in collectives.gather_to_all(problems) for name, problem in part.items()}
     return [merged[name] for name in sorted(merged)]
 
 
@@ -50,17 +50,17 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
         index = read_index(checkpoint)
     except CheckpointError as error:
         return {INDEX: error.message}
-    place, folder = place_at(checkpoint.path.parent), index.chunk_folder or ""
+    storage, folder = storage_at(checkpoint.path.parent), index.chunk_folder or ""
     leaves = sorted({(leaf.hash, leaf.size) for listed in index.leaves.values() for leaf in listed})[share::of]
-    bad = [hash for hash, size in leaves if not is_whole(place, folder, hash, size, deep=deep)]
+    bad = [hash for hash, size in leaves if not is_whole(storage, folder, hash, size, deep=deep)]
     return {hash: f"the chunk {folder}/{hash[:2]}/{hash} is missing or does not match its hash" for hash in bad}
 
 
 def read_file(checkpoint: Checkpoint, file: str) -> bytes:
     """Return a small file of a checkpoint; a DamagedError where it is not what was written."""
-    place, name = located(checkpoint.path)
+    storage, name = storage_and_name(checkpoint.path)
     try:
-        data = place.read(name, file)
+        data = storage.read(name, file)
     except OSError as error:
         raise DamagedError(f"{checkpoint.path / file} cannot be read: {error.strerror or error}") from error
     record = checkpoint.manifest.files.get(file)
@@ -95,14 +95,14 @@ def problem_of(file: Path, record: FileRecord) -> str | None:
 
 def _size_problem(file: Path, record: FileRecord) -> str | None:
     try:
-        found = file.stat(follow_symlinks=False)
+        status = file.stat(follow_symlinks=False)
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return f"{file.name} is not a regular file"
-    size = found.st_size
+    size = status.st_size
     if size == record.size:
         return None
     how = "truncated" if size < record.size else "longer than written"
@@ -163,12 +163,12 @@ def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
 
 def find_best(directory: Path | str) -> Best | None:
     """Return the best checkpoint in a directory, of the run that saved last and those it continues."""
-    found = list_checkpoints(directory)
-    if not found:
+    checkpoints = list_checkpoints(directory)
+    if not checkpoints:
         return None
-    newest = found[0].manifest
+    newest = checkpoints[0].manifest
     through = {run["run_id"]: run["step"] for run in newest.lineage} | {newest.run_id: newest.step}
-    return latest_mark(one.path for one in found if one.step <= through.get(one.manifest.run_id, -1))
+    return latest_mark(one.path for one in checkpoints if one.step <= through.get(one.manifest.run_id, -1))
 
 
 def choose(path: Path | str, *, required: bool = False, run_id: str | None = None, deep: bool = True) -> Choice:
@@ -180,9 +180,9 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
     sizes are compared; loading verifies the content.
     """
     path = as_path(path)
-    if group.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
+    if collectives.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
         return Choice(_named(path, deep=deep))
-    candidates, notes = group.from_rank_zero(lambda: _candidates(path, run_id))
+    candidates, notes = collectives.from_rank_zero(lambda: _candidates(path, run_id))
     for checkpoint in candidates:
         problems = verify(checkpoint.path, manifest=checkpoint.manifest, deep=deep)
         if not problems:
@@ -201,7 +201,7 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
 
 def _named(path: Path, *, deep: bool) -> Checkpoint:
     """Open the checkpoint that the user named, without a fallback."""
-    manifest = group.from_rank_zero(lambda: _manifest_of(path))
+    manifest = collectives.from_rank_zero(lambda: _manifest_of(path))
     problems = verify(path, manifest=manifest, deep=deep)
     if problems:
         raise CheckpointError(
@@ -222,20 +222,20 @@ def _manifest_of(path: Path) -> Manifest:
 def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], list[str]]:
     if not directory.exists():
         return [], []
-    found, unreadable = survey(directory)
+    checkpoints, unreadable = survey(directory)
     notes = [f"passed over {path}: {error.message}" for path, error in unreadable]
-    if not found and not notes:
+    if not checkpoints and not notes:
         kind = looks_like(directory)
         if kind is not None:
             raise foreign(directory, kind)
-    return [each for each in found if run_id in (None, each.manifest.run_id)], notes
+    return [checkpoint for checkpoint in checkpoints if run_id in (None, checkpoint.manifest.run_id)], notes
 
 
 def survey(
     directory: Path, paths: Iterable[Path] | None = None
 ) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
     """Read every manifest of a directory, or these; return checkpoints, the newest first, and those not readable."""
-    found: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     unreadable: list[tuple[Path, CheckpointError]] = []
     if paths is None:
         paths = directory.iterdir() if directory.is_dir() else []
@@ -243,13 +243,13 @@ def survey(
         if not is_published(path.name) or not path.is_dir():
             continue
         try:
-            found.append(Checkpoint(path, read_manifest(path)))
+            checkpoints.append(Checkpoint(path, read_manifest(path)))
         except CheckpointError as error:
             # At a URL a checkpoint without a manifest is one that is being written.
             if not isinstance(path, RemotePath) or (path / MANIFEST).exists():
                 unreadable.append((path, error))
-    found.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
-    return found, unreadable
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
+    return checkpoints, unreadable
 
 
 class Stamp(NamedTuple):
@@ -275,10 +275,10 @@ def _manifest_file(path: Path) -> tuple[int, int]:
     if isinstance(path, RemotePath):  # a save takes a name there that no other save has
         return 0, 0
     try:
-        found = (path / MANIFEST).stat()
+        status = (path / MANIFEST).stat()
     except OSError:
         return 0, 0
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
@@ -291,8 +291,8 @@ def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
     for path, stamp in list(known.items()):
         if path not in present or stamp.file != _manifest_file(path):
             del known[path]
-    found, _ = survey(directory, present - known.keys())
-    known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in found}
+    checkpoints, _ = survey(directory, present - known.keys())
+    known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in checkpoints}
     return sorted(known.values(), key=lambda stamp: (stamp.published_at, stamp.step), reverse=True)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from phalanx.checkpoint.files import LEAF_BYTES, Leaf, checked_name
+from phalanx.checkpoint.hashed_files import LEAF_BYTES, Leaf, checked_name
 from phalanx.errors import CheckpointError
 
 INDEX = "index.json"
@@ -88,7 +88,7 @@ class Index:
     def dump(self) -> bytes:
         """Return the index as JSON."""
         files = list(self.leaves)
-        number = {name: place for place, name in enumerate(files)}
+        number = {name: position for position, name in enumerate(files)}
         body = {
             "files": files,
             "leaves": [[[leaf.size, leaf.hash] for leaf in self.leaves[name]] for name in files],
@@ -143,13 +143,13 @@ def _check_parts(name: str, stored: StoredTensor, leaves: dict[str, list[Leaf]])
 
 
 def _leaves(listed: list[Any]) -> list[Leaf]:
-    found, start = [], 0
+    leaves, start = [], 0
     for size, digest in listed:
         if not 0 <= size <= LEAF_BYTES or not _HASH.fullmatch(digest):
             raise ValueError("a leaf has an impossible size or hash")
-        found.append(Leaf(start, size, digest))
+        leaves.append(Leaf(start, size, digest))
         start += size
-    return found
+    return leaves
 
 
 def _sizes(numbers: list[Any]) -> tuple[int, ...]:

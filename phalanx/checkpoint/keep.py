@@ -7,15 +7,15 @@ from pathlib import Path
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match
 from phalanx.checkpoint.lock import is_under_way
 from phalanx.checkpoint.manifest import manifest_at
-from phalanx.checkpoint.place import located
+from phalanx.checkpoint.storage import storage_and_name
 from phalanx.errors import CheckpointError
 from phalanx.observe.best_mark import MARK
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint in a folder or at a URL."""
-    place, name = located(path)
-    place.remove(name)
+    storage, name = storage_and_name(path)
+    storage.remove(name)
 
 
 def check_keep_last(keep_last: int | None) -> None:
@@ -45,10 +45,10 @@ def keep_newest(
     if keep_last is None:
         return notes
     complete = 0
-    found = read_stamps(published.path.parent, {} if known is None else known)
-    own = {published.manifest.run_id, *_continued(published, found)}
-    for checkpoint in found:
-        if checkpoint.run_id not in own:
+    stamps = read_stamps(published.path.parent, {} if known is None else known)
+    run_ids = {published.manifest.run_id, *_continued(published, stamps)}
+    for checkpoint in stamps:
+        if checkpoint.run_id not in run_ids:
             continue
         if complete < keep_last:
             complete += _is_complete(checkpoint)
@@ -68,10 +68,10 @@ def keep_newest(
             continue  # another run that shares the directory has removed it
         except OSError as error:
             notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
-    if any(one.kind == "incremental" for one in found):
+    if any(one.kind == "incremental" for one in stamps):
         from phalanx.checkpoint import chunks
 
-        notes += chunks.remove_unused(published.path.parent, {chunks.folder_of(run_id) for run_id in own})
+        notes += chunks.remove_unused(published.path.parent, {chunks.folder_of(run_id) for run_id in run_ids})
     return notes
 
 
@@ -80,7 +80,7 @@ def _is_complete(stamp: Stamp) -> bool:
     return manifest is not None and sizes_match(Checkpoint(stamp.path, manifest))
 
 
-def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = None) -> list[Checkpoint]:
+def beyond(checkpoints: list[Checkpoint], keep_last: int, keep_every: int | None = None) -> list[Checkpoint]:
     """Return the checkpoints that a pruning would remove, of each run with the runs that it continues.
 
     The newest `keep_last` complete ones stay, those of steps that `keep_every` divides, and every one that is marked as
@@ -88,7 +88,7 @@ def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = Non
     """
     check_keep_last(keep_last)
     removed: list[Checkpoint] = []
-    rest = list(found)
+    rest = list(checkpoints)
     while rest:
         newest = rest[0].manifest
         family = {newest.run_id, *(run["run_id"] for run in newest.lineage)}
@@ -102,13 +102,13 @@ def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = Non
     return removed
 
 
-def _continued(published: Checkpoint, found: list[Stamp]) -> set[str]:
+def _continued(published: Checkpoint, stamps: list[Stamp]) -> set[str]:
     """Return the finished runs that this one continues from their last checkpoint, not from an earlier one."""
     ended: set[str] = set()
     for ancestor in published.manifest.lineage:
         run_id, step = ancestor["run_id"], ancestor["step"]
         later = any(
-            checkpoint.run_id == run_id and checkpoint.step > step and _is_complete(checkpoint) for checkpoint in found
+            checkpoint.run_id == run_id and checkpoint.step > step and _is_complete(checkpoint) for checkpoint in stamps
         )
         if not later and not is_under_way(published.path.parent, run_id):
             ended.add(run_id)

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import LEAF_BYTES
+from phalanx.checkpoint import collectives
+from phalanx.checkpoint.hashed_files import LEAF_BYTES
 from phalanx.checkpoint.index import Index, Part, StoredTensor
 
 FULL = "state.safetensors"
@@ -67,17 +67,17 @@ class FileLayout(NamedTuple):
 
     def cuts(self) -> list[tuple[int, int]]:
         """Return (start, size) of leaves that begin with a tensor, so that an unchanged tensor has unchanged leaves."""
-        found: list[tuple[int, int]] = [(0, len(self.header))]
+        ranges: list[tuple[int, int]] = [(0, len(self.header))]
         open_run = False
         for piece in self.pieces:
             small = piece.bytes < _SMALL_BYTES
-            if open_run and small and found[-1][1] + piece.bytes <= LEAF_BYTES:
-                found[-1] = (found[-1][0], found[-1][1] + piece.bytes)
+            if open_run and small and ranges[-1][1] + piece.bytes <= LEAF_BYTES:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + piece.bytes)
                 continue
             ends = piece.start + piece.bytes
-            found += [(at, min(LEAF_BYTES, ends - at)) for at in range(piece.start, ends, LEAF_BYTES)]
+            ranges += [(at, min(LEAF_BYTES, ends - at)) for at in range(piece.start, ends, LEAF_BYTES)]
             open_run = (small and piece.bytes > 0) or (open_run and piece.bytes == 0)
-        return found
+        return ranges
 
 
 def lay_out(pieces: Iterable[Extent]) -> FileLayout:
@@ -87,9 +87,9 @@ def lay_out(pieces: Iterable[Extent]) -> FileLayout:
     start = 0
     for piece in ordered:
         label = piece.name if piece.whole else f"{piece.name}@{','.join(map(str, piece.offsets))}"
-        known = _SAFETENSORS.get(piece.dtype)
-        shape = list(piece.sizes) if known else [piece.bytes]
-        entries[label] = {"dtype": known or "U8", "shape": shape, "data_offsets": [start, start + piece.bytes]}
+        type_name = _SAFETENSORS.get(piece.dtype)
+        shape = list(piece.sizes) if type_name else [piece.bytes]
+        entries[label] = {"dtype": type_name or "U8", "shape": shape, "data_offsets": [start, start + piece.bytes]}
         start += piece.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // _HEADER_ALIGN) * _HEADER_ALIGN
@@ -102,13 +102,13 @@ def lay_out(pieces: Iterable[Extent]) -> FileLayout:
 
 
 def _pieces(plan: SavePlan) -> list[Extent]:
-    found = []
+    pieces = []
     for item in plan.items:
         if (data := item.tensor_data) is not None:
             whole = data.chunk.sizes == data.size
             box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            found.append(Extent(item.index.fqn, *box, data.properties.dtype, whole, item=item))
-    return found
+            pieces.append(Extent(item.index.fqn, *box, data.properties.dtype, whole, item=item))
+    return pieces
 
 
 class StatePlan:
@@ -128,12 +128,12 @@ class StatePlan:
 
         Collective with a process group: one number, where nothing has changed.
         """
-        changed = group.tried(lambda: self._take(tensors))
-        if group.largest(int(changed is not False)):
-            for one in group.gather_to_all(changed):
-                group.unwrapped(one)
+        changed = collectives.tried(lambda: self._take(tensors))
+        if collectives.largest(int(changed is not False)):
+            for one in collectives.gather_to_all(changed):
+                collectives.unwrapped(one)
             self._make()
-            self._series = group.from_rank_zero(lambda: secrets.token_hex(8))
+            self._series = collectives.from_rank_zero(lambda: secrets.token_hex(8))
         self._count += 1
         return f"{self._series}-{self._count}"
 
@@ -144,19 +144,21 @@ class StatePlan:
             assert piece.item is not None, "planned"
             assert piece.item.tensor_data is not None, "a tensor"
             shape, dtype = tuple(piece.item.tensor_data.size), str(piece.dtype).removeprefix("torch.")
-            known = tensors.setdefault(piece.name, StoredTensor(shape, dtype, []))
-            known.parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
+            stored = tensors.setdefault(piece.name, StoredTensor(shape, dtype, []))
+            stored.parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
         return Index(tensors, {item.index.fqn: rank for item in self.objects})
 
     def _take(self, tensors: dict[str, Any]) -> bool:
-        self._planner.set_up_planner(tensors, None, is_coordinator=group.rank() == 0)
+        self._planner.set_up_planner(tensors, None, is_coordinator=collectives.rank() == 0)
         self._taken = [_shape_of(name, value) for name, value in self._planner.state_dict.items()]
         return self._taken != self._signature
 
     def _make(self) -> None:
         self._signature = None
-        plans = group.gather_to_zero(group.tried(self._planner.create_local_plan))
-        mine: SavePlan = group.scatter_from_zero(lambda: self._planned([group.unwrapped(plan) for plan in plans]))
+        plans = collectives.gather_to_zero(collectives.tried(self._planner.create_local_plan))
+        mine: SavePlan = collectives.scatter_from_zero(
+            lambda: self._planned([collectives.unwrapped(plan) for plan in plans])
+        )
         self._planner.finish_plan(mine)
         self.layout = lay_out(_pieces(mine))
         self.objects = [item for item in mine.items if item.tensor_data is None]
@@ -168,8 +170,10 @@ class StatePlan:
         for rank, plan in enumerate(plans):
             for piece in lay_out(_pieces(plan)).pieces:
                 shape = tuple(metadata.state_dict_metadata[piece.name].size)  # type: ignore[union-attr]
-                known = tensors.setdefault(piece.name, StoredTensor(shape, str(piece.dtype).removeprefix("torch."), []))
-                known.parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
+                stored = tensors.setdefault(
+                    piece.name, StoredTensor(shape, str(piece.dtype).removeprefix("torch."), [])
+                )
+                stored.parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
         objects = {i.index.fqn: rank for rank, plan in enumerate(plans) for i in plan.items if i.tensor_data is None}
         ordered = {name: tensors[name] for name in metadata.state_dict_metadata if name in tensors}
         self.index = Index(ordered, objects)
@@ -177,10 +181,10 @@ class StatePlan:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of this rank's pieces, in the order of the layout."""
-        found = (
+        tensors_here = (
             self._planner.lookup_object(piece.item.index) for piece in self.layout.pieces if piece.item is not None
         )
-        return [tensor.detach() for tensor in found]
+        return [tensor.detach() for tensor in tensors_here]
 
     def values(self) -> dict[str, Any]:
         """Return the values of this rank's part that are not tensors, by name."""

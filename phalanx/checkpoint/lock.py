@@ -143,10 +143,10 @@ def _is_held_remotely(path: RemotePath, *, remove: bool) -> bool:
         age = time.time() - path.stat().st_mtime
     except (FileNotFoundError, ValueError):
         return False
-    held = _is_alive(int(pid)) if machine == this_machine() else age < _SILENT_SECONDS
-    if remove and not held:
+    is_held = _is_alive(int(pid)) if machine == this_machine() else age < _SILENT_SECONDS
+    if remove and not is_held:
         path.unlink(missing_ok=True)
-    return held
+    return is_held
 
 
 def runs_under_way(directory: Path) -> list[str]:

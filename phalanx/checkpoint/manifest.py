@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.files import FileRecord, checked_name, open_regular
+from phalanx.checkpoint.hashed_files import FileRecord, checked_name, open_regular
 from phalanx.checkpoint.plain import from_json, to_json
 from phalanx.errors import EXIT_USAGE, CheckpointError
 

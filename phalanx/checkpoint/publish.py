@@ -16,7 +16,7 @@ import shutil
 import time
 from pathlib import Path
 
-from phalanx.checkpoint.files import sync_directory
+from phalanx.checkpoint.hashed_files import sync_directory
 from phalanx.checkpoint.lock import Owner, has_ended, remove_stale_locks, safe_name, this_machine
 from phalanx.checkpoint.manifest import manifest_at
 

@@ -13,19 +13,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from phalanx.checkpoint import chunks, group
+from phalanx.checkpoint import chunks, collectives
 from phalanx.checkpoint.fetch import Box, Opener, read_boxes
-from phalanx.checkpoint.files import Leaf
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_file, read_index
+from phalanx.checkpoint.hashed_files import Leaf
 from phalanx.checkpoint.index import DamagedError, Index
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
-from phalanx.checkpoint.place import Reader, located
 from phalanx.checkpoint.plain import from_plain, rank_file_name
+from phalanx.checkpoint.storage import Reader, storage_and_name
 from phalanx.errors import CheckpointError, nearest
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """The contents of a checkpoint except the tensors, which are loaded into the template."""
 
     step: int
@@ -38,7 +38,7 @@ class Loaded:
     """The states of the ranks that saved it which fall to this one; where there are more ranks now, that of rank 0."""
 
 
-def load(checkpoint: Checkpoint, template: dict[str, Any], *, take_over: bool = False) -> Loaded:
+def load(checkpoint: Checkpoint, template: dict[str, Any], *, take_over: bool = False) -> LoadedState:
     """Read a checkpoint into `template`, a state dict in the layout of this run; collective with a process group.
 
     `template` may have fewer top-level entries than the checkpoint (for instance only the model). Tensors are filled in
@@ -46,11 +46,11 @@ def load(checkpoint: Checkpoint, template: dict[str, Any], *, take_over: bool = 
     An error on any rank is raised on all of them.
     """
 
-    def read() -> Loaded:
+    def read() -> LoadedState:
         _fill(checkpoint, template)
         return _loaded(checkpoint, take_over=take_over)
 
-    return group.on_all(read)
+    return collectives.on_all(read)
 
 
 def load_newest(
@@ -60,7 +60,7 @@ def load_newest(
     required: bool = False,
     run_id: str | None = None,
     take_over: bool = False,
-) -> tuple[Choice, dict[str, Any], Loaded | None]:
+) -> tuple[Choice, dict[str, Any], LoadedState | None]:
     """Choose as `choose` does and load into the template for it; what is read is verified while it is read.
 
     Where that finds damage, all checkpoints are verified, and the newest intact one is loaded instead.
@@ -92,7 +92,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
     """Fill `template` from a checkpoint; collective with a process group."""
-    group.on_all(lambda: _fill(checkpoint, template))
+    collectives.on_all(lambda: _fill(checkpoint, template))
 
 
 def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
@@ -103,12 +103,12 @@ def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 
 def data_opener(checkpoint: Checkpoint, index: Index) -> Opener:
     """Return what opens the data files of a checkpoint, or the chunks of an incremental one."""
-    place, name = located(checkpoint.path)
+    storage, name = storage_and_name(checkpoint.path)
 
     def opener(file: str, leaf: Leaf | None) -> Reader:
         if leaf is not None and index.chunk_folder is not None:
-            return place.open(*chunks.location(index.chunk_folder, leaf.hash))
-        return place.open(name, file)
+            return storage.open(*chunks.location(index.chunk_folder, leaf.hash))
+        return storage.open(name, file)
 
     return opener
 
@@ -119,11 +119,11 @@ def plan_reads(
     """Put the values that are not tensors into `template`, and return the boxes that its tensors need."""
     planner = _LoadPlanner()
     try:
-        planner.set_up_planner(template, index.metadata(), is_coordinator=group.rank() == 0)
+        planner.set_up_planner(template, index.metadata(), is_coordinator=collectives.rank() == 0)
         items = planner.create_local_plan().items
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"rank {group.rank()} could not read {where}: {type(error).__name__}: {error}",
+            f"rank {collectives.rank()} could not read {where}: {type(error).__name__}: {error}",
             hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",
         ) from error
     parts = {(name, part.offsets): part for name, one in index.tensors.items() for part in one.parts}
@@ -156,17 +156,17 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     return {name: TensorInfo(one.shape, one.dtype) for name, one in read_index(checkpoint).tensors.items()}
 
 
-def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> Loaded:
+def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> LoadedState:
     """Return everything of a checkpoint that is not a tensor."""
-    manifest, rank = checkpoint.manifest, group.rank()
-    then, now = manifest.world_size, group.world_size()
+    manifest, rank = checkpoint.manifest, collectives.rank()
+    then, now = manifest.world_size, collectives.world_size()
     about = manifest.step, manifest.epoch, manifest.shared
     if then == now:
-        own = _rank_file(checkpoint, rank)["state"]
-        return Loaded(*about, own, taken_over=[own])
+        state = _rank_file(checkpoint, rank)["state"]
+        return LoadedState(*about, state, taken_over=[state])
     note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
     old = (range(rank, then, now) or [0]) if take_over else []
-    return Loaded(*about, None, [note], [_rank_file(checkpoint, each)["state"] for each in old])
+    return LoadedState(*about, None, [note], [_rank_file(checkpoint, old_rank)["state"] for old_rank in old])
 
 
 def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
         raise DamagedError(f"{checkpoint.path} has no state of rank {rank}")
     data = read_file(checkpoint, file)
     try:
-        found: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-        return {"objects": found["objects"], "state": found["state"]}
+        content: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        return {"objects": content["objects"], "state": content["state"]}
     except (RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{checkpoint.path / file} cannot be read: {error}") from error
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from phalanx.checkpoint.files import FileRecord, HashedFile, hashed_file
+from phalanx.checkpoint.hashed_files import FileRecord, HashedFile, hashed_file
 from phalanx.checkpoint.lock import has_ended
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, manifest_at
-from phalanx.checkpoint.place import Place, Reader, Writing
 from phalanx.checkpoint.publish import is_published, owner_of, step_name, writing_name
+from phalanx.checkpoint.storage import Draft, Reader, Storage
 from phalanx.host.remote import RemotePath
 
 _PIECE_BYTES = 16 << 20
@@ -74,7 +74,7 @@ class RemoteFile(HashedFile):
         self._file.discard()  # type: ignore[attr-defined]
 
 
-class RemoteWriting(Writing):
+class RemoteDraft(Draft):
     """A checkpoint at a URL whose manifest is not there yet; an object with the name of its token announces it."""
 
     path: RemotePath
@@ -107,28 +107,28 @@ class RemoteWriting(Writing):
             _sweep(self._marker, self.path)
 
 
-class RemotePlace(Place):
+class RemoteStorage(Storage):
     """A directory of checkpoints at a URL."""
 
     directory: RemotePath
 
-    def begin(self, step: int) -> RemoteWriting:
+    def begin(self, step: int) -> RemoteDraft:
         """Announce the name of a new checkpoint, after removing what failed saves left."""
         for token in self.names():
             if token.startswith(".writing-") and _is_abandoned(self.directory / token):
                 _sweep(self.directory / token)
         name, token = f"{step_name(step)}-{secrets.token_hex(3)}", writing_name(step)
         (self.directory / token).write_bytes(json.dumps({"name": name}).encode())
-        return RemoteWriting(self.directory / name, token)
+        return RemoteDraft(self.directory / name, token)
 
-    def join(self, token: str) -> RemoteWriting:
+    def join(self, token: str) -> RemoteDraft:
         """Return the unfinished checkpoint that another rank has begun."""
-        return RemoteWriting(self.directory / _announced(self.directory / token), token)
+        return RemoteDraft(self.directory / _announced(self.directory / token), token)
 
-    def resume_copy(self, token: str, name: str) -> RemoteWriting:
+    def resume_copy(self, token: str, name: str) -> RemoteDraft:
         """Return the unfinished copy, whose files have their final names."""
         (self.directory / token).write_bytes(b"")
-        return RemoteWriting(self.directory / name, token)
+        return RemoteDraft(self.directory / name, token)
 
     def open(self, name: str, file: str) -> Reader:
         """Open a file for reading."""
@@ -140,7 +140,7 @@ class RemotePlace(Place):
 
     def list(self, name: str) -> list[str]:
         """Return the files of an entry."""
-        return RemotePlace(self.directory / name).names()
+        return RemoteStorage(self.directory / name).names()
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint."""

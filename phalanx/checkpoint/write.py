@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, Leaf, write_failed
+from phalanx.checkpoint import collectives
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match, stamp_of
+from phalanx.checkpoint.hashed_files import FileRecord, Leaf, write_failed
 from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, Staging, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
-from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
 from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to_json
+from phalanx.checkpoint.storage import Draft, Storage, not_a_directory, storage_at
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
 from phalanx.observe.heartbeat import current as current_heartbeat
@@ -126,7 +126,7 @@ class Saver:
             raise_if_aborted()
         self._job = None  # not before: after Ctrl-C the memory is still being written from
         try:
-            saved: SavedCheckpoint = group.from_rank_zero(job.outcome)
+            saved: SavedCheckpoint = collectives.from_rank_zero(job.outcome)
         except BaseException:
             self._known_chunks.clear()
             raise
@@ -139,7 +139,7 @@ class Saver:
         """
         job = self._job
         if job is not None:
-            seconds_left = seconds if group.world_size() > 1 else None
+            seconds_left = seconds if collectives.world_size() > 1 else None
             job.join(seconds_left)
             job.abandoned.set()
             job.gives_up = ranks_lost
@@ -157,9 +157,9 @@ class _Job(threading.Thread):
         super().__init__(name="phalanx-checkpoint", daemon=True)
         self._saver, self._snapshot, self._request = saver, snapshot, request
         self._prefix = f"phalanx/checkpoint/{token}"
-        self._rank, self._ranks = group.rank(), group.world_size()
-        self._store = group.store() if self._ranks > 1 else None
-        self._place: Place = place_at(request.directory)
+        self._rank, self._ranks = collectives.rank(), collectives.world_size()
+        self._store = collectives.store() if self._ranks > 1 else None
+        self._place: Storage = storage_at(request.directory)
         self._staging, self._known_chunks = saver._staging, saver._known_chunks
         self._board = current_heartbeat()
         self.abandoned = threading.Event()
@@ -198,16 +198,16 @@ class _Job(threading.Thread):
             self.failure = error if isinstance(error, PhalanxError) else _explained(error, self._rank)
 
     def _lead(self) -> None:
-        writing: Writing | None = None
+        draft: Draft | None = None
         try:
             if self.failure is None:
-                writing = self._begun()
-                self._post("begun", {"token": writing.token})
-                mine = self._written(writing)
+                draft = self._begun()
+                self._post("begun", {"token": draft.token})
+                mine = self._written(draft)
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
             self.failure = _explained(error, 0)
         try:
-            if writing is None:
+            if draft is None:
                 self._post("begun", {"token": None})
             # Also after an error: nothing is removed while another rank writes.
             parts = [self._awaited(f"rank-{rank}") for rank in range(1, self._ranks)]
@@ -216,11 +216,11 @@ class _Job(threading.Thread):
                 raise self.failure
             if failed is not None:
                 raise CheckpointError(failed["error"], hint=failed["hint"])
-            assert writing is not None
-            self._complete(writing, [mine, *parts])
+            assert draft is not None
+            self._complete(draft, [mine, *parts])
         except Exception:
-            if writing is not None:
-                writing.discard()
+            if draft is not None:
+                draft.discard()
             raise
 
     def _follow(self) -> None:
@@ -233,10 +233,10 @@ class _Job(threading.Thread):
                 raise self.failure
             self._post(f"rank-{self._rank}", self._written(self._joined(token)))
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
-            shown = _explained(error, self._rank)
-            self._post(f"rank-{self._rank}", {"error": shown.message, "hint": shown.hint})
+            explained = _explained(error, self._rank)
+            self._post(f"rank-{self._rank}", {"error": explained.message, "hint": explained.hint})
 
-    def _begun(self) -> Writing:
+    def _begun(self) -> Draft:
         directory = self._request.directory
         try:
             return self._place.begin(self._snapshot.step)
@@ -245,7 +245,7 @@ class _Job(threading.Thread):
         except OSError as error:
             raise write_failed(error, rank=0, path=directory, needed=0) from error
 
-    def _joined(self, token: str) -> Writing:
+    def _joined(self, token: str) -> Draft:
         try:
             return self._place.join(token)
         except FileNotFoundError:
@@ -255,13 +255,13 @@ class _Job(threading.Thread):
                 hint="Set checkpoint_dir to a file system that all hosts share.",
             ) from None
 
-    def _written(self, writing: Writing) -> dict[str, Any]:
+    def _written(self, draft: Draft) -> dict[str, Any]:
         """Write this rank's files; return their records."""
         name = rank_file_name(self._rank)
         leaves: list[Any] = []
         written = 0
         try:
-            with writing.create(name) as stream:
+            with draft.create(name) as stream:
                 torch.save(self._rank_file, stream)  # type: ignore[arg-type]
             if self._layout.pieces and self._request.kind == "incremental":
                 from phalanx.checkpoint import chunks
@@ -272,15 +272,15 @@ class _Job(threading.Thread):
                 )
             elif self._layout.pieces:
                 name = self._data_name(self._rank)
-                with writing.create(name) as stream:
+                with draft.create(name) as stream:
                     view = self._staging.view()
                     for start in range(0, view.nbytes, _PIECE_BYTES):
                         self._advance()
                         stream.write(view[start : start + _PIECE_BYTES])
         except OSError as error:
-            path = as_path(error.filename) if error.filename else self._place.path(writing.token) / name
+            path = as_path(error.filename) if error.filename else self._place.path(draft.token) / name
             raise write_failed(error, rank=self._rank, path=path, needed=self._layout.size) from error
-        records = {key: [record.size, record.hash, list(record.leaves)] for key, record in writing.records.items()}
+        records = {key: [record.size, record.hash, list(record.leaves)] for key, record in draft.records.items()}
         return {"records": records, "leaves": leaves, "written": written}
 
     def _advance(self) -> None:
@@ -289,7 +289,7 @@ class _Job(threading.Thread):
         if self.gives_up:
             raise CheckpointError("the save was given up")
 
-    def _complete(self, writing: Writing, parts: list[dict[str, Any]]) -> None:
+    def _complete(self, draft: Draft, parts: list[dict[str, Any]]) -> None:
         """Write index and manifest, publish, verify, and remove old checkpoints; on rank 0."""
         request, snapshot = self._request, self._snapshot
         records = {
@@ -303,10 +303,10 @@ class _Job(threading.Thread):
             if request.kind == "full":
                 from phalanx.checkpoint.fetch import write_full
 
-                index = write_full(writing, index, records)
-            with writing.create(INDEX) as stream:
+                index = write_full(draft, index, records)
+            with draft.create(INDEX) as stream:
                 stream.write(index.dump())
-            records |= {name: record for name, record in writing.records.items() if name not in records}
+            records |= {name: record for name, record in draft.records.items() if name not in records}
             stored = 0 if index.chunk_folder is None else sum(leaf.size for of in index.leaves.values() for leaf in of)
             new = sum(record.size for record in records.values())
             manifest = Manifest(
@@ -327,18 +327,18 @@ class _Job(threading.Thread):
                 bytes=new + stored,
             )
             self._advance()
-            name = writing.publish(manifest)
+            name = draft.publish(manifest)
         except OSError as error:
-            raise write_failed(error, rank=0, path=self._place.path(writing.token) / MANIFEST, needed=0) from error
+            raise write_failed(error, rank=0, path=self._place.path(draft.token) / MANIFEST, needed=0) from error
         published = Checkpoint(self._place.path(name), manifest)
         if not sizes_match(published):
             raise CheckpointError(
                 f"{published.path} was published, and its files do not have the sizes that were written",
                 hint="The file system loses data. Earlier checkpoints were not removed; use another checkpoint_dir.",
             )
-        known = self._saver._known
-        known[published.path] = stamp_of(published)  # also where it has replaced one that was known
-        notes = keep_newest(published, request.keep_last, request.best, request.keep_every, known)
+        stamps = self._saver._known
+        stamps[published.path] = stamp_of(published)  # also where it has replaced one that was known
+        notes = keep_newest(published, request.keep_last, request.best, request.keep_every, stamps)
         written = new + sum(part["written"] for part in parts)
         seconds = time.monotonic() - self.started
         self._published = SavedCheckpoint(

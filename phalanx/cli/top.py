@@ -16,7 +16,7 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.observe.format import duration, of_total, rate, size, speed_note, table
 from phalanx.observe.heartbeat import Beat, Gauges, read_beats
-from phalanx.observe.rank_table import PERCENTILES, beats_of, percentiles, slowest_first, slowest_of, slowness
+from phalanx.observe.rank_statistics import PERCENTILES, beats_of, percentiles, slowest_first, slowest_of, slowness
 from phalanx.run.stored import RUNS, StoredRun, find_run, list_runs
 
 _HELP = "Show the ranks of a run while it trains: step, speed, waiting, memory, GPU, age of the heartbeat."

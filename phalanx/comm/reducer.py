@@ -166,10 +166,10 @@ class GradientReducer(BackwardHooks):
 
     def follow(self) -> None:
         """Leave parameters that are frozen now out of the buckets, and take those back that are not any more."""
-        wanted = [number for number in self._every if self._parameters[number].requires_grad]
-        if self._compressor.name == "none" and wanted and wanted != self._order:  # else zeros are sent
+        trained = [number for number in self._every if self._parameters[number].requires_grad]
+        if self._compressor.name == "none" and trained and trained != self._order:  # else zeros are sent
             self._detach_gradients()
-            self._build(wanted)
+            self._build(trained)
 
     def drop(self) -> None:
         """Drop what backward passes have left outside of the parameters."""
@@ -280,8 +280,8 @@ class GradientReducer(BackwardHooks):
             self._reorder(self._arrivals)
 
     def _check_use(self) -> None:
-        wanted = [parameter.requires_grad for parameter in self._parameters]
-        unused = [number for number, here in enumerate(self._here) if wanted[number] and not here]
+        needs_gradient = [parameter.requires_grad for parameter in self._parameters]
+        unused = [number for number, here in enumerate(self._here) if needs_gradient[number] and not here]
         if unused and not self._allow_unused:
             raise self._unused(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 

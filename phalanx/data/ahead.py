@@ -60,7 +60,7 @@ def worker_count(ranks_here: int) -> int:
     return 0
 
 
-class _Counting(io.RawIOBase):
+class _ByteCounter(io.RawIOBase):
     """Takes bytes and drops them; raises where there are too many."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def _pickles_itself(kind: type) -> bool:
 def holds_data_only(dataset: Any) -> bool:
     """Whether a data set can be pickled: then it holds no file, connection or lock that processes would share."""
     try:
-        _Pickler(_Counting(), protocol=5).dump(dataset)
+        _Pickler(_ByteCounter(), protocol=5).dump(dataset)
     except Exception:  # noqa: BLE001 - objects raise anything where they cannot be pickled
         return False
     return True
@@ -190,8 +190,8 @@ def fetch_ahead(
             persistent_workers=True,  # so that they can be ended here
             generator=generator,
         )
-        for slot, found in loader:
-            for batch in slots.read(slot, found) if isinstance(found, int) else found:
+        for slot, item in loader:
+            for batch in slots.read(slot, item) if isinstance(item, int) else item:
                 yield pending.popleft().info, batch
     except Exception as error:  # noqa: BLE001 - what the data set itself raises, it raises here again
         why = str(error).strip().splitlines()[-1:]

@@ -81,9 +81,9 @@ def batch_length(batch: Any) -> int:
     """
     parts = _parts(batch)
     sizes = [_size(part) for part in ([batch] if parts is None else parts)]
-    told = next((size for size in sizes if size is not None), None)
-    if told is not None:
-        return told
+    length = next((size for size in sizes if size is not None), None)
+    if length is not None:
+        return length
     if isinstance(batch, torch.Tensor):
         return 1
     nested = [part for part in parts or () if _parts(part)]
@@ -197,4 +197,4 @@ def _hand_over(batch: Any, side: torch.cuda.Stream, device: torch.device) -> Non
 @lru_cache(maxsize=64)
 def _takes_non_blocking(move: Callable[..., Any]) -> bool:
     parameters = inspect.signature(move).parameters.values()
-    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
+    return any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

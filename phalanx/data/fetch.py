@@ -71,7 +71,9 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _stacked(samples: list[torch.Tensor]) -> torch.Tensor:
     """Stack a batch, a large one into page-locked memory: new pages cost several times the copy."""
     first = samples[0]
-    alike = all(type(each) is torch.Tensor and each.dtype is first.dtype and not each.requires_grad for each in samples)
+    alike = all(
+        type(sample) is torch.Tensor and sample.dtype is first.dtype and not sample.requires_grad for sample in samples
+    )
     if not alike or first.layout is not torch.strided or first.device.type != "cpu":
         refused_or_stacked: torch.Tensor = default_collate(samples)
         return refused_or_stacked

@@ -35,5 +35,5 @@ def describe_problems(names: Sequence[str], problem: str) -> str:
 
 def hints_of(dataset: Any) -> LoaderHints:
     """Return what a data set asks of its loader; most ask nothing."""
-    found = getattr(dataset, "loader_hints", None)
-    return found if isinstance(found, LoaderHints) else LoaderHints()
+    hints = getattr(dataset, "loader_hints", None)
+    return hints if isinstance(hints, LoaderHints) else LoaderHints()

@@ -54,22 +54,22 @@ def open_source(
     return mapped
 
 
-def settle_batch_size(source: Source, wanted: int | None, notes: list[str]) -> int:
+def settle_batch_size(source: Source, batch_size: int | None, notes: list[str]) -> int:
     """Return the batch size per rank: the given one, else the DataLoader's."""
     if source.ready_batches or source.batch_sampler is not None:
-        if wanted is not None:
+        if batch_size is not None:
             maker = "the batch sampler" if source.batch_sampler is not None else "the data"
             notes.append(
-                f"batch_size={wanted} is not used: {maker} makes the batches, and each goes whole to one rank."
+                f"batch_size={batch_size} is not used: {maker} makes the batches, and each goes whole to one rank."
             )
         return 1
-    if wanted is None and source.batch_size is None:
+    if batch_size is None and source.batch_size is None:
         raise UsageError(
             "batch_size is not known: a data set does not say it.", hint="Write batch_size=32 (samples per rank)."
         )
-    if wanted is not None and source.batch_size not in (None, wanted):
-        notes.append(f"batch_size={wanted} per rank replaces the DataLoader's {source.batch_size}.")
-    return wanted if wanted is not None else int(source.batch_size or 1)
+    if batch_size is not None and source.batch_size not in (None, batch_size):
+        notes.append(f"batch_size={batch_size} per rank replaces the DataLoader's {source.batch_size}.")
+    return batch_size if batch_size is not None else int(source.batch_size or 1)
 
 
 def checked(layout: BatchSplit) -> BatchSplit:
@@ -91,7 +91,7 @@ def _check_length(length: int, layout: BatchSplit, *, drop_last: bool, notes: li
         return
     accumulated = f" x {layout.accumulation} accumulation steps" if layout.accumulation > 1 else ""
     product = f"{layout.batch_size} x {layout.dp_size} rank{'s' if layout.dp_size > 1 else ''}{accumulated}"
-    said = f"the data set has {length} samples, a global batch is {product} = {layout.global_batch}"
+    sizes = f"the data set has {length} samples, a global batch is {product} = {layout.global_batch}"
     fitting = length // (layout.dp_size * layout.accumulation)
     if layout.batch_size > length:
         raise DataError(
@@ -100,8 +100,8 @@ def _check_length(length: int, layout: BatchSplit, *, drop_last: bool, notes: li
         )
     if drop_last:
         lower = f"Lower batch_size to {fitting} or set" if fitting else "Set"
-        raise DataError(f"{said}, and drop_last=True drops it all.", hint=f"{lower} drop_last=False.")
-    notes.append(f"{said}: every epoch is one step of {length} samples.")
+        raise DataError(f"{sizes}, and drop_last=True drops it all.", hint=f"{lower} drop_last=False.")
+    notes.append(f"{sizes}: every epoch is one step of {length} samples.")
 
 
 class ShardedLoader:
@@ -136,8 +136,8 @@ class ShardedLoader:
         self._begin()
         micro_steps = self._micro_steps
         pairs = self._batches.batches(self._order_epoch, self._samples, self._micro_steps)
-        kept = lambda: self.leaves_small  # noqa: E731 - read at every batch
-        for info, batch in staged(pairs, self.device, pin_first=self._pin_first, leave_small=kept):
+        leaves_small = lambda: self.leaves_small  # noqa: E731 - read at every batch
+        for info, batch in staged(pairs, self.device, pin_first=self._pin_first, leave_small=leaves_small):
             self.current = info
             micro_steps += 1
             if info.boundary:

@@ -162,20 +162,20 @@ class MappedBatches(Batches):
     def _compare_orders(self, epoch: int) -> None:
         """Raise where ranks would read the epoch in different orders, and so some samples twice and others never."""
         self._compared = epoch
-        own = self._order.fingerprint(epoch)
-        if own is None or self._layout.dp_size == 1 or not dist.is_initialized():
+        fingerprint = self._order.fingerprint(epoch)
+        if fingerprint is None or self._layout.dp_size == 1 or not dist.is_initialized():
             return
         everywhere: list[Any] = [None] * self._layout.dp_size
-        dist.all_gather_object(everywhere, own, group=self._group)
+        dist.all_gather_object(everywhere, fingerprint, group=self._group)
         if len(set(everywhere)) > 1:
             raise order_changed(self._order, f"for epoch {epoch + 1} ranks draw different orders")
 
     def check_order(self, epoch: int, saved: str | None) -> None:
         """Raise where an epoch that was begun cannot be continued, because its order is not what it was."""
-        own = self._order.fingerprint(epoch)
+        fingerprint = self._order.fingerprint(epoch)
         # Checkpoints of earlier versions lack the fingerprint of a sampler's order; orders by groups always had one.
         is_known = saved is not None or isinstance(self._order, GroupedOrder)
-        if is_known and own != saved:
+        if is_known and fingerprint != saved:
             raise order_changed(self._order, f"epoch {epoch + 1} was begun in another order than it has now")
 
     def problems(self) -> str:
@@ -227,8 +227,8 @@ class MappedBatches(Batches):
             if self._ahead > 0:
                 from phalanx.data.ahead import fetch_ahead, group_size
 
-                left = plan.micro_batches - start // self._layout.micro_step - number
-                if left > _WORTH_WORKERS and group_size(batch):
+                batches_left = plan.micro_batches - start // self._layout.micro_step - number
+                if batches_left > _WORTH_WORKERS and group_size(batch):
                     generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
                     yield from fetch_ahead(self._fetcher, cuts, epoch, batch, self._ahead, generator)
 

@@ -47,7 +47,7 @@ def grouped_order(groups: Sequence[int], window: int, *, seed: int, epoch: int) 
     starts = np.cumsum([0, *groups])
     samples = [np.arange(starts[group], starts[group + 1]) for group in generator.permutation(len(groups))]
     windows = [np.concatenate(samples[first : first + window]) for first in range(0, len(samples), window)]
-    return np.concatenate([generator.permutation(each) for each in windows]).astype(np.int64, copy=False)
+    return np.concatenate([generator.permutation(size) for size in windows]).astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +277,10 @@ class DrawnOrder(Order):
     def fingerprint(self, epoch: int) -> str:
         """Return a hash of what was drawn for the epoch."""
         if self._fingerprint is None or self._fingerprint[0] != epoch:
-            found = hashlib.blake2b(digest_size=8)
+            digest = hashlib.blake2b(digest_size=8)
             for part in self._draw(epoch):
-                found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-            self._fingerprint = (epoch, found.hexdigest())
+                digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+            self._fingerprint = (epoch, digest.hexdigest())
         return self._fingerprint[1]
 
     def _draw(self, epoch: int) -> list[Any]:
@@ -315,7 +315,7 @@ def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: li
 def as_index_array(drawn: Sequence[Any]) -> NDArray[np.int64] | list[Any]:
     """Return plain indices as an array, which is quick to slice and gather; other keys as a list."""
     try:
-        indices = np.fromiter((operator.index(each) for each in drawn), dtype=np.int64, count=len(drawn))
+        indices = np.fromiter((operator.index(index) for index in drawn), dtype=np.int64, count=len(drawn))
     except TypeError:
         return list(drawn)
     return indices if not len(indices) or indices.min() >= 0 else list(drawn)
@@ -338,10 +338,10 @@ def _generators(sampler: Any) -> Iterator[Any]:
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        held = list(holder) if isinstance(holder, (list, tuple)) else list(getattr(holder, "__dict__", {}).values())
-        yield from (each for each in held if isinstance(each, _GENERATORS))
-        short = (each for each in held if isinstance(each, (list, tuple)) and len(each) <= _FEW)
-        waiting += [*(each for each in held if isinstance(each, Sampler)), *short]
+        items = list(holder) if isinstance(holder, (list, tuple)) else list(getattr(holder, "__dict__", {}).values())
+        yield from (item for item in items if isinstance(item, _GENERATORS))
+        short = (item for item in items if isinstance(item, (list, tuple)) and len(item) <= _FEW)
+        waiting += [*(item for item in items if isinstance(item, Sampler)), *short]
         waiting += [getattr(holder, "sampler", None)]  # batch samplers need not be subclasses
 
 

@@ -54,37 +54,37 @@ class Source:
     workers: WorkerOptions = field(default_factory=WorkerOptions)
 
 
-def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
+def read_source(data: Any, *, pin_memory: bool, notes: list[str]) -> Source:
     """Recognise a DataLoader, a map-style or iterable data set, (inputs, targets), or an iterable of batches."""
-    if isinstance(given, DataLoader):
-        return _read_loader(given, notes)
-    if isinstance(given, (torch.Tensor, np.ndarray)):
-        kind = "a tensor" if isinstance(given, torch.Tensor) else "an array"
+    if isinstance(data, DataLoader):
+        return _read_loader(data, notes)
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        kind = "a tensor" if isinstance(data, torch.Tensor) else "an array"
         raise DataError(
-            f"{kind} of shape {list(given.shape)} is not a data set.",
+            f"{kind} of shape {list(data.shape)} is not a data set.",
             hint="Give a pair, (inputs, targets), or torch.utils.data.TensorDataset(inputs, targets).",
         )
-    if isinstance(given, tuple) and _are_columns(given):
-        given = TensorDataset(*map(torch.as_tensor, given))
-    if isinstance(given, GatherDataset):
-        notes += given.notes
+    if isinstance(data, tuple) and _are_columns(data):
+        data = TensorDataset(*map(torch.as_tensor, data))
+    if isinstance(data, GatherDataset):
+        notes += data.notes
     options = WorkerOptions(pin_memory=pin_memory)
-    if isinstance(given, IterableDataset):
-        return Source(given, is_stream=True, workers=options)
-    if isinstance(given, Dataset) or _looks_like_dataset(given):
-        hints = hints_of(given)
+    if isinstance(data, IterableDataset):
+        return Source(data, is_stream=True, workers=options)
+    if isinstance(data, Dataset) or _looks_like_dataset(data):
+        hints = hints_of(data)
         notes += hints.notes
         options = replace(options, num_workers=hints.workers, persistent_workers=hints.workers > 0)
-        return Source(given, is_stream=False, workers=options)
-    if isinstance(given, Iterator):
+        return Source(data, is_stream=False, workers=options)
+    if isinstance(data, Iterator):
         raise DataError(
-            f"{type(given).__name__} can be read only once, and every epoch reads the data again.",
+            f"{type(data).__name__} can be read only once, and every epoch reads the data again.",
             hint="Give the DataLoader, the data set or a list of batches instead of iter(...) of it.",
         )
-    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)):
-        return Source(given, is_stream=True, collate_fn=return_as_is, ready_batches=True, workers=options)
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping)):
+        return Source(data, is_stream=True, collate_fn=return_as_is, ready_batches=True, workers=options)
     raise DataError(
-        f"cannot read training data from {type(given).__name__}.",
+        f"cannot read training data from {type(data).__name__}.",
         hint="Give a torch DataLoader, a Dataset (map-style or iterable), or a list of batches.",
     )
 
@@ -119,17 +119,21 @@ def _read_loader(loader: DataLoader[Any], notes: list[str]) -> Source:
     )
 
 
-def _looks_like_dataset(given: Any) -> bool:
+def _looks_like_dataset(data: Any) -> bool:
     """Whether an object has a length and items (Hugging Face data sets); a list or tuple contains batches."""
-    if isinstance(given, (list, tuple, str, bytes, Mapping)):
+    if isinstance(data, (list, tuple, str, bytes, Mapping)):
         return False
-    return hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def _are_columns(given: tuple[Any, ...]) -> bool:
+def _are_columns(columns: tuple[Any, ...]) -> bool:
     """Whether a tuple is (inputs, targets), tensors or arrays with as many samples each; a list contains batches."""
-    lengths = {len(each) for each in given if isinstance(each, (torch.Tensor, np.ndarray)) and each.ndim}
-    return len(given) > 1 and len(lengths) == 1 and all(isinstance(each, (torch.Tensor, np.ndarray)) for each in given)
+    lengths = {len(column) for column in columns if isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim}
+    return (
+        len(columns) > 1
+        and len(lengths) == 1
+        and all(isinstance(column, (torch.Tensor, np.ndarray)) for column in columns)
+    )
 
 
 def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:

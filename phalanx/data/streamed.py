@@ -31,10 +31,10 @@ class AgreedStep:
 class _Pending:
     """The counts of one step while they are reduced: for each micro-step the samples and the blocks of all ranks."""
 
-    def __init__(self, own: list[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None) -> None:
-        missing = [0] * (layout.accumulation - len(own))
-        self._own = own
-        counts = [[*(block.samples for block in own), *missing], [*(1 for _ in own), *missing]]
+    def __init__(self, blocks: list[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None) -> None:
+        missing = [0] * (layout.accumulation - len(blocks))
+        self._own = blocks
+        counts = [[*(block.samples for block in blocks), *missing], [*(1 for _ in blocks), *missing]]
         self._counts = torch.tensor(counts, dtype=torch.int64)
         self._work: Any = None
         if layout.dp_size > 1:
@@ -118,13 +118,13 @@ class StreamedBatches(Batches):
 
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
-        own = _OwnBlocks(self._read(epoch, start, skipped), skipped if self.shards else 0)
+        blocks = _OwnBlocks(self._read(epoch, start, skipped), skipped if self.shards else 0)
         seen = start > 0
-        for step in agreed_steps(own, self._layout, self._group):
+        for step in agreed_steps(blocks, self._layout, self._group):
             if self._drop_last and not self._is_whole(step):
                 break
             seen = True
-            yield from self._micro_batches_of(step, own)
+            yield from self._micro_batches_of(step, blocks)
         if not seen:
             size = self._layout.global_batch
             dropped = (
@@ -159,19 +159,19 @@ class StreamedBatches(Batches):
             return False
         return self._source.ready_batches or step.samples == layout.global_batch
 
-    def _micro_batches_of(self, step: AgreedStep, own: _OwnBlocks) -> Iterator[tuple[MicroInfo, Any]]:
+    def _micro_batches_of(self, step: AgreedStep, blocks: _OwnBlocks) -> Iterator[tuple[MicroInfo, Any]]:
         for micro in range(step.micro_steps):
-            block = step.own[micro] if micro < len(step.own) else self._placeholder(own)
+            block = step.own[micro] if micro < len(step.own) else self._placeholder(blocks)
             last = micro == step.micro_steps - 1
             yield self._layout.info(block.samples, step.samples, boundary=last, offset=block.offset), block.batch
 
-    def _placeholder(self, own: _OwnBlocks) -> StreamBlock:
-        if own.latest is None:
+    def _placeholder(self, blocks: _OwnBlocks) -> StreamBlock:
+        if blocks.latest is None:
             raise DataError(
                 f"rank {self._layout.dp_rank} of {self._layout.dp_size} got no data from the data set's shard().",
                 hint="Use fewer ranks or worker processes, or more shards.",
             )
-        return own.latest._replace(samples=0)
+        return blocks.latest._replace(samples=0)
 
 
 class _OwnBlocks:

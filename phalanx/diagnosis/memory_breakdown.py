@@ -86,51 +86,60 @@ class MemoryBreakdown:
         if len(self.held) < 2 or self.held[-1][0] <= self.held[0][0] or self.held[-1][1] < _GROWTH * self.held[0][1]:
             return ""
         (first, before), (last, now) = self.held[0], self.held[-1]
-        each = size((now - before) / (last - first))
+        slope = size((now - before) / (last - first))
         return (
             f"memory that is held between steps grew from {size(before)} after step {first} to {size(now)} after step "
-            f"{last}, {each} per step: something keeps tensors or data (a list of losses without .item(), a cache)"
+            f"{last}, {slope} per step: something keeps tensors or data (a list of losses without .item(), a cache)"
         )
 
     def changes(self, needed: float = 0.0) -> list[MemoryChange]:
         """Return up to three changes, the cheapest first; one that alone saves what is `needed` is among them."""
         states = self.parameters + self.gradients + self.optimizer
-        found: list[MemoryChange] = []
+        changes: list[MemoryChange] = []
         if self.batch_size > 1:
             half = self.batch_size // 2
             now = f"batch_size={half}, gradient_accumulation_steps={self.accumulation * 2}"
             saved = self.activations * (1 - half / self.batch_size)
-            found.append(MemoryChange(now, saved, "a few percent of the speed"))
+            changes.append(MemoryChange(now, saved, "a few percent of the speed"))
         if self.precision == "fp32" and self.device == "cuda":
-            found.append(MemoryChange("mixed_precision='bf16'", self.activations / 2, "none in speed; other rounding"))
+            changes.append(
+                MemoryChange("mixed_precision='bf16'", self.activations / 2, "none in speed; other rounding")
+            )
         if self.blocks > 1 and not self.recomputes and self.device == "cuda":
             saved = 0.5 * self.activations + 0.75 * self.optimizer
-            found.append(MemoryChange("memory=True", saved, "about a tenth of the speed; compiles"))
+            changes.append(MemoryChange("memory=True", saved, "about a tenth of the speed; compiles"))
         elif self.blocks > 1 and not self.recomputes:
             saved = self.activations * (1 - _BLOCK_INPUT - 1 / self.blocks)
-            found.append(MemoryChange("activation_checkpointing=True", saved, "about a third more computation"))
+            changes.append(MemoryChange("activation_checkpointing=True", saved, "about a third more computation"))
         if self.ranks > 1 and facts_of(self.strategy).replicates:
             saved = states * (1 - 1 / self.ranks)
-            found.append(MemoryChange("strategy='fsdp'", saved, "half as much communication again"))
+            changes.append(MemoryChange("strategy='fsdp'", saved, "half as much communication again"))
         if self.device == "cpu" and self.local_ranks > 1:
-            found.append(MemoryChange(f"num_workers={self.local_ranks - 1}", states + self.other, "fewer ranks"))
+            changes.append(MemoryChange(f"num_workers={self.local_ranks - 1}", states + self.other, "fewer ranks"))
         elif facts_of(self.strategy).shards:
-            found.append(MemoryChange("offload='cpu'", states, "states travel to the device in every step"))
-        enough = [change for change in found if change.saves >= needed > 0]
-        shown = found[:_CHANGES]
+            changes.append(MemoryChange("offload='cpu'", states, "states travel to the device in every step"))
+        enough = [change for change in changes if change.saves >= needed > 0]
+        shown = changes[:_CHANGES]
         return [*shown[: _CHANGES - 1], enough[0]] if enough and not set(enough) & set(shown) else shown
 
     def lines(self, needed: float = 0.0) -> list[str]:
         """Return the breakdown, what grew, and what to change, as lines for the user."""
-        known = sum((self.parameters, self.gradients, self.optimizer, self.activations, self.other))
+        accounted = sum((self.parameters, self.gradients, self.optimizer, self.activations, self.other))
         shared = f", shared by {self.local_ranks} ranks" if self.local_ranks > 1 else ""
-        lines = [f"memory per rank: {size(known)} known, of {size(self.limit)}{shared}", table(self.rows, indent="  ")]
+        lines = [
+            f"memory per rank: {size(accounted)} known, of {size(self.limit)}{shared}",
+            table(self.rows, indent="  "),
+        ]
         lines += [self.growth] if self.growth else []
         changes = self.changes(needed)
         if changes:
             rows = [
-                (each.setting, f"saves about {size(each.saves)}" if each.saves else "saves activations", each.price)
-                for each in changes
+                (
+                    change.setting,
+                    f"saves about {size(change.saves)}" if change.saves else "saves activations",
+                    change.price,
+                )
+                for change in changes
             ]
             lines += ["what to change, the cheapest first, with its price:", table(rows, indent="  ")]
         return "\n".join(lines).splitlines()

@@ -38,23 +38,23 @@ def give_back(state: TrainState, path: str | None) -> str:
             return "the weights in the model are not finite, and lost"
         return f"the state of step {step}, the last one with finite weights, is in the model"
     gradients = state.formation.gradients
-    taken = gradients.steps
+    steps = gradients.steps
     state.formation.load(path)
-    restored, gradients.steps = gradients.steps, taken  # what the run has trained, not what it has now
+    restored, gradients.steps = gradients.steps, steps  # what the run has trained, not what it has now
     return f"the state of step {restored}, that of its last checkpoint, is in the model"
 
 
 def _look_at_data(state: TrainState, step: int) -> tuple[str, str]:
     """Return what is wrong with a step's batch, as the end of a sentence, and what to do."""
     try:
-        found = _kinds_in(state, step)
+        flags = _kinds_in(state, step)
     except Exception as error:  # noqa: BLE001 - of the user's data set, which must not hide that the loss is nan
-        found, problem = torch.full((5,), 2), error_line(type(error).__name__, str(error))
+        flags, problem = torch.full((5,), 2), error_line(type(error).__name__, str(error))
     else:
         problem = ""
-    found = state.formation.reduce(found, "max")
-    kinds = [kind for kind, flag in zip(_KINDS, found.tolist(), strict=False) if flag == 1]
-    if found[4] > 1:
+    flags = state.formation.reduce(flags, "max")
+    kinds = [kind for kind, flag in zip(_KINDS, flags.tolist(), strict=False) if flag == 1]
+    if flags[4] > 1:
         why = f": {problem}" if problem else ""
         return "", f"{_REMEDIES} The batch of step {step} cannot be read again{why}: look for nan in the data."
     if kinds:
@@ -62,7 +62,7 @@ def _look_at_data(state: TrainState, step: int) -> tuple[str, str]:
             "Leave such samples out or replace their values, as torch.nan_to_num does; on_nonfinite='skip' leaves out "
         )
         return f": the batch of step {step} holds {' and '.join(kinds)}", f"{remedy}such steps."
-    return "", f"{_REMEDIES} The batch of step {step} is finite." if found[4] == 1 else _REMEDIES
+    return "", f"{_REMEDIES} The batch of step {step} is finite." if flags[4] == 1 else _REMEDIES
 
 
 def _kinds_in(state: TrainState, step: int) -> torch.Tensor:
@@ -70,21 +70,21 @@ def _kinds_in(state: TrainState, step: int) -> torch.Tensor:
 
     The last is 2 if the batch cannot be read again.
     """
-    found = torch.zeros(5, dtype=torch.int64)
+    kinds = torch.zeros(5, dtype=torch.int64)
     forward = state.forward
     batches = state.train_loader.sharded.reread(state.step - step)
     if batches is None or forward is None:
-        found[4] = 2
-        return found
+        kinds[4] = 2
+        return kinds
     for batch in batches:
         target = forward.target(batch)
         targets = [] if target is batch else [id(tensor) for tensor in _floats(target)]
         for tensor in _floats(batch):
             first = 2 if id(tensor) in targets else 0
-            found[first] |= int(tensor.isnan().any())
-            found[first + 1] |= int(tensor.isinf().any())
-            found[4] = 1
-    return found
+            kinds[first] |= int(tensor.isnan().any())
+            kinds[first + 1] |= int(tensor.isinf().any())
+            kinds[4] = 1
+    return kinds
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:
@@ -93,8 +93,8 @@ def _floats(value: Any) -> Iterator[torch.Tensor]:
         if value.is_floating_point():
             yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _floats(each)
+        for item in value.values():
+            yield from _floats(item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _floats(each)
+        for item in value:
+            yield from _floats(item)

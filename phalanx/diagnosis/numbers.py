@@ -39,8 +39,8 @@ class NumberWatch(Callback):
         self._trainer, self._step = trainer, trainer.step + 1
         self._checks_gradients = trainer.formation.precision.name != "fp16"
         for name, module in trainer.formation.unwrap(trainer.model).named_modules():
-            shown = f"{name or 'the model'} ({type(module).__name__})"
-            self._handles.append(module.register_forward_hook(self._hook(shown)))
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            self._handles.append(module.register_forward_hook(self._hook(label)))
 
     def on_step_end(self, trainer: Any, info: StepInfo) -> None:
         """Count steps, for the message."""
@@ -52,42 +52,46 @@ class NumberWatch(Callback):
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, shown: str) -> Any:
+    def _hook(self, label: str) -> Any:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:
             for tensor in _floating(output):
-                self._check_output(shown, module, inputs, tensor)
+                self._check_output(label, module, inputs, tensor)
                 if tensor.requires_grad and self._checks_gradients:
-                    tensor.register_hook(lambda gradient: self._check_gradient(shown, gradient))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(lambda gradient: self._check_gradient(label, gradient))  # type: ignore[no-untyped-call]
 
         return check
 
-    def _check_output(self, shown: str, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def _check_output(self, label: str, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         largest = float(local(output).detach().abs().max())
         if not torch.isfinite(torch.tensor(largest)):
-            self._stop(f"{shown} produced {_described(output)} in the forward pass{self._from(module, inputs)}")
-        count, usual = self._usual.get(shown, (0, 0.0))
-        if self._trainer.model.training and shown not in self._spikes:
+            self._stop(f"{label} produced {_described(output)} in the forward pass{self._from(module, inputs)}")
+        count, usual = self._usual.get(label, (0, 0.0))
+        if self._trainer.model.training and label not in self._spikes:
             if count >= _USUAL_STEPS and largest > _SPIKE * usual > 0:
-                self._spikes.add(shown)
-                text = f"{shown} produced {largest:.4g}, usually {usual:.4g}{self._from(module, inputs)}"
+                self._spikes.add(label)
+                text = f"{label} produced {largest:.4g}, usually {usual:.4g}{self._from(module, inputs)}"
                 self._trainer.report.say(f"{self._place}: {text}", "warning")
-            self._usual[shown] = (count + 1, max(usual, largest) if count < _USUAL_STEPS else usual)
+            self._usual[label] = (count + 1, max(usual, largest) if count < _USUAL_STEPS else usual)
 
-    def _check_gradient(self, shown: str, gradient: torch.Tensor) -> None:
+    def _check_gradient(self, label: str, gradient: torch.Tensor) -> None:
         if bool(local(gradient).isfinite().all()):
-            self._last_gradient = shown
+            self._last_gradient = label
             return
         after = f", finite at {self._last_gradient}" if self._last_gradient else ", the first one to be computed"
         self._stop(
-            f"the gradient of the output of {shown} is {_described(gradient)}: it was computed in the backward pass of "
+            f"the gradient of the output of {label} is {_described(gradient)}: it was computed in the backward pass of "
             f"what follows that module{after}"
         )
 
     def _from(self, module: nn.Module, inputs: Any) -> str:
         """Describe what the module computed from: the inputs, and its weights where they are not finite."""
         parts = [f"input {_described(tensor)}" for tensor in _floating(inputs)]
-        own = [(name, each) for name, each in module.named_parameters(recurse=False) if each.is_floating_point()]
-        parts += [f"{name} {_described(each)}" for name, each in own if not bool(local(each).isfinite().all())]
+        parameters = [
+            (name, weight) for name, weight in module.named_parameters(recurse=False) if weight.is_floating_point()
+        ]
+        parts += [
+            f"{name} {_described(weight)}" for name, weight in parameters if not bool(local(weight).isfinite().all())
+        ]
         return f", from {'; '.join(parts)}" if parts else ""
 
     @property
@@ -121,7 +125,7 @@ def _described(tensor: torch.Tensor) -> str:
     finite = values[values.isfinite()].float()
     text = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
     if finite.numel():
-        low, high, mean = (float(each) for each in (finite.min(), finite.max(), finite.mean()))
+        low, high, mean = (float(number) for number in (finite.min(), finite.max(), finite.mean()))
         text += f" from {low:.4g} to {high:.4g}, mean {mean:.4g}, std {float(finite.std(correction=0)):.4g}"
     nan, infinite = int(values.isnan().sum()), int(values.isinf().sum())
     bad = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "infinite")) if count]

@@ -55,8 +55,8 @@ class MemoryWatch(Callback):
         is_power = self._steps & (self._steps - 1) == 0  # often at first: a leak may fill the memory in seconds
         if is_power or time.monotonic() >= self._due:
             self._due = time.monotonic() + _EVERY
-            held = torch.cuda.memory_allocated(trainer.formation.device) if self._on_cuda else _resident()
-            self._held = (*self._held[:1], (info.step, float(held)))
+            memory = torch.cuda.memory_allocated(trainer.formation.device) if self._on_cuda else _resident()
+            self._held = (*self._held[:1], (info.step, float(memory)))
             self._write()
 
     def breakdown(self) -> MemoryBreakdown:
@@ -64,12 +64,12 @@ class MemoryWatch(Callback):
         formation, config = self._trainer.formation, self._trainer.config
         model, optimizer = formation.unwrap(self._trainer.model), self._trainer.optimizer
         parameters = list(model.parameters())
-        trained = [each for each in parameters if each.requires_grad]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = _bytes(trained)
-        own, kept = _bytes(parameters), _states(optimizer)
+        weights, states = _bytes(parameters), _states(optimizer)
         momentum = max((group.get("momentum") or 0.0 for group in optimizer.param_groups), default=0.0)
         expected = _bytes(trained) * optimizer_states(type(optimizer).__name__, momentum)
-        present = kept + _bytes(each.grad for each in trained if each.grad is not None)
+        present = states + _bytes(parameter.grad for parameter in trained if parameter.grad is not None)
         if self._on_cuda:
             stats = torch.cuda.memory_stats_as_nested_dict(formation.device)["allocated_bytes"]["all"]
             total, other = float(stats["peak"]), 0.0
@@ -77,15 +77,19 @@ class MemoryWatch(Callback):
             local = formation.world.ranks_per_gpu
         else:
             total = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-            limit, local, other = float(host_memory()), formation.world.env.local_world_size, self._before - own
+            limit, local, other = (
+                float(host_memory()),
+                formation.world.env.local_world_size,
+                self._before - weights,
+            )
         layout = self._trainer.train_loader.sharded.layout
         return MemoryBreakdown(
             device=formation.device.type,
             limit=limit,
-            parameters=own,
+            parameters=weights,
             gradients=gradients,
-            optimizer=kept or expected,
-            activations=max(0.0, total - own - max(present, gradients + kept if self._held else 0.0) - other),
+            optimizer=states or expected,
+            activations=max(0.0, total - weights - max(present, gradients + states if self._held else 0.0) - other),
             other=max(0.0, other),
             ranks=formation.world_size,
             local_ranks=local,
@@ -103,8 +107,8 @@ class MemoryWatch(Callback):
         is_cuda = isinstance(error, torch.OutOfMemoryError)
         if not (is_cuda or "DefaultCPUAllocator: " in str(error)) or not hasattr(self, "_trainer"):
             return error
-        found = _ASKED.search(str(error))
-        asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        match = _ASKED.search(str(error))
+        asked = float(match[1]) * _UNITS[match[2]] if match else 0.0
         where = self._where(error.__traceback__)
         what = f"out of memory in {self._trainer.formation.clock.phase}{where}"
         if asked:
@@ -116,15 +120,15 @@ class MemoryWatch(Callback):
         """Return the innermost module that was running, and the line that it was at."""
         model = self._trainer.formation.unwrap(self._trainer.model)
         names = {id(module): name for name, module in model.named_modules()}
-        found = ""
+        location = ""
         while frames is not None:
             module = frames.tb_frame.f_locals.get("self")
             if isinstance(module, nn.Module) and names.get(id(module)):
                 code = frames.tb_frame.f_code.co_filename
-                shown = f"{names[id(module)]} ({type(module).__name__})"
-                found = f" of {shown}, {Path(code).name}:{frames.tb_lineno}"
+                label = f"{names[id(module)]} ({type(module).__name__})"
+                location = f" of {label}, {Path(code).name}:{frames.tb_lineno}"
             frames = frames.tb_next
-        return found
+        return location
 
     def _write(self) -> None:
         folder = os.environ.get("PHALANX_LOG_DIR", "")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint import group
+from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Watched, parse_metric
 from phalanx.errors import UsageError, unknown_name
@@ -71,8 +71,8 @@ class MetricWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        kept = {"asked": list(self._asked), "watched": list(self.watched)}
-        return {**kept, "value": self.value, "step": self.step, "since": self.since, "judged": self._judged}
+        state = {"asked": list(self._asked), "watched": list(self.watched)}
+        return {**state, "value": self.value, "step": self.step, "since": self.since, "judged": self._judged}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Continue after a resumption; a run that watches another metric begins anew."""
@@ -110,7 +110,7 @@ class BestCheckpoint:
         self.path = path
         watched = self._watch.watched
         best = Best(path, step, watched.name, watched.mode, self._watch.value)
-        group.from_rank_zero(lambda: mark_best(best, self._marked))
+        collectives.from_rank_zero(lambda: mark_best(best, self._marked))
         self._marked = path
         return True
 
@@ -141,8 +141,8 @@ class BestCheckpoint:
         """Take the checkpoint of the best value; return a note where it does not exist. All ranks call this."""
         assert self._watch is not None, "loaded before"
         assert self._watch.step is not None, "loaded before"
-        if path is not None and group.from_rank_zero(path.is_dir):
-            if group.from_rank_zero(lambda: read_mark(path) is None):
+        if path is not None and collectives.from_rank_zero(path.is_dir):
+            if collectives.from_rank_zero(lambda: read_mark(path) is None):
                 self.saved(path, self._watch.step)  # the run ended after it was saved, before it was marked
             self.path = self._marked = path  # the next best one takes the mark over
             return ""
@@ -155,16 +155,16 @@ def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection
     """Raise for a metric of the validation data without such data, and for one that is not among the `known` ones."""
     best, stopping = config.best_metric, config.stopping_metric
     for setting, watched in (("keep_best", best), ("early_stopping", stopping), ("load_best_at_end", best)):
-        given = getattr(config, setting)
-        if not (isinstance(given, str) or (given and setting == "load_best_at_end")) or watched is None:
+        chosen = getattr(config, setting)
+        if not (isinstance(chosen, str) or (chosen and setting == "load_best_at_end")) or watched is None:
             continue
         if watched.name.startswith("val/") and not has_val:
-            metric = "keep_best" if given is True else setting
+            metric = "keep_best" if chosen is True else setting
             raise UsageError(
-                f"{setting} = {given!r}, but there is no validation data",
+                f"{setting} = {chosen!r}, but there is no validation data",
                 hint=f"Give fit(train, val), or write {metric}='train/loss'.",
             )
-        if known is not None and watched.name not in known and given is not True and not watched.is_logged:
+        if known is not None and watched.name not in known and chosen is not True and not watched.is_logged:
             name = watched.name.removeprefix("val/")
             raise UsageError(
                 f"{setting}: {unknown_name('metric', watched.name, known)}",

@@ -24,12 +24,12 @@ class CheckpointPolicy:
         config, env = formation.config, formation.world.env
         self.best = BestCheckpoint(config)
         self.every = config.checkpoint_every
-        wanted = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
-        wanted = wanted or config.load_best_at_end
+        saves = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
+        saves = saves or config.load_best_at_end
         # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
-        self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
-        wanted = wanted or self._for_restarts
-        self.directory = as_path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
+        self._for_restarts = not saves and env.supervised and env.max_restarts > 0
+        saves = saves or self._for_restarts
+        self.directory = as_path(config.checkpoint_dir or run_dir / "checkpoints") if saves else None
         if self.directory is not None and self.every is None:
             self.every = (1, "epochs")
         self.auto: AutoInterval | None = None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from phalanx.checkpoint.group import gather_to_all
+from phalanx.checkpoint.collectives import gather_to_all
 from phalanx.errors import CorruptionError, ReplicaError, StragglerError
 from phalanx.loop.formation import Formation
 from phalanx.loop.optim import OptimizerSettings
@@ -74,8 +74,8 @@ class RankChecks:
         if self._every is None or self._checked == step:
             return
         self._checked = step
-        own = hash_of(self._model.parameters(), self._formation.device)
-        finding = odd_replicas([int(each) for each in self._gather(own)])
+        fingerprint = hash_of(self._model.parameters(), self._formation.device)
+        finding = odd_replicas([int(value) for value in self._gather(fingerprint)])
         if finding is None:
             return
         replaces = self._on_corruption == "replace" and len(finding.ranks) < self._formation.world_size
@@ -90,7 +90,7 @@ class RankChecks:
 
     def _compare_times(self, step: int, pace: OwnTime) -> None:
         assert self._factor is not None
-        times = [float(each) for each in self._gather(torch.tensor(pace.take(), device=self._formation.device))]
+        times = [float(seconds) for seconds in self._gather(torch.tensor(pace.take(), device=self._formation.device))]
         finding = slow_ranks(times, self._factor)
         if finding is None:
             return
@@ -118,10 +118,10 @@ class RankChecks:
 
 def compare_ranks(formation: Formation, model: nn.Module) -> None:
     """Raise where ranks that have formed a new group are not equal, and say in what; all ranks call this."""
-    own = _comparable(formation, model)
-    for name, here in own.items():
+    fingerprints = _comparable(formation, model)
+    for name, here in fingerprints.items():
         everywhere = gather_to_all(here)
-        if (odd := next((rank for rank, each in enumerate(everywhere) if each != everywhere[0]), None)) is not None:
+        if (odd := next((rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0]), None)) is not None:
             values = f": rank 0 has {everywhere[0]}, rank {odd} {everywhere[odd]}"
             raise ReplicaError(
                 f"after the ranks had changed, step {formation.step} left them with different {name}{values}",
@@ -141,12 +141,12 @@ def _comparable(formation: Formation, model: nn.Module) -> dict[str, Any]:
     }
     strategy = formation.strategy
     if not (strategy.shards or strategy.local_steps or strategy.owns_step) and strategy.in_lockstep:
-        states = [held for optimizer in optimizers for held in optimizer.state.values()]
-        moments = [each for held in states for each in held.values() if isinstance(each, torch.Tensor)]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        moments = [tensor for state in states for tensor in state.values() if isinstance(tensor, torch.Tensor)]
         average = {} if formation.average is None else formation.average.parameters()
         parts["weights"] = int(hash_of(model.parameters(), formation.device))
         parts["states of the optimizer"] = int(
-            hash_of((each.to(formation.device) for each in moments), formation.device)
+            hash_of((tensor.to(formation.device) for tensor in moments), formation.device)
         )
         parts["averaged weights"] = int(hash_of(average.values(), formation.device))
     return parts
@@ -180,8 +180,8 @@ class OwnTime:
         seconds = self._clock.phase_seconds
         return seconds["data"] + seconds["forward"] + seconds["other"]
 
-    def _record(self, place: int) -> None:
-        if len(self._events) == place:
+    def _record(self, slot: int) -> None:
+        if len(self._events) == slot:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
@@ -222,7 +222,7 @@ def odd_replicas(hashes: Sequence[int]) -> Finding | None:
         return None
     (value, most), total = counts[0], len(hashes)
     if 2 * most > total:
-        odd = tuple(rank for rank, each in enumerate(hashes) if each != value)
+        odd = tuple(rank for rank, fingerprint in enumerate(hashes) if fingerprint != value)
         return Finding("corruption", odd, f"the weights of {_named(odd)} differ from those of the {most} other ranks")
     every = tuple(range(total))
     return Finding("corruption", every, f"the weights of {_named(every)} differ, and no majority agrees")
@@ -231,13 +231,13 @@ def odd_replicas(hashes: Sequence[int]) -> Finding | None:
 def slow_ranks(seconds: Sequence[float], factor: float) -> Finding | None:
     """Compare each rank's own time per step; name those that take more than `factor` times the median of the others."""
     slow = []
-    for rank, own in enumerate(seconds):
-        others = [each for other, each in enumerate(seconds) if other != rank]
-        if others and own > factor * statistics.median(others):
+    for rank, duration in enumerate(seconds):
+        others = [other_duration for other, other_duration in enumerate(seconds) if other != rank]
+        if others and duration > factor * statistics.median(others):
             slow.append(rank)
     if not slow:
         return None
-    usual = statistics.median(each for rank, each in enumerate(seconds) if rank not in slow)
+    usual = statistics.median(other_duration for rank, other_duration in enumerate(seconds) if rank not in slow)
     times = ", ".join(f"{seconds[rank] * 1000:.3g} ms" for rank in slow)
     verb = "takes" if len(slow) == 1 else "take"
     why = f"{_named(tuple(slow))} {verb} {times} per step without waiting, the others {usual * 1000:.3g} ms"

@@ -26,27 +26,27 @@ class WeightAverage:
 
     def follow(self) -> None:
         """Average what wants gradients now, too: parameters that were unfrozen begin at their value."""
-        model, kept = self._model, set(self._model.state_dict())
+        model, saved_names = self._model, set(self._model.state_dict())
         trained = {
             name: p
             for name, p in model.named_parameters()
             if p.requires_grad or torch_compiler.uncompiled_name(name) in self.other
         }
-        buffers = {name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
-        held = {**trained, **buffers}
-        low = next((f"{name} is {t.dtype}" for name, t in held.items() if t.dtype.itemsize < 4), None)
+        buffers = {name: b for name, b in model.named_buffers() if name in saved_names and b.is_floating_point()}
+        tensors = {**trained, **buffers}
+        low = next((f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype.itemsize < 4), None)
         if low is not None:
             raise UsageError(
                 f"ema_decay averages weights in their own precision, which is too low: {low}",
                 hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
             )
-        before, names = self.other, [torch_compiler.uncompiled_name(name) for name in held]
+        before, names = self.other, [torch_compiler.uncompiled_name(name) for name in tensors]
         self.other = {
-            name: before.get(name, tensor.detach().clone()) for name, tensor in zip(names, held.values(), strict=True)
+            name: before.get(name, value.detach().clone()) for name, value in zip(names, tensors.values(), strict=True)
         }
         self._buffers = list(buffers.items())
-        self._here = [local(tensor.detach()) for tensor in held.values()]
-        self._there = [local(tensor) for tensor in self.other.values()]
+        self._here = [local(value.detach()) for value in tensors.values()]
+        self._there = [local(value) for value in self.other.values()]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the averages of parameters, which are equal on ranks that hold replicas."""
@@ -61,7 +61,7 @@ class WeightAverage:
 
     def _look_for_buffers(self) -> None:
         """Find the buffers again where a module has put another tensor in the place of one."""
-        if any(self._model.get_buffer(name) is not held for name, held in self._buffers):
+        if any(self._model.get_buffer(name) is not buffer for name, buffer in self._buffers):
             self.follow()
 
     @torch.no_grad()
@@ -91,6 +91,6 @@ class WeightAverage:
     @torch.no_grad()
     def load(self, saved: dict[str, torch.Tensor]) -> None:
         """Continue from a saved average; one that was read in place is here already."""
-        for name, held in self.other.items():
-            if saved[name] is not held:
-                held.copy_(saved[name])
+        for name, tensor in self.other.items():
+            if saved[name] is not tensor:
+                tensor.copy_(saved[name])

@@ -48,9 +48,9 @@ def kept_in_eval(model: nn.Module) -> str:
     """Return a note about modules with parameters or buffers that stay in eval mode while the model trains."""
     if not model.training:
         return ""
-    kept = [name for name, module in model.named_modules() if not module.training and module.state_dict()]
-    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
-    return f"in eval mode, and stay so: {kept[0]}{more} (model.train() before fit() trains all)" if kept else ""
+    names = [name for name, module in model.named_modules() if not module.training and module.state_dict()]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"in eval mode, and stay so: {names[0]}{more} (model.train() before fit() trains all)" if names else ""
 
 
 @torch.no_grad()
@@ -131,11 +131,11 @@ class Evaluation:
         if self._every is None or not batches or not is_new:
             return
         assert self._loader is not None, "only with validation data"
-        task, own = state.task, self._loader.sharded.own_metrics
+        task, own_metrics = state.task, self._loader.sharded.own_metrics
         unclear: list[str] = []
-        with _as_before(own if task.metrics is None else task.metrics):
-            found = self._measured(batches, unclear)
-        names = None if unclear else ["train/loss", *(f"val/{name}" for name in found)]
+        with _as_before(own_metrics if task.metrics is None else task.metrics):
+            measured = self._measured(batches, unclear)
+        names = None if unclear else ["train/loss", *(f"val/{name}" for name in measured)]
         check_metrics(state.config, has_val=True, known=names)
 
     def _due(self) -> int:
@@ -175,8 +175,8 @@ class Evaluation:
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Continue after a resumption; a run that evaluates at other times begins with the next of these."""
         if self._every is not None:
-            known = saved is not None and saved["every"] == list(self._every)
-            self._done = saved["done"] if known and saved is not None else self._due()
+            same_schedule = saved is not None and saved["every"] == list(self._every)
+            self._done = saved["done"] if same_schedule and saved is not None else self._due()
 
     def run(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate now, and report and judge the result; all ranks call this."""
@@ -215,11 +215,11 @@ class Evaluation:
 def _as_before(metrics: Mapping[str, Metric] | None) -> Iterator[None]:
     """Return metrics that are objects with values of their own to these, at the end."""
     states = [getattr(metric, "__dict__", None) for metric in (metrics or {}).values()]
-    kept = [(s, pytree.tree_map_only(torch.Tensor, torch.clone, dict(s))) for s in states if isinstance(s, dict)]
+    copies = [(s, pytree.tree_map_only(torch.Tensor, torch.clone, dict(s))) for s in states if isinstance(s, dict)]
     try:
         yield
     finally:
-        for state, before in kept:
+        for state, before in copies:
             state.clear()
             state.update(before)
 

@@ -53,9 +53,9 @@ class InjectedFault(RuntimeError):
 class FaultPlan(Callback):
     """Faults that happen during training: FaultPlan("kill:rank=2,step=50", "exception:rank=0,step=80")."""
 
-    def __init__(self, *given: Fault | str, folder: Path | str | None = None) -> None:
+    def __init__(self, *faults: Fault | str, folder: Path | str | None = None) -> None:
         """`folder`: where it is noted which faults have happened; `faults` in the run's folder by default."""
-        self.faults = [Fault.parse(each) if isinstance(each, str) else each for each in given]
+        self.faults = [Fault.parse(fault) if isinstance(fault, str) else fault for fault in faults]
         self._folder = None if folder is None else Path(folder)
         self.weights_path: Path | None = None
         """Where the run leaves its weights."""
@@ -183,9 +183,9 @@ def _flip_bits(checkpoint: str | None) -> None:
     largest = max(shards, key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         file.seek(largest.stat().st_size // 2)
-        found = file.read(_FLIPPED)
-        file.seek(-len(found), os.SEEK_CUR)
-        file.write(bytes(byte ^ 0xFF for byte in found))
+        content = file.read(_FLIPPED)
+        file.seek(-len(content), os.SEEK_CUR)
+        file.write(bytes(byte ^ 0xFF for byte in content))
 
 
 def _scale(stop: StopRequest, ranks: int) -> None:

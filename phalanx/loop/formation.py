@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
-from phalanx.checkpoint.group import from_rank_zero
+from phalanx.checkpoint.collectives import from_rank_zero
 from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
 from phalanx.config.ways import refuse_in_loop
@@ -68,8 +68,8 @@ def _run_id(launch_id: str) -> str:
 
     All ranks call this and have that of rank 0: without our launcher each would have one of its own.
     """
-    own = _own_run_id(launch_id)
-    return from_rank_zero(lambda: own)
+    candidate = _own_run_id(launch_id)
+    return from_rank_zero(lambda: candidate)
 
 
 def _own_run_id(launch_id: str) -> str:

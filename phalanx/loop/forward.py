@@ -191,8 +191,8 @@ def _with_targets(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, An
 def _with_implied_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
     output = model(*batch[:-1])
     # A scalar next to scores is not the loss: without targets it is rather a penalty.
-    found, value = _find_loss(output) if _is_scalar(_first(output)) else (None, output)
-    return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
+    loss, value = _find_loss(output) if _is_scalar(_first(output)) else (None, output)
+    return (loss, value) if loss is not None else (implied_loss(output, batch[-1]), output)
 
 
 def implied_loss(output: Any, target: Any) -> torch.Tensor:
@@ -209,11 +209,11 @@ def implied_loss(output: Any, target: Any) -> torch.Tensor:
     )
 
 
-def _loss_and_output(result: Any, *given: Any, **named: Any) -> tuple[torch.Tensor | None, Any]:
+def _loss_and_output(result: Any, *inputs: Any, **named: Any) -> tuple[torch.Tensor | None, Any]:
     """Find the loss in what a model returned; `given` and `named` are its arguments."""
     loss, output = _find_loss(result)
     if loss is None and not isinstance(result, torch.Tensor) and not hasattr(result, "logits"):
-        arguments = [shape_text(value) for value in given] + [
+        arguments = [shape_text(value) for value in inputs] + [
             f"{name}={shape_text(value)}" for name, value in named.items()
         ]
         raise ModelError(
@@ -329,13 +329,13 @@ def raise_explained(error: RuntimeError | ValueError | IndexError, model: nn.Mod
         _raise_about_labels(error)
     if not _ABOUT_SHAPES.search(str(error)) or isinstance(error, PhalanxError):
         raise error
-    place = _place(error.__traceback__, model)
+    cause = _place(error.__traceback__, model)
     first = first_line(error)
-    known = (hint for pattern, hint in _WHAT_TO_DO.items() if re.search(pattern, first))
-    hint = next(known, "Change the data or the layer so that they agree.")
+    hints = (hint for pattern, hint in _WHAT_TO_DO.items() if re.search(pattern, first))
+    hint = next(hints, "Change the data or the layer so that they agree.")
     raise ModelError(
-        f"a batch of {shape_text(batch)} does not fit{' the model' if not place else ''}: {place or first}",
-        hint=f"{hint} torch: {first}" if place else "",
+        f"a batch of {shape_text(batch)} does not fit{' the model' if not cause else ''}: {cause or first}",
+        hint=f"{hint} torch: {first}" if cause else "",
     ) from error
 
 
@@ -361,14 +361,14 @@ def _raise_about_labels(error: Exception) -> NoReturn:
 def _place(trace: TracebackType | None, model: nn.Module) -> str:
     """Return the innermost layer of torch, or else the loss, in whose call the error was raised, and what it got."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = ""
+    text = ""
     while trace is not None:
         values = trace.tb_frame.f_locals
-        layer, given, target = values.get("self"), values.get("input"), values.get("target")
-        if isinstance(layer, nn.Module) and isinstance(given, torch.Tensor) and target is None:
+        layer, inputs, target = values.get("self"), values.get("input"), values.get("target")
+        if isinstance(layer, nn.Module) and isinstance(inputs, torch.Tensor) and target is None:
             name = f"the layer '{names[id(layer)]}' " if names.get(id(layer)) else ""
-            found = f"{name}{layer} got {shape_text(given)}"
-        elif isinstance(given, torch.Tensor) and isinstance(target, torch.Tensor):
-            found = f"the loss got an output {shape_text(given)} and a target {shape_text(target)}"
+            text = f"{name}{layer} got {shape_text(inputs)}"
+        elif isinstance(inputs, torch.Tensor) and isinstance(target, torch.Tensor):
+            text = f"the loss got an output {shape_text(inputs)} and a target {shape_text(target)}"
         trace = trace.tb_next
-    return found
+    return text

@@ -64,22 +64,22 @@ def _of_all_ranks(world: World, tensors: list[torch.Tensor]) -> list[torch.Tenso
     """Concatenate tensors of the same form over the ranks: one all-gather of their lengths, and one for each tensor."""
     form = zlib.crc32(repr([(tensor.shape[1:], tensor.dtype) for tensor in tensors]).encode())
     lengths = _all_gather(world, torch.tensor([form, len(tensors)], device=world.device))
-    if len({tuple(each.tolist()) for each in lengths}) > 1:
-        shown = ", ".join(f"{list(tensor.shape)} of {tensor.dtype}" for tensor in tensors)
+    if len({tuple(length.tolist()) for length in lengths}) > 1:
+        descriptions = ", ".join(f"{list(tensor.shape)} of {tensor.dtype}" for tensor in tensors)
         raise UsageError(
-            f"gather got tensors that differ between the ranks in more than their number of rows; here {shown}",
+            f"gather got tensors that differ between the ranks in more than their number of rows; here {descriptions}",
             hint="Give the same tensors on every rank, with equal shapes after the first dimension.",
         )
     counts = torch.stack(_all_gather(world, torch.tensor([len(tensor) for tensor in tensors], device=world.device)))
     leading = [rank for rank in range(world.world_size) if world.mesh.leads_samples(rank)]
-    found = []
+    gathered = []
     for tensor, rows in zip(tensors, counts.T.tolist(), strict=True):
         padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: len(tensor)] = tensor
         parts = _all_gather(world, padded)
-        found.append(torch.cat([parts[rank][: rows[rank]] for rank in leading]))
+        gathered.append(torch.cat([parts[rank][: rows[rank]] for rank in leading]))
     raise_if_aborted()  # else a part of them
-    return found
+    return gathered
 
 
 def _all_gather(world: World, tensor: torch.Tensor) -> list[torch.Tensor]:

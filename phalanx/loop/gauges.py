@@ -18,7 +18,7 @@ from phalanx.features import feature
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
 from phalanx.model import CountsFlops, implements
-from phalanx.observe import rank_table
+from phalanx.observe import rank_statistics
 from phalanx.observe.events import Event, Goodput, RanksReported
 from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.heartbeat import Gauges, current, read_beats
@@ -60,7 +60,7 @@ class RankGauges:
     def _write(self) -> None:
         clock, talked = self._clock, self._clock.communication()
         now = clock.read(at_last_step=True)
-        seconds, samples, steps, data, talk, own = (new - old for new, old in zip(now, self._mark, strict=True))
+        seconds, samples, steps, data, talk, own_seconds = (new - old for new, old in zip(now, self._mark, strict=True))
         self._mark, self._due = now, now.seconds + _EVERY
         if self._sensor is not None:
             self.gpu = self._sensor.read()
@@ -70,7 +70,7 @@ class RankGauges:
                 step_seconds=seconds / steps,
                 data_wait=data / seconds,
                 communication=math.nan if talked is None else talk / seconds,
-                own_seconds=own / steps,
+                own_seconds=own_seconds / steps,
                 memory=float(self.memory.bytes()),
                 memory_limit=self._limit,
                 gpu_utilization=_known(self.gpu.utilization),
@@ -97,10 +97,10 @@ class RankGauges:
         began = self._clock.seconds
         folder = os.environ.get("PHALANX_LOG_DIR", "")
         beats = read_beats(Path(folder)) if folder else {}
-        if not beats and (own := current().read(0)) is not None:
-            beats = {0: own}
+        if not beats and (beat := current().read(0)) is not None:
+            beats = {0: beat}
         if beats:
-            self._emit(rank_table.report(beats))
+            self._emit(rank_statistics.report(beats))
         ended = self._clock.seconds
         self._report_at = ended + max(_REPORT_SECONDS, (ended - began) / _MOST_OF_TIME)
 
@@ -124,8 +124,8 @@ def _memory_limit(world: World) -> float:
 def _sensor(device: torch.device) -> GpuSensor | None:
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
-    return GpuSensor(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+    properties: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
+    return GpuSensor(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,13 @@ class RunSpeed:
         last = self.report(samples)
         if not self._formation.is_main:
             return
-        found = account([*read_events(self._run_dir / EVENTS), last.to_dict()])
-        if found is not None:
-            history.goodput, history.whole_throughput, history.whole_mfu = found.seconds, found.throughput, found.mfu
+        run = account([*read_events(self._run_dir / EVENTS), last.to_dict()])
+        if run is not None:
+            history.goodput, history.whole_throughput, history.whole_mfu = (
+                run.seconds,
+                run.throughput,
+                run.mfu,
+            )
 
     def speedup(self, rate: float) -> float | None:
         """Return a throughput over that of `reference_throughput`, where it is given."""

@@ -14,8 +14,8 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.loss_log import LossWeights
+from phalanx.loop.optimizer_parameters import ConcurrentLoaders, HeldParameters, UnfinishedSteps
 from phalanx.loop.precision import LossScale, Precision
-from phalanx.loop.sharing import ConcurrentLoaders, HeldParameters, UnfinishedSteps
 from phalanx.strategies.base import Strategy
 from phalanx.world.abort import complete, raise_if_aborted
 from phalanx.world.world import World

@@ -99,8 +99,8 @@ class Hooks:
     @property
     def has_users(self) -> bool:
         """Whether code of the user is called after steps."""
-        own = (type(callback).__module__.partition(".")[0] for callback in self._callbacks)
-        return bool(self._every) or any(package != "phalanx" for package in own)
+        packages = (type(callback).__module__.partition(".")[0] for callback in self._callbacks)
+        return bool(self._every) or any(package != "phalanx" for package in packages)
 
     def after_step(self, info: StepInfo) -> None:
         """Call what is due after this step, and was not called for it yet."""
@@ -120,7 +120,7 @@ class Hooks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by position and class."""
-        states = {f"{n}:{type(each).__name__}": each.state_dict() for n, each in enumerate(self._callbacks)}
+        states = {f"{n}:{type(callback).__name__}": callback.state_dict() for n, callback in enumerate(self._callbacks)}
         return {name: state for name, state in states.items() if state is not None}
 
     def check_states(self) -> None:
@@ -133,7 +133,7 @@ class Hooks:
 
     def load_state_dict(self, states: dict[str, Any], say: Callable[[str, str], None]) -> None:
         """Give each callback its state; `say`: reports states of callbacks that this run does not have."""
-        here = {f"{n}:{type(each).__name__}": each for n, each in enumerate(self._callbacks)}
+        here = {f"{n}:{type(callback).__name__}": callback for n, callback in enumerate(self._callbacks)}
         for name, state in states.items():
             if name in here:
                 here[name].load_state_dict(state)

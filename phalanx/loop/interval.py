@@ -58,11 +58,11 @@ class AutoInterval:
 
         `stalled`: seconds that checkpoints have stalled this rank so far; those of the main rank count.
         """
-        wanted, note = self._wanted(step, stalled) if self._formation.is_main else (0, "")
-        wanted = int(self._formation.reduce(torch.tensor(wanted), "sum"))
-        is_new = wanted and (self._steps is None or not 1 / _CHANGE < wanted / self._steps < _CHANGE)
+        interval, note = self._wanted(step, stalled) if self._formation.is_main else (0, "")
+        interval = int(self._formation.reduce(torch.tensor(interval), "sum"))
+        is_new = interval and (self._steps is None or not 1 / _CHANGE < interval / self._steps < _CHANGE)
         if is_new:
-            self._steps = wanted
+            self._steps = interval
         self._mark = (step, self._clock())
         self._next = step + (self._steps or _FIRST_STEPS)
         return note if is_new else ""
@@ -78,9 +78,11 @@ class AutoInterval:
         cost = sorted(self._costs)[len(self._costs) // 2]
         mtbf, source = self._mtbf()
         seconds = best_interval(cost, mtbf)
-        wanted = max(1, round(seconds / step_seconds))
-        often = f"a checkpoint every {wanted:,} step{'s' * (wanted > 1)} (about {duration(wanted * step_seconds)})"
-        return wanted, f"{often}: a save stalls {cost:.2g} s, and a failure is expected every {source}"
+        interval = max(1, round(seconds / step_seconds))
+        often = (
+            f"a checkpoint every {interval:,} step{'s' * (interval > 1)} (about {duration(interval * step_seconds)})"
+        )
+        return interval, f"{often}: a save stalls {cost:.2g} s, and a failure is expected every {source}"
 
     def _mtbf(self) -> tuple[float, str]:
         if self._given is not None:

@@ -42,30 +42,30 @@ class ParameterShards(NamedTuple):
         chosen = [number for number, parameter in enumerate(self.parameters) if parameter.ndim > 1]
         if not chosen:
             return
-        parameters, weights, steps = ([each[n] for n in chosen] for each in (self.parameters, self.weights, steps))
+        parameters, weights, steps = ([values[n] for n in chosen] for values in (self.parameters, self.weights, steps))
         if decay:
             foreach_add_(steps, weights, alpha=decay)
-        lengths, own = (_norms(parameters, parts) for parts in (weights, steps))
-        ratios = torch.where((lengths > 0) & (own > 0), trust * lengths / own, 1.0)
+        lengths, step_norms = (_norms(parameters, parts) for parts in (weights, steps))
+        ratios = torch.where((lengths > 0) & (step_norms > 0), trust * lengths / step_norms, 1.0)
         foreach_mul_(steps, list(ratios.unbind()))
 
 
 def _norms(parameters: list[Tensor], parts: list[Tensor]) -> Tensor:
     """Return the norm of each whole tensor, of which `parts` are the shards, laid out as the parameters are."""
-    found = list(foreach_norm(parts))
+    norms = list(foreach_norm(parts))
     layouts: dict[Any, list[int]] = {}
     for number, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
             # Not is_shard: torch does not count the strided shards of two axes as such.
-            axes = tuple(axis for axis, place in enumerate(parameter.placements) if not place.is_replicate())
+            axes = tuple(axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate())
             layouts.setdefault((parameter.device_mesh, axes), []).append(number)
     for (mesh, axes), numbers in layouts.items():
-        squares = torch.stack([found[number] for number in numbers]).square()
+        squares = torch.stack([norms[number] for number in numbers]).square()
         for axis in axes:
             dist.all_reduce(squares, group=mesh.get_group(axis))
         for number, norm in zip(numbers, squares.sqrt().unbind(), strict=True):
-            found[number] = norm
-    return torch.stack(found)
+            norms[number] = norm
+    return torch.stack(norms)
 
 
 def _as_shards(parameters: list[Tensor]) -> ParameterShards:
@@ -140,10 +140,10 @@ class LAMB(_LayerWise):
         foreach_mul_(squares, beta2)
         foreach_addcmul_(squares, trained.gradients, trained.gradients, 1 - beta2)
         # The counts stay on the device: a captured step counts on.
-        taken = [count.double() for count in counts]
-        roots = foreach_sqrt(foreach_div(squares, [1 - beta2**count for count in taken]))
+        step_counts = [count.double() for count in counts]
+        roots = foreach_sqrt(foreach_div(squares, [1 - beta2**count for count in step_counts]))
         foreach_add_(roots, group["eps"])
-        steps = list(foreach_div(foreach_div(averages, [1 - beta1**count for count in taken]), roots))
+        steps = list(foreach_div(foreach_div(averages, [1 - beta1**count for count in step_counts]), roots))
         trained.adapt(steps, group["weight_decay"])
         foreach_add_(trained.weights, steps, alpha=-float(group["lr"]))
 

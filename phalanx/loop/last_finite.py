@@ -32,7 +32,7 @@ class LastFinite:
         if not self._is_small:
             return
         tensors = self._tensors()
-        self._is_small = sum(each.nbytes for each in tensors) <= _MOST_BYTES
+        self._is_small = sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
         if not self._is_small:
             self._copies.clear()
             return
@@ -43,7 +43,7 @@ class LastFinite:
                 torch_compat.foreach_copy_(older.values, tensors)
                 self._copies.append(_Copy(step, tensors, older.values))
             else:
-                self._copies.append(_Copy(step, tensors, [each.clone() for each in tensors]))
+                self._copies.append(_Copy(step, tensors, [tensor.clone() for tensor in tensors]))
 
     def restore(self) -> int | None:
         """Put back the newest copy whose numbers are all finite; return its step, or None if there is none."""
@@ -66,8 +66,8 @@ class LastFinite:
 
     def _tensors(self) -> list[torch.Tensor]:
         states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        own = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return [*(p.data for p in self._model.parameters()), *self._model.buffers(), *own]
+        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [*(p.data for p in self._model.parameters()), *self._model.buffers(), *moments]
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -144,11 +144,11 @@ class PreparedLoader:
         sharded, per_epoch = self.sharded, self.sharded.steps_per_epoch
         if per_epoch is None or epochs is None:
             return None
-        left = max(0, epochs - sharded.epoch)
-        if not sharded.samples_done or not left:
-            return per_epoch * left
+        epochs_left = max(0, epochs - sharded.epoch)
+        if not sharded.samples_done or not epochs_left:
+            return per_epoch * epochs_left
         unseen = (sharded.num_samples or 0) - sharded.samples_done  # resumed within an epoch
-        return per_epoch * (left - 1) + -(-unseen // sharded.layout.global_batch)
+        return per_epoch * (epochs_left - 1) + -(-unseen // sharded.layout.global_batch)
 
     def roll_over(self) -> None:
         """Begin the next epoch where all samples of this one were read, but the iteration stopped before its end."""

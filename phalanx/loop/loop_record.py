@@ -61,11 +61,11 @@ class LoopRecord:
         if self._report is not None:
             self._report.log(at, values, value, reduce)
             return
-        found = checked(values, value, taken=OWN_CURVES)
+        numbers = checked(values, value, taken=OWN_CURVES)
         if reduce is not None:
-            found = reduced(found, reduce, formation)
+            numbers = reduced(numbers, reduce, formation)
         if self._is_recorded and not self._has_ended:  # before the first pass
-            self._early.append((at, found, None))
+            self._early.append((at, numbers, None))
         elif formation.is_main and not self._has_warned:
             self._has_warned = True
             say_to_user(CLOSED if self._is_recorded else NOT_RECORDED)
@@ -96,9 +96,9 @@ class LoopRecord:
         name = config.name or Path(sys.argv[0] if sys.argv else "").stem or "loop"
         sinks, folder = [], Path()
         if formation.is_main:
-            given = config.run_dir or os.environ.get("PHALANX_RUN_DIR")
-            placed = config if given is None else config.with_trusted(run_dir=str(given))
-            folder = own_run_dir(lambda: make_run_dir(placed, name))
+            run_dir = config.run_dir or os.environ.get("PHALANX_RUN_DIR")
+            config_here = config if run_dir is None else config.with_trusted(run_dir=str(run_dir))
+            folder = own_run_dir(lambda: make_run_dir(config_here, name))
             sinks = open_sinks(config, folder, shown=False)
         layout = loaders[0].sharded.layout if loaders else BatchSplit(0)
         report = Reporter(formation, name, layout, folder, EventStream(sinks, rank=formation.rank))
@@ -106,8 +106,8 @@ class LoopRecord:
         if formation.is_main:
             atexit.register(self._flush)
             formation.undo_later(self._close_sinks)
-        for each in self._early:
-            report.log(*each)
+        for entry in self._early:
+            report.log(*entry)
         self._early.clear()
         return report
 

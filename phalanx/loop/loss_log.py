@@ -36,8 +36,8 @@ class LossSum:
 
     def add(self, losses: Losses) -> None:
         """Add the losses of more steps."""
-        self.total += sum(each.loss * each.weight for each in losses.values())
-        self.weight += sum(each.weight for each in losses.values())
+        self.total += sum(loss.loss * loss.weight for loss in losses.values())
+        self.weight += sum(loss.weight for loss in losses.values())
 
     @property
     def mean(self) -> float | None:
@@ -86,8 +86,8 @@ class LossLog:
 
         Of steps that were not added up over the ranks it is the part of this rank.
         """
-        own = {step for step in self._step_of if step <= last_step}
-        return [sums for step, sums in self._summed if step <= last_step] + ([self._own_sums(own)] if own else [])
+        steps = {step for step in self._step_of if step <= last_step}
+        return [sums for step, sums in self._summed if step <= last_step] + ([self._own_sums(steps)] if steps else [])
 
     def _own_sums(self, steps: set[int]) -> torch.Tensor:
         """Return this rank's weighted losses of some steps and their weights, as one tensor on the device."""

@@ -81,33 +81,33 @@ class MetricSums:
             self._metrics = default_metrics(output, target, loss if may_shift else None)
         for name, metric in self._metrics.items():
             try:
-                found = metric(output, target)
+                value = metric(output, target)
             except Exception as error:
                 error.add_note(f"It was raised by the metric '{name}'.")
                 raise
             if is_gathered(metric):
-                self._keep(name, found, samples, offset)
+                self._keep(name, value, samples, offset)
             else:
-                self._accumulate(name, *self._measured(name, found, samples))
+                self._accumulate(name, *self._measured(name, value, samples))
 
-    def _keep(self, name: str, found: Any, samples: int, offset: int) -> None:
+    def _keep(self, name: str, value: Any, samples: int, offset: int) -> None:
         """Keep the rows of the real samples on the device, each after the place of its sample."""
-        if not isinstance(found, torch.Tensor) or found.ndim != 2 or len(found) < samples:
-            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        if not isinstance(value, torch.Tensor) or value.ndim != 2 or len(value) < samples:
+            shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ModelError(
                 f"the metric '{name}', which combines rows, returned {shape} for a batch of {samples} samples",
                 hint=f"Return some numbers per sample, a tensor [{samples}, numbers]: torch.stack([score, label], 1)",
             )
-        kept = found[: samples if self._leads_samples else 0].detach().to(self._device, torch.float64)
-        places = torch.arange(offset, offset + len(kept), device=self._device, dtype=torch.float64)
-        self._rows.setdefault(name, []).append(torch.cat([places[:, None], kept], dim=1))
+        rows = value[: samples if self._leads_samples else 0].detach().to(self._device, torch.float64)
+        places = torch.arange(offset, offset + len(rows), device=self._device, dtype=torch.float64)
+        self._rows.setdefault(name, []).append(torch.cat([places[:, None], rows], dim=1))
 
-    def _measured(self, name: str, found: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _measured(self, name: str, result: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the total of what a metric found, and the number of what it counted."""
-        if isinstance(found, tuple) and len(found) == 2:  # a placeholder batch counts nothing
-            total, units = (_as_numbers(name, part).detach().double() * float(samples > 0) for part in found)
+        if isinstance(result, tuple) and len(result) == 2:  # a placeholder batch counts nothing
+            total, units = (_as_numbers(name, part).detach().double() * float(samples > 0) for part in result)
             return total, units
-        value = _as_numbers(name, found).to(self._device).detach().double()
+        value = _as_numbers(name, result).to(self._device).detach().double()
         if value.ndim and samples and (value.shape[0], value.numel()) != (samples, samples):
             raise ModelError(
                 f"the metric '{name}' returned values of shape {list(value.shape)} for a batch of {samples} samples",
@@ -130,22 +130,22 @@ class MetricSums:
         names = sorted(self._sums)
         if not names and not self._rows:
             raise ModelError("evaluation produced neither a loss nor a metric", hint="Give loss_fn or metrics.")
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         if names:
             totals = torch.stack([self._sums[name] for name in names])
             if dist.is_initialized():
                 dist.all_reduce(totals)
-            found = dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+            results = dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
         for name in sorted(self._rows):
             rows = _gathered(torch.cat(self._rows[name]))
             try:
-                found |= self._combined(name, rows)
+                results |= self._combined(name, rows)
             except Exception:
                 if unclear is None:
                     raise
                 unclear.append(name)
         raise_if_aborted()  # else a part of a sum
-        return found
+        return results
 
     def _combined(self, name: str, rows: torch.Tensor) -> dict[str, float]:
         assert self._metrics is not None, "it has rows"
@@ -153,18 +153,18 @@ class MetricSums:
         rows = rows[rows[:, 0].argsort()]
         value = metric.combine(rows[:, 1:], rows[:, 0].long())
         several = value if isinstance(value, Mapping) else {name: value}
-        return {key: float(each) for key, each in several.items()}
+        return {key: float(score) for key, score in several.items()}
 
 
-def _as_numbers(name: str, found: Any) -> torch.Tensor:
+def _as_numbers(name: str, value: Any) -> torch.Tensor:
     """Return what a metric returned as a tensor."""
-    if isinstance(found, torch.Tensor):
-        return found
+    if isinstance(value, torch.Tensor):
+        return value
     try:
-        return torch.as_tensor(found)
+        return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"the metric '{name}' returned a {type(found).__name__}, {repr(found)[:40]}, which is not a number",
+            f"the metric '{name}' returned a {type(value).__name__}, {repr(value)[:40]}, which is not a number",
             hint="Return the batch's mean, one value per sample, or (total, count); give several values as several "
             "metrics.",
         ) from error
@@ -196,10 +196,10 @@ def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = No
     labels = not target.is_floating_point() and target.dtype != torch.bool
     if not labels or output.ndim != target.ndim + 1 or not output.is_floating_point():
         return {}
-    found: Metric | None = accuracy
+    metric: Metric | None = accuracy
     if own_loss is not None and target.ndim > 1:
-        found = _alignment(output, target, own_loss)
-    return {} if found is None else {"accuracy": found}
+        metric = _alignment(output, target, own_loss)
+    return {} if metric is None else {"accuracy": metric}
 
 
 _TOLERANCE = 1e-3
@@ -293,7 +293,7 @@ _BROADCASTING_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, n
 def refuse_broadcast(loss_fn: Any) -> Any:
     """Return a loss that raises for outputs and targets which torch would broadcast; others as they are."""
     function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
-    broadcasts = type(function) in _BROADCASTING_MODULES or any(function is each for each in _BROADCASTING)
+    broadcasts = type(function) in _BROADCASTING_MODULES or any(function is kind for kind in _BROADCASTING)
     return partial(_of_equal_shapes, loss_fn) if broadcasts else loss_fn
 
 
@@ -314,8 +314,8 @@ def _refuse_shapes(loss_fn: Any, output: torch.Size, target: torch.Size) -> None
     hint = "Give outputs and targets of one shape."
     if output == (*target, 1):
         hint = "Write output.squeeze(-1) at the end of the model's forward, or give target.unsqueeze(-1) in the data."
-        if (own := _own_name(name)) in LOSSES:
-            hint += f" Or loss_fn='{own}', which compares them one by one."
+        if (loss_name := _own_name(name)) in LOSSES:
+            hint += f" Or loss_fn='{loss_name}', which compares them one by one."
     elif target == (*output, 1):
         hint = "Give target.squeeze(-1) in the data, or write output.unsqueeze(-1) at the end of the model's forward."
     raise ModelError(
@@ -361,24 +361,24 @@ _SAME = {
 """Names of torch's classes and of other libraries."""
 
 
-def _own_name(given: str) -> str:
+def _own_name(alias: str) -> str:
     """Return the name in `LOSSES` of a name of torch's or of another library's; an unknown one nearly as it is."""
-    name = given.lower().replace("-", "_").removesuffix("loss").rstrip("_")
+    name = alias.lower().replace("-", "_").removesuffix("loss").rstrip("_")
     return _SAME.get(name, name)
 
 
-def find_loss(given: Any) -> LossFn | None:
+def find_loss(loss: Any) -> LossFn | None:
     """Return the loss function of a name, or the one given; raise for what cannot be called with (output, target)."""
     hint = f"Give one of {', '.join(LOSSES)}, or a function: loss_fn=lambda output, target: ..."
-    if isinstance(given, str):
-        name = _own_name(given)
+    if isinstance(loss, str):
+        name = _own_name(loss)
         if name not in LOSSES:
-            raise UsageError(unknown_name("loss", given, LOSSES), hint="Or give a function: loss_fn=lambda o, t: ...")
+            raise UsageError(unknown_name("loss", loss, LOSSES), hint="Or give a function: loss_fn=lambda o, t: ...")
         return LOSSES[name]
-    if isinstance(given, type) and issubclass(given, nn.Module):
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UsageError(
-            f"loss_fn = {given.__name__} is the class, not a loss", hint=f"Write: loss_fn={given.__name__}()"
+            f"loss_fn = {loss.__name__} is the class, not a loss", hint=f"Write: loss_fn={loss.__name__}()"
         )
-    if given is not None and not callable(given):
-        raise UsageError(f"loss_fn = {given!r} is a {type(given).__name__}, which cannot be called", hint=hint)
-    return given  # type: ignore[no-any-return]
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss_fn = {loss!r} is a {type(loss).__name__}, which cannot be called", hint=hint)
+    return loss  # type: ignore[no-any-return]

@@ -56,9 +56,9 @@ def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimi
         raise UsageError("merged adapters take no part in training", hint="Call phalanx.unmerge_lora(model) first.")
     if config.lora_rank is None:
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
-    if not trained or any(id(parameter) in held for parameter in trained):  # a pipeline stage may have no adapter
+    if not trained or any(id(parameter) in ids for parameter in trained):  # a pipeline stage may have no adapter
         return
     raise UsageError(
         "the optimizer was made before the adapters, and holds frozen parameters only",

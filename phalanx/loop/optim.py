@@ -52,14 +52,14 @@ def build_optimizer(
 
     `sparse`: an embedding has sparse gradients. Fused implementations take neither these nor complex numbers.
     """
-    found = [parameter for parameter in parameters if parameter.requires_grad]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     # torch has fused Adam for sharded parameters, but neither fused SGD nor fused Adagrad.
-    sharded = any(isinstance(parameter, DTensor) for parameter in found)
-    fused = not sparse and not any(parameter.is_complex() for parameter in found)
-    trained: list[Any] = [{"params": found}]  # a group, because it may be empty: a pipeline stage may be frozen
+    sharded = any(isinstance(parameter, DTensor) for parameter in trainable)
+    fused = not sparse and not any(parameter.is_complex() for parameter in trainable)
+    trained: list[Any] = [{"params": trainable}]  # a group, because it may be empty: a pipeline stage may be frozen
     if not config.decay_norms:
-        plain = [parameter for parameter in found if parameter.ndim < 2]
-        weights = [parameter for parameter in found if parameter.ndim > 1]
+        plain = [parameter for parameter in trainable if parameter.ndim < 2]
+        weights = [parameter for parameter in trainable if parameter.ndim > 1]
         trained = [{"params": weights}, {"params": plain, "weight_decay": 0.0}]
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     betas = (config.momentum, _BETA2)
@@ -136,14 +136,14 @@ class LRSchedule:
 
     def apply(self, step: int) -> None:
         """Set the rate for the step about to be taken (steps count from 0)."""
-        factor, groups, known = self._factor(step), self._optimizer.param_groups, len(self._own)
-        changed = 0 if factor != self._applied else known
+        factor, groups, group_count = self._factor(step), self._optimizer.param_groups, len(self._own)
+        changed = 0 if factor != self._applied else group_count
         if changed == len(groups):
             return
-        self._own += [float(group["lr"]) for group in groups[known:]]  # add_param_group, while training
+        self._own += [float(group["lr"]) for group in groups[group_count:]]  # add_param_group, while training
         self._applied = factor
-        for group, own in zip(groups[changed:], self._own[changed:], strict=True):
-            rate = own * self._scale * factor
+        for group, base_rate in zip(groups[changed:], self._own[changed:], strict=True):
+            rate = base_rate * self._scale * factor
             _set_rate(group, float(np.float32(rate)) if self._rounded else rate)
 
     def reshape(self, factor: Callable[[int], float]) -> None:
@@ -167,9 +167,9 @@ class LRSchedule:
         if self._applied is None:
             return
         # A group that was added after the last step has its own rate still.
-        for group, own in zip(self._optimizer.param_groups, self._own, strict=False):
-            if not only_scheduled or math.isclose(group["lr"], own * self._scale * self._applied, rel_tol=1e-6):
-                _set_rate(group, own)
+        for group, base_rate in zip(self._optimizer.param_groups, self._own, strict=False):
+            if not only_scheduled or math.isclose(group["lr"], base_rate * self._scale * self._applied, rel_tol=1e-6):
+                _set_rate(group, base_rate)
         self._applied = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
 
     def step(*arguments: Any, **named: Any) -> None:
         nonlocal seen
-        taken = gradients.taken(scheduler.optimizer)
-        if taken is None or taken > seen:
-            seen = taken or 0
+        steps = gradients.taken(scheduler.optimizer)
+        if steps is None or steps > seen:
+            seen = steps or 0
             inner_step(*arguments, **named)
 
     def state_dict() -> dict[str, Any]:  # torch takes every attribute for state, these two functions included
@@ -159,23 +159,23 @@ def _progress(scheduler: LRScheduler) -> int:
     return int(counted.last_epoch)
 
 
-def check_scheduler(given: Any, optimizer: Any, interval: str, config: DistributedConfig) -> None:
+def check_scheduler(scheduler: Any, optimizer: Any, interval: str, config: DistributedConfig) -> None:
     """Raise for what cannot schedule the rate, and for settings that would set it too."""
-    if given is None:
+    if scheduler is None:
         return
     if interval not in ("epoch", "step"):
         raise UsageError(f"scheduler_interval = {interval!r}: not one of 'epoch', 'step'.")
-    if isinstance(given, ReduceLROnPlateau):
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
             "scheduler = ReduceLROnPlateau(...) is stepped with a metric, which only your code chooses",
             hint="Step it in a callback: on_epoch_end(trainer, epoch, metrics) calls scheduler.step(metrics['loss']).",
         )
-    if not isinstance(given, LRScheduler) and (not callable(given) or isinstance(given, type)):
+    if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
         raise UsageError(
-            f"scheduler = {given!r}: expected a torch LRScheduler, or a function that makes one of an optimizer",
+            f"scheduler = {scheduler!r}: expected a torch LRScheduler, or a function that makes one of an optimizer",
             hint="Write scheduler=lambda optimizer: CosineAnnealingLR(optimizer, T_max=100).",
         )
-    if isinstance(given, LRScheduler) and given.optimizer is not optimizer:
+    if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not optimizer:
         raise UsageError(
             "the scheduler's optimizer is not the one that was given to the trainer",
             hint="Write optimizer=optimizer, scheduler=scheduler; or scheduler=lambda optimizer: ... for any of them.",
@@ -188,9 +188,9 @@ def check_scheduler(given: Any, optimizer: Any, interval: str, config: Distribut
         )
 
 
-def make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
+def make_scheduler(factory: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Return the user's scheduler, or what the user's function makes, over the optimizer that trains."""
-    scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    scheduler = factory if isinstance(factory, LRScheduler) else factory(optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(f"the scheduler factory returned a {type(scheduler).__name__}, not a torch LRScheduler")
     if scheduler.optimizer is not optimizer:

@@ -28,15 +28,15 @@ class Precision:
     """The forward pass's dtype, its autocast context and, for fp16, its gradient scaler."""
 
     def __init__(self, config: DistributedConfig, device: torch.device, *, by_engine: bool = False) -> None:
-        wanted = config.mixed_precision
+        precision = config.mixed_precision
         emulated = device.type == "cpu" and not cpu_has_bf16()
-        self.fp8 = wanted == "fp8"
+        self.fp8 = precision == "fp8"
         """Whether linear layers multiply in 8 bits."""
-        self.note = _COMPUTES_IN_FP32 if wanted is True and emulated else None
+        self.note = _COMPUTES_IN_FP32 if precision is True and emulated else None
         if self.fp8 and (why := _why_no_fp8(config, device, by_engine=by_engine)):
             self.fp8 = False
             self.note = _NO_FP8.format(why=why, instead="fp32" if emulated else "bf16")
-        self.name = precision_name(wanted, device.type)
+        self.name = precision_name(precision, device.type)
         self.device_type = device.type
         self.warning = _EMULATED if self.name == "bf16" and emulated else None
         if self.warning is not None:  # torch prints fifty lines of C++ frames
@@ -97,15 +97,15 @@ class LossScale:
             self._unscaled_at = step
         self._unscaled.add(id(optimizer))
         self._scaler.unscale_(optimizer)
-        found = torch_compat.found_inf(self._scaler, id(optimizer))
-        if not found:  # no gradient here: nothing overflowed, but torch raises without an entry
-            found[self._device] = torch.zeros((), device=self._device)
+        overflows = torch_compat.found_inf(self._scaler, id(optimizer))
+        if not overflows:  # no gradient here: nothing overflowed, but torch raises without an entry
+            overflows[self._device] = torch.zeros((), device=self._device)
         if self._agree:
             # All ranks must skip the step. One reduction on every rank: a pipeline stage may hold none of an
             # optimizer's parameters.
             anywhere = self._any_overflow(optimizer)
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-            for flag in found.values():
+            for flag in overflows.values():
                 flag.copy_(anywhere)
 
     def _any_overflow(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -40,10 +40,10 @@ def own_run_dir(make: Callable[[], Path], *, resumes: bool = False) -> Path:
     """
     number, run_dir = 1 if resumes else next(_NUMBERS), make()
     if number > 1 and str(run_dir) == os.environ.get("PHALANX_RUN_DIR"):
-        own = run_dir / f"fit-{number}"
-        own.mkdir(exist_ok=True)
-        note_written(run_dir, own)
-        return own
+        folder = run_dir / f"fit-{number}"
+        folder.mkdir(exist_ok=True)
+        note_written(run_dir, folder)
+        return folder
     return run_dir
 
 

@@ -116,8 +116,8 @@ class Reporter:
         for note in self._formation.notes:
             self.say(note)
         if total_steps is not None and step >= total_steps:
-            left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
-            self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
+            reason = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
+            self.say(f"nothing is left to train: {reason}. Raise epochs or max_steps to go on.", "warning")
 
     def _run_started(self, model: nn.Module, epochs: int | None, parameters: int, trained: int) -> RunStarted:
         config, world, strategy = self._config, self._world, self._formation.strategy
@@ -165,7 +165,7 @@ class Reporter:
     def to_keep(self) -> dict[str, Any]:
         """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
         self._update_totals()
-        steps, logged = (each[-_STEPS_IN_CHECKPOINT:] for each in (self.history.steps, self.history.logged))
+        steps, logged = (records[-_STEPS_IN_CHECKPOINT:] for records in (self.history.steps, self.history.logged))
         latest = dataclasses.replace(self.history, steps=steps, logged=logged)
         history = latest.to_dict()  # not of all steps: sharded runs keep their state every few of them
         losses = {name: dataclasses.asdict(losses) for name, losses in self._losses_of.items()}
@@ -214,11 +214,11 @@ class Reporter:
 
     def log(self, step: int, values: Values, value: Any = None, reduce: str | None = None) -> None:
         """Keep values that the user logged until `report_logged`; all ranks call this if they are reduced."""
-        found = checked(values, value, taken=OWN_CURVES)
+        numbers = checked(values, value, taken=OWN_CURVES)
         if reduce is not None:
-            found = reduced(found, reduce, self._formation)
+            numbers = reduced(numbers, reduce, self._formation)
         if self._world.is_main:
-            self._values.add(step, found)
+            self._values.add(step, numbers)
 
     def report_logged(self, step: int, epoch: int, *, ends_epoch: bool = False) -> dict[str, float]:
         """Report the values that were logged since the last time; return the last of each name.
@@ -227,16 +227,16 @@ class Reporter:
         logged after the last step are those of an `EpochDone` that follows.
         """
         since, self._read_at = step - self._read_at, step
-        found: dict[str, float] = {}
+        latest: dict[str, float] = {}
         for point, values in self._values.read(since):
-            found |= values
+            latest |= values
             for event in as_events(point, epoch, values, ends_epoch=ends_epoch and point == step):
                 self.events.emit(event)
                 if event.split == LOGGED:
                     self.history.logged.append({"step": point, "values": event.values})
                 elif not event.ends_epoch:
                     self.history.evaluations.append({"step": point, "epoch": epoch, "val": event.values})
-        return found
+        return latest
 
     def report_last_logged(self, step: int) -> None:
         """Report what was logged up to this step before an error ends the loop; does not wait for a device."""
@@ -346,14 +346,14 @@ class Reporter:
                 self.events.emit(event)
         commands = _what_follows(self._config, self._run_dir, checkpoint) if good else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
-        same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
-        own = {
+        same = {field.name for field in dataclasses.fields(RunEnded)} & vars(self.history).keys()
+        fields = {
             "step": step,
             "best": {name: value for name, value in best.items() if value is not None},
             "checkpoint": checkpoint,
             "next_commands": [*self.next_commands, *commands, *self.events.next_commands],
         }
-        self.events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
+        self.events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **fields}))
 
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx import checkpoint
-from phalanx.checkpoint.group import from_rank_zero
+from phalanx.checkpoint.collectives import from_rank_zero
 from phalanx.errors import NonFiniteLossError
 from phalanx.features import feature
 from phalanx.host.remote import as_path

@@ -75,10 +75,10 @@ class ScriptRecord:
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Keep values until the next report; without an optimizer's steps, each call is one."""
-        found = checked(values, value, taken=OWN_CURVES.difference(_LOSSES))
+        numbers = checked(values, value, taken=OWN_CURVES.difference(_LOSSES))
         at = None if step is None else checked_step(step)
         if reduce is not None:
-            found = _over_ranks(found, reduce)
+            numbers = _over_ranks(numbers, reduce)
         if not self._is_main:
             return
         if self._folder is None:
@@ -87,7 +87,7 @@ class ScriptRecord:
                 say_to_user("log: nothing is recorded. Start the script with: phalanx train --script")
             return
         self._calls += 1
-        self._values.add(self.steps or self._calls if at is None else at, found)
+        self._values.add(self.steps or self._calls if at is None else at, numbers)
         if not self.steps and self._calls % _EVERY_STEPS == 0:
             self._report()
 

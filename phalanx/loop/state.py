@@ -86,8 +86,8 @@ def expected_bytes(formation: FormationState) -> int:
         tensors += [value for state in optimizer.state.values() for value in state.values()]
     if formation.average is not None:
         tensors += formation.average.other.values()
-    held = sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-    return held if formation.strategy.shards else -(-held * 11 // (10 * formation.world_size))
+    tensor_bytes = sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return tensor_bytes if formation.strategy.shards else -(-tensor_bytes * 11 // (10 * formation.world_size))
 
 
 def restore_snapshot(
@@ -158,17 +158,17 @@ def put_back(
     with formation.gradients.direct():
         optimizers = _optimizers_of_models(formation)
         for number, wrapped in enumerate(formation.models):
-            own = {
+            parts = {
                 key.removesuffix(f"@{number}"): value
                 for key, value in tensors.items()
                 if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
             }
-            own["model"] = _own_weights(formation, number, tensors)
-            for place, optimizer in enumerate(optimizers[number] if same_run else ()):
+            parts["model"] = _own_weights(formation, number, tensors)
+            for position, optimizer in enumerate(optimizers[number] if same_run else ()):
                 match_groups(
-                    formation.strategy.unwrap(wrapped), optimizer, own[f"optimizer{place or ''}"]["param_groups"]
+                    formation.strategy.unwrap(wrapped), optimizer, parts[f"optimizer{position or ''}"]["param_groups"]
                 )
-            formation.strategy.load_state(wrapped, optimizers[number], own)
+            formation.strategy.load_state(wrapped, optimizers[number], parts)
     if formation.average is not None:
         _put_average_back(formation.average, averaged, swapped=trained is not None)
     formation.gradients.steps = step
@@ -221,7 +221,7 @@ def tensors_of(formation: FormationState, *, alone: bool = False) -> dict[str, A
             for key, value in state_of(wrapped, trained[number]).items():
                 if key == "model" and formation.part_names:
                     prefix = _prefix(formation, number)
-                    state.setdefault("model", {}).update({prefix + name: held for name, held in value.items()})
+                    state.setdefault("model", {}).update({prefix + name: tensor for name, tensor in value.items()})
                 else:
                     state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
         return state
@@ -237,7 +237,7 @@ def _own_weights(formation: FormationState, number: int, tensors: dict[str, Any]
         weights: dict[str, Any] = tensors[f"model{number or ''}"]
         return weights
     prefix = _prefix(formation, number)
-    return {name.removeprefix(prefix): held for name, held in tensors["model"].items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors["model"].items() if name.startswith(prefix)}
 
 
 def fill_optimizers(formation: FormationState) -> None:
@@ -266,10 +266,10 @@ def _template(formation: FormationState, saved: checkpoint.Checkpoint) -> dict[s
     for name, value in template.items():
         if "state" in value and "param_groups" in value:
             # Nothing was saved before the optimizer's first step, and for parameters that never had a gradient.
-            known = {key: held for key, held in value["state"].items() if f"{name}.state.{key}" in entries}
-            check_groups(value, *_saved_groups(formation, name, entries, known))
-            _check_states(name, known, entries)
-            value["state"] = known
+            present = {key: state for key, state in value["state"].items() if f"{name}.state.{key}" in entries}
+            check_groups(value, *_saved_groups(formation, name, entries, present))
+            _check_states(name, present, entries)
+            value["state"] = present
     optional = [name for name in template if name.split("@")[0] in formation.strategy.optional_state]
     missing = sorted(set(optional) - entries)
     for name in missing:
@@ -282,10 +282,10 @@ def _template(formation: FormationState, saved: checkpoint.Checkpoint) -> dict[s
 _OR_BEGIN = "or begin a new run with its weights: trainer.load(path)."
 
 
-def _check_states(name: str, known: dict[str, Any], entries: set[str]) -> None:
+def _check_states(name: str, present: dict[str, Any], entries: set[str]) -> None:
     """Raise where an optimizer of another kind, or with other settings, was saved."""
-    for key, held in known.items():
-        missing = [item for item in held if f"{name}.state.{key}.{item}" not in entries]
+    for key, state in present.items():
+        missing = [item for item in state if f"{name}.state.{key}.{item}" not in entries]
         if missing:
             raise CheckpointError(
                 f"the saved optimizer has no {', '.join(missing)}, which this run's optimizer keeps of {key}",
@@ -311,12 +311,12 @@ def _check_schedulers(formation: FormationState, saved: dict[str, Any]) -> None:
 
 
 def _saved_groups(
-    formation: FormationState, name: str, entries: set[str], known: dict[str, Any]
+    formation: FormationState, name: str, entries: set[str], present: dict[str, Any]
 ) -> tuple[int, list[str]]:
     """Return how many groups a saved optimizer has, and which parameters of the model only it has trained."""
     groups = sum(entry.startswith(f"{name}.param_groups.") and entry.count(".") == 2 for entry in entries)
     parameters = [key for model in formation.models for key, _ in formation.strategy.unwrap(model).named_parameters()]
-    return groups, [key for key in parameters if f"{name}.state.{key}" in entries and key not in known]
+    return groups, [key for key in parameters if f"{name}.state.{key}" in entries and key not in present]
 
 
 def _optimizers_of_models(formation: FormationState) -> list[list[torch.optim.Optimizer]]:
@@ -345,12 +345,12 @@ def _on_any_stage(formation: FormationState, trains: list[list[bool]]) -> list[l
     if formation.trained_anywhere is None or formation.trained_anywhere[0] != form:
         anywhere = torch.tensor(trains, device=formation.device).int()
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        found = anywhere.bool().tolist()
+        trained = anywhere.bool().tolist()
         raise_if_aborted()  # else a part of it
-        formation.trained_anywhere = (form, found)
+        formation.trained_anywhere = (form, trained)
     return formation.trained_anywhere[1]
 
 
 def _trains(optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> bool:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in held for parameter in wrapped.parameters())
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in ids for parameter in wrapped.parameters())

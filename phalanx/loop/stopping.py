@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from phalanx.loop.formation import Formation
-    from phalanx.loop.notices import EpochControl, StopNotices
+    from phalanx.loop.preemption import StopNotices
+    from phalanx.loop.tuning_trial import EpochControl
 
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
@@ -110,13 +111,13 @@ class StopRequest:
         """Whether all ranks stop after this step; every rank calls this after every step."""
         raise_if_aborted()
         outside = self.from_outside
-        wanted = self._asked if outside is None else (outside, False)
+        request = self._asked if outside is None else (outside, False)
         if self._store is None:
-            self.reason, self.regroups = wanted or (None, False)
-            return wanted is not None
-        if wanted is not None and not self._sent:
+            self.reason, self.regroups = request or (None, False)
+            return request is not None
+        if request is not None and not self._sent:
             self._sent = True
-            reason, regroup = wanted
+            reason, regroup = request
             self._store.compare_set(self._key, "", f"{step}:{_REGROUP if regroup else _END}:{reason}")
         if self._ranks_synced is not None:
             return self._ranks_synced(step) and self._read(self._store, step)
@@ -179,9 +180,9 @@ class RunControl:
         self._early = watched and MetricWatch("early_stopping", watched, min_delta=config.min_delta)
 
     def _trial_control(self) -> EpochControl | None:
-        if "PHALANX_GATE" not in os.environ:
+        if "PHALANX_TRIAL_CONTROL" not in os.environ:
             return None
-        from phalanx.loop.notices import EpochControl
+        from phalanx.loop.tuning_trial import EpochControl
 
         world = self._formation.world
         return EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
@@ -195,7 +196,7 @@ class RunControl:
         config = self._formation.config
         if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
             return None
-        from phalanx.loop.notices import StopNotices
+        from phalanx.loop.preemption import StopNotices
 
         return StopNotices(config, self._formation.world, self.stop.ask, say)
 
@@ -287,8 +288,8 @@ class TimeLimit:
 
 def preempted_error(reason: str, step: int, checkpoint: str | None) -> PreemptedError:
     """Return the error of a run that was stopped, with the checkpoint to resume from."""
-    kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint was saved, for no checkpoint_dir was set"
+    outcome = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint was saved, for no checkpoint_dir was set"
     hint = "Set checkpoint_dir to keep the progress of a run that is stopped."
     if checkpoint:
         hint = f"To resume, add resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."
-    return PreemptedError(f"{reason} after step {step}: {kept}", hint=hint)
+    return PreemptedError(f"{reason} after step {step}: {outcome}", hint=hint)

@@ -10,7 +10,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
-    from phalanx.loop.trainer import TrainLoop
+    from phalanx.loop.train_loop import TrainLoop
     from phalanx.observe.history import History
 
 

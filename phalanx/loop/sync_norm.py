@@ -45,8 +45,8 @@ def synchronise(model: nn.Module, ranks: NormRanks) -> tuple[int, Callable[[], N
 
 
 def _undo(norms: dict[nn.Module, Any]) -> None:
-    for norm, own in norms.items():
-        norm.__class__ = own
+    for norm, kind in norms.items():
+        norm.__class__ = kind
         _RANKS.pop(norm, None)
 
 
@@ -105,16 +105,16 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         inputs, scale, mean, variance, total = ctx.saved_tensors
         # With mean and variance as constants; what they add is the same for all ranks but for x.
-        own = torch.ops.aten.native_batch_norm_backward(
+        gradients = torch.ops.aten.native_batch_norm_backward(
             gradient, inputs, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
-        for_inputs, for_scale, for_shift = own
+        for_inputs, for_scale, for_shift = gradients
         sums = torch.stack([for_scale, for_shift])
         dist.all_reduce(sums, group=ctx.ranks.group)
         if ctx.rows:  # a placeholder has no part in mean and variance
             inverse = torch.rsqrt(variance + ctx.eps)
             factors = scale * inverse / total * torch.stack([inverse * sums[0], sums[1]])
-            along, constant, centre = (_as_channels(each, inputs) for each in (*factors, mean))
+            along, constant, centre = (_as_channels(factor, inputs) for factor in (*factors, mean))
             for_inputs = for_inputs - torch.addcmul(constant, inputs - centre, along).to(for_inputs.dtype)
         if ctx.dtype is None:
             return for_inputs, None, None, None, None
@@ -125,9 +125,9 @@ def _statistics(inputs: Tensor, rows: int, ranks: NormRanks) -> tuple[Tensor, Te
     """Return mean, variance and number of the values of each channel over all ranks."""
     values = inputs if inputs.dtype == torch.float64 else inputs.float()
     variance, mean = torch.var_mean(values, [0, *range(2, inputs.ndim)], correction=0)
-    own = torch.cat([mean, variance * rows, mean.new_full((1,), rows)])
-    gathered = own.new_empty(ranks.size, len(own))
-    dist.all_gather_into_tensor(gathered, own[None], group=ranks.group)
+    statistics = torch.cat([mean, variance * rows, mean.new_full((1,), rows)])
+    gathered = statistics.new_empty(ranks.size, len(statistics))
+    dist.all_gather_into_tensor(gathered, statistics[None], group=ranks.group)
     means, squares, counts = torch.split(gathered, [len(mean), len(mean), 1], dim=1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total

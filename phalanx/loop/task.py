@@ -56,9 +56,9 @@ class TrainTask:
         self.classes = self.classes or class_names(self.train)
         data = self.train
         while data is not None and not self.columns:  # of a loader or subset: that of the data set inside
-            found, data = getattr(data, "columns", None), getattr(data, "dataset", None)
+            columns, data = getattr(data, "columns", None), getattr(data, "dataset", None)
             named = {"inputs", "target", "target_type"}
-            self.columns = found if isinstance(found, dict) and found.keys() <= named else {}
+            self.columns = columns if isinstance(columns, dict) and columns.keys() <= named else {}
 
 
 def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any, TrainingStep | None]:
@@ -74,31 +74,31 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
 
 def class_names(data: Any) -> list[str]:
     """Return the attribute `classes` of a data set, or of the one inside a loader or subset; empty without names."""
-    found = getattr(data, "classes", None)
-    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
-        return list(found)
+    classes = getattr(data, "classes", None)
+    if isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes):
+        return list(classes)
     inner = getattr(data, "dataset", None)
     return [] if inner is None else class_names(inner)
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:
     """Return the task's optimizer: the user's instance, what the user's factory makes, or the config's choice."""
-    given = task.optimizer
-    if given is not None and config.optimizer == "adamw8bit":  # which the mode `memory` has chosen
+    optimizer = task.optimizer
+    if optimizer is not None and config.optimizer == "adamw8bit":  # which the mode `memory` has chosen
         warnings.warn("the optimizer that was given is used, and not adamw8bit of memory=True", stacklevel=2)
-    if given is None:
+    if optimizer is None:
         return build_optimizer(config, task.model.parameters(), device, sparse=bool(_sparse_embeddings(task.model)))
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    if callable(given):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if callable(optimizer):
         trained = [p for p in task.model.parameters() if p.requires_grad]
-        made: Any = given(trained, **_options_for(task, config))
-        if isinstance(made, torch.optim.Optimizer):
-            _refuse_closures(type(made))
-            return made
-        raise UsageError(f"the optimizer factory returned a {type(made).__name__}, not a torch.optim.Optimizer")
+        instance: Any = optimizer(trained, **_options_for(task, config))
+        if isinstance(instance, torch.optim.Optimizer):
+            _refuse_closures(type(instance))
+            return instance
+        raise UsageError(f"the optimizer factory returned a {type(instance).__name__}, not a torch.optim.Optimizer")
     raise UsageError(
-        f"optimizer = {given!r}: expected a torch.optim.Optimizer, a factory, or a name",
+        f"optimizer = {optimizer!r}: expected a torch.optim.Optimizer, a factory, or a name",
         hint="Write optimizer=torch.optim.SGD(model.parameters(), lr=0.1), or lambda params: SGD(params, lr=0.1).",
     )
 
@@ -115,18 +115,18 @@ def _options_for(task: TrainTask, config: DistributedConfig) -> dict[str, Any]:
 
     UsageError if the class does not take one of them. A function that makes an optimizer gets none.
     """
-    given = task.optimizer
-    if not inspect.isclass(given):
+    optimizer = task.optimizer
+    if not inspect.isclass(optimizer):
         return {}
     options = {"lr": config.learning_rate}
     for name in _given_rates(task, config):
         if name == "learning_rate":
             continue
-        if name not in inspect.signature(given).parameters:
+        if name not in inspect.signature(optimizer).parameters:
             raise UsageError(
-                f"{name} = {getattr(config, name)!r} is not an argument of {given.__name__}",
+                f"{name} = {getattr(config, name)!r} is not an argument of {optimizer.__name__}",
                 hint="Leave it out, or write a function: "
-                f"optimizer=lambda parameters: {given.__name__}(parameters, lr={config.learning_rate:g}, ...)",
+                f"optimizer=lambda parameters: {optimizer.__name__}(parameters, lr={config.learning_rate:g}, ...)",
             )
         options[name] = getattr(config, name)
     return options
@@ -231,12 +231,12 @@ def _reduction(loss_fn: Any) -> Any:
 
 def _warn_unused(task: TrainTask, config: DistributedConfig) -> None:
     """Name the settings that an optimizer object, or a function that makes one, does not see."""
-    given, unused = task.optimizer, [f"{name} = {getattr(config, name)!r}" for name in _given_rates(task, config)]
+    optimizer, unused = task.optimizer, [f"{name} = {getattr(config, name)!r}" for name in _given_rates(task, config)]
     if not unused:
         return
     verb = "has" if len(unused) == 1 else "have"
-    if isinstance(given, torch.optim.Optimizer):
-        name = type(given).__name__
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
         what = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
     else:
         what = "on the optimizer that the given function makes: set it there"
@@ -248,29 +248,33 @@ _TAKE_SPARSE = {"sgd", "adagrad"}
 
 def _check_optimizer(task: TrainTask, config: DistributedConfig) -> None:
     """Raise for an optimizer that wants another kind of loop, or other gradients than the model has."""
-    given = task.optimizer
-    if isinstance(given, Mapping) and task.training_step is None:
+    optimizer = task.optimizer
+    if isinstance(optimizer, Mapping) and task.training_step is None:
         raise UsageError(
-            f"optimizer = a dict of {len(given)} optimizers, and no training_step(step, batch) that steps them",
+            f"optimizer = a dict of {len(optimizer)} optimizers, and no training_step(step, batch) that steps them",
             hint="Write training_step=..., or give one optimizer with several groups of parameters.",
         )
-    if inspect.isclass(given):
+    if inspect.isclass(optimizer):
         _options_for(task, config)
-    elif given is not None and not isinstance(given, Mapping):
+    elif optimizer is not None and not isinstance(optimizer, Mapping):
         _warn_unused(task, config)
-    kind = given if inspect.isclass(given) else type(given)
+    kind = optimizer if inspect.isclass(optimizer) else type(optimizer)
     if hasattr(kind, "step"):
         _refuse_closures(kind)
-    if not (sparse := _sparse_embeddings(task.model)) or not (given is None or kind.__module__.startswith("torch.")):
+    if not (sparse := _sparse_embeddings(task.model)) or not (
+        optimizer is None or kind.__module__.startswith("torch.")
+    ):
         return
-    name = config.optimizer if given is None else kind.__name__
+    name = config.optimizer if optimizer is None else kind.__name__
     if name.lower() not in {*_TAKE_SPARSE, "sparseadam"}:
         raise UsageError(
             f"{name} does not take the sparse gradients of {sparse[0]} (sparse=True)",
             hint="Write optimizer='sgd', momentum=0 (or 'adagrad'), or build the embedding with sparse=False.",
         )
     groups = [{"weight_decay": config.weight_decay, "momentum": config.momentum if name == "sgd" else 0.0}]
-    groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else groups if given is None else []
+    groups = (
+        optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else groups if optimizer is None else []
+    )
     # torch cannot decay sparse gradients, and checkpoints do not hold the sparse states of momentum.
     for option in ("weight_decay", "momentum"):
         value = max((group.get(option, 0.0) for group in groups), default=0.0)
@@ -313,18 +317,18 @@ def check_data(data: Any, method: str, *, own_step: bool = False) -> None:
         )
 
 
-def as_list(name: str, given: Any) -> list[Any]:
+def as_list(name: str, items: Any) -> list[Any]:
     """Return a list that a user gave, empty for None; raise for one item without brackets."""
-    if given is not None and not isinstance(given, (list, tuple)):
-        shown = given.__name__ if isinstance(given, type) else type(given).__name__
-        raise UsageError(f"{name} = {shown}: expected a list", hint=f"Write: {name}=[{shown}(...)]")
-    return list(given or ())
+    if items is not None and not isinstance(items, (list, tuple)):
+        kind = items.__name__ if isinstance(items, type) else type(items).__name__
+        raise UsageError(f"{name} = {kind}: expected a list", hint=f"Write: {name}=[{kind}(...)]")
+    return list(items or ())
 
 
 def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise for an optimizer of another model's parameters."""
-    known = {id(parameter) for parameter in model.parameters()}
-    others = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    ids = {id(parameter) for parameter in model.parameters()}
+    others = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if others:
         raise UsageError(
             f"{others} of the optimizer's parameters do not belong to the model that is to be trained",

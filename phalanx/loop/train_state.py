@@ -95,5 +95,5 @@ def max_epochs(config: DistributedConfig) -> int | None:
 
 def count_steps(formation: Formation, loader: PreparedLoader) -> int | None:
     """Return the number of optimizer steps of the whole run, if it is known beforehand."""
-    left, most = loader.steps_left(max_epochs(formation.config)), formation.config.max_steps
-    return most if left is None else int(min(formation.step + left, most or math.inf))
+    steps_left, most = loader.steps_left(max_epochs(formation.config)), formation.config.max_steps
+    return most if steps_left is None else int(min(formation.step + steps_left, most or math.inf))

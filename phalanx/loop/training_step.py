@@ -69,10 +69,10 @@ class TrainingStep:
         self.model: Any = _Parts(model, parts)
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         """By the names that were given; the first one counts the steps, and steps once for each batch."""
-        for name, given in optimizers.items():
+        for name, optimizer in optimizers.items():
             part = getattr(model, name)
-            made = given if isinstance(given, torch.optim.Optimizer) else given(list(part.parameters()))
-            self.optimizers[name] = formation.prepare(made)
+            instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(list(part.parameters()))
+            self.optimizers[name] = formation.prepare(instance)
         self._weight: float | torch.Tensor | None = None
         self.number = 0
         """The number of the step that is being taken, from 1."""
@@ -153,9 +153,9 @@ def _loss_and_others(returned: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         others = {name: value for name, value in returned.items() if name != "loss"}
         loss = returned["loss"]
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        description = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise UsageError(
-            f"training_step returned {shown}, not the loss of the batch as one number",
+            f"training_step returned {description}, not the loss of the batch as one number",
             hint="Return the loss to report, a scalar tensor; or {'loss': loss, 'critic': critic_loss} to log more.",
         )
     return loss, others
@@ -170,15 +170,15 @@ def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: 
             "training_step goes with the optimizers of the model's parts, by name", hint=f"Write {_EXAMPLE}"
         )
     children = dict(model.named_children())
-    for name, given in optimizers.items():
+    for name, value in optimizers.items():
         if name not in children:
             kind = f"part of {type(model).__name__} for an optimizer"
             raise UsageError(unknown_name(kind, str(name), list(children)), hint=f"Write {_EXAMPLE}")
-        if isinstance(given, torch.optim.Optimizer):
-            _check_part(name, children[name], given)
-        elif not callable(given):
+        if isinstance(value, torch.optim.Optimizer):
+            _check_part(name, children[name], value)
+        elif not callable(value):
             raise UsageError(
-                f"optimizer['{name}'] is a {type(given).__name__}",
+                f"optimizer['{name}'] is a {type(value).__name__}",
                 hint="Give a torch optimizer, or a function of parameters.",
             )
     outside = [n for n, p in model.named_parameters() if p.requires_grad and n.split(".")[0] not in optimizers]
@@ -193,8 +193,8 @@ def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: 
         "scheduler": "lr_schedule='cosine', for all rates",
         "gradient_clipping": "step.clip_grad_norm(1.0, 'critic')",
     }
-    for setting, given in {"scheduler": scheduler, "gradient_clipping": config.gradient_clipping}.items():
-        if given is not None:
+    for setting, value in {"scheduler": scheduler, "gradient_clipping": config.gradient_clipping}.items():
+        if value is not None:
             raise UsageError(f"{setting} does not go with training_step", hint=f"Write instead: {instead[setting]}.")
     if config.pipeline_parallel > 1 or config.facts.shards_by_engine or config.facts.has_servers:
         layout = "pipeline_parallel" if config.pipeline_parallel > 1 else f"strategy = {config.resolved_strategy!r}"
@@ -204,10 +204,10 @@ def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: 
 
 
 def _check_part(name: str, part: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    own = {id(parameter) for parameter in part.parameters()}
-    if held - own:
+    optimizer_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    part_ids = {id(parameter) for parameter in part.parameters()}
+    if optimizer_ids - part_ids:
         raise UsageError(
-            f"optimizer['{name}'] holds {len(held - own)} parameters that are not of model.{name}",
+            f"optimizer['{name}'] holds {len(optimizer_ids - part_ids)} parameters that are not of model.{name}",
             hint=f"Build it from model.{name}.parameters().",
         )

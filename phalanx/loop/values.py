@@ -35,8 +35,8 @@ def checked(values: Values, value: Any = None, *, taken: Iterable[str] = ()) -> 
     if isinstance(values, str):
         values = {values: value}
     elif value is not None or not isinstance(values, Mapping):
-        shown = f"{type(values).__name__} {values!r}"[:80]
-        raise UsageError(f"log takes names with numbers, and got {shown}", hint=f"Write: {_EXAMPLE}")
+        description = f"{type(values).__name__} {values!r}"[:80]
+        raise UsageError(f"log takes names with numbers, and got {description}", hint=f"Write: {_EXAMPLE}")
     for name in values:
         _check_name(name, taken)
     return {name: _number(name, value) for name, value in values.items()}
@@ -158,7 +158,7 @@ class ValueLog:
 
     def keep_complete(self, step: int) -> None:
         """Forget what an error may have left undone: values on a device, and those of steps after this one."""
-        whole = [each for each in self._entries if each.step <= step and not _is_on_device(each.value)]
+        whole = [entry for entry in self._entries if entry.step <= step and not _is_on_device(entry.value)]
         self._entries = deque(whole)
 
     def read(self, steps: int) -> list[tuple[int, dict[str, float]]]:
@@ -171,7 +171,7 @@ class ValueLog:
         points: dict[str, dict[int, list[float]]] = {}
         for entry, value in zip(entries, _on_host([entry.value for entry in entries]), strict=True):
             points.setdefault(entry.name, {}).setdefault(entry.step, []).append(value)
-        found: dict[int, dict[str, float]] = {}
+        values_of: dict[int, dict[str, float]] = {}
         for name, by_step in points.items():
             means = {step: sum(values) / len(values) for step, values in by_step.items()}
             first, last = min(means), max(means)
@@ -179,8 +179,8 @@ class ValueLog:
             if steps > 1 and last - first < len(means) and abs(len(means) - steps) <= 1:
                 means = {last: sum(means.values()) / len(means)}
             for step, mean in means.items():
-                found.setdefault(step, {})[name] = mean
-        return sorted(found.items())
+                values_of.setdefault(step, {})[name] = mean
+        return sorted(values_of.items())
 
 
 def _is_on_device(value: Number) -> bool:
@@ -189,16 +189,16 @@ def _is_on_device(value: Number) -> bool:
 
 def _on_host(values: Sequence[Number]) -> list[float]:
     """Return the values as floats, with one transfer from each device."""
-    found = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+    numbers_on_host = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
     places: dict[torch.device, list[int]] = {}
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            places.setdefault(value.device, []).append(place)
+            places.setdefault(value.device, []).append(position)
     for chosen in places.values():
-        numbers = torch.stack([values[place].double() for place in chosen]).tolist()  # type: ignore[union-attr]
-        for place, number in zip(chosen, numbers, strict=True):
-            found[place] = number
-    return found
+        numbers = torch.stack([values[position].double() for position in chosen]).tolist()  # type: ignore[union-attr]
+        for position, number in zip(chosen, numbers, strict=True):
+            numbers_on_host[position] = number
+    return numbers_on_host
 
 
 def as_events(
@@ -218,9 +218,9 @@ def never_logged(setting: str, name: str, names: Iterable[str], measured: Iterab
 
     `measured`: what evaluation measures instead, without `val/`.
     """
-    known = sorted(names)
-    close = f"{VAL}{name}" if name in measured else nearest(name, known)
-    logged = f"logged so far: {', '.join(known)}" if known else "nothing was logged"
+    logged_names = sorted(names)
+    close = f"{VAL}{name}" if name in measured else nearest(name, logged_names)
+    logged = f"logged so far: {', '.join(logged_names)}" if logged_names else "nothing was logged"
     return f"{setting}: '{name}' was not logged in the first epoch; {logged}." + (
         f" Did you mean '{close}'?" if close else ""
     )

@@ -341,11 +341,11 @@ class RanksReported(Event):
     counted: int = 0
     """How many ranks the percentiles are of."""
     slowest: int | None = None
-    """The rank that the others wait for, where one is clearly slower (`phalanx.observe.rank_table.slowest_of`)."""
+    """The rank that the others wait for, where one is clearly slower (`phalanx.observe.rank_statistics.slowest_of`)."""
 
     def scalars(self) -> dict[str, float]:
         """Return the curves that these values are points of: the usual rank, or for heat and memory the highest."""
-        shown = {
+        gauges = {
             "system/gpu_power_watts": ("gpu_power", 1),
             "system/gpu_temperature": ("gpu_temperature", -1),
             "system/gpu_memory_bytes": ("gpu_memory", -1),
@@ -353,8 +353,8 @@ class RanksReported(Event):
             "system/data_wait": ("data_wait", 1),
             "system/communication": ("communication", 1),
         }
-        found = {name: (self.percentiles.get(gauge), at) for name, (gauge, at) in shown.items()}
-        return {name: values[at] for name, (values, at) in found.items() if values}
+        measured = {name: (self.percentiles.get(gauge), at) for name, (gauge, at) in gauges.items()}
+        return {name: values[at] for name, (values, at) in measured.items() if values}
 
 
 @dataclass(frozen=True)

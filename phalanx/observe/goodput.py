@@ -218,7 +218,7 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
     redone = 0
     for number, attempt in enumerate(attempts):
         first = attempt.last["first_step"]
-        resumed = min((each.last["first_step"] for each in attempts[number + 1 :]), default=attempt.step)
+        resumed = min((later.last["first_step"] for later in attempts[number + 1 :]), default=attempt.step)
         lost = max(0, attempt.step - max(first, resumed))
         redone += lost
         for name, seconds in attempt.last["seconds"].items():
@@ -249,18 +249,18 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
 
 
 def _attempts(events: Iterable[Mapping[str, Any]]) -> list[_Attempt]:
-    found: dict[float, _Attempt] = {}
+    attempts: dict[float, _Attempt] = {}
     current: _Attempt | None = None
     for event in events:
         kind, when = event["event"], float(event["time"])
         if kind == "run_started":
             current = None
         elif kind == "goodput":
-            if event["began"] not in found and found and event.get("before") is not None:
-                next(reversed(found.values())).extend(*event["before"])
-            current = found.setdefault(event["began"], _Attempt(event, event["step"], when))
+            if event["began"] not in attempts and attempts and event.get("before") is not None:
+                next(reversed(attempts.values())).extend(*event["before"])
+            current = attempts.setdefault(event["began"], _Attempt(event, event["step"], when))
             current.last = event
         if current is not None:
             step = event.get("step")
             current.extend(step if isinstance(step, int) else 0, when)
-    return list(found.values())
+    return list(attempts.values())

@@ -100,8 +100,11 @@ class History:
 
     def _measured(self, name: str) -> list[float | None]:
         """Return a metric's values on the validation data."""
-        found = [*(record.val for record in self.epochs), *(each["val"] for each in self.evaluations)]
-        return [values.get(name) for values in found]
+        measurements = [
+            *(record.val for record in self.epochs),
+            *(evaluation["val"] for evaluation in self.evaluations),
+        ]
+        return [values.get(name) for values in measurements]
 
     @property
     def final_loss(self) -> float | None:
@@ -131,8 +134,8 @@ class History:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> History:
         """Rebuild a history from `to_dict`."""
-        known = {item.name for item in dataclasses.fields(cls)}
-        fields = {name: value for name, value in data.items() if name in known}
+        names = {item.name for item in dataclasses.fields(cls)}
+        fields = {name: value for name, value in data.items() if name in names}
         epochs = [EpochRecord(**record) for record in fields.pop("epochs", [])]
         return cls(epochs=epochs, **fields)
 
@@ -146,14 +149,14 @@ class History:
                     begun = event.get("first_step", 0)
                     history.steps = [step for step in history.steps if step["step"] <= begun]
                     history.epochs = [epoch for epoch in history.epochs if epoch.step <= begun]
-                    history.evaluations = [each for each in history.evaluations if each["step"] <= begun]
-                    history.logged = [each for each in history.logged if each["step"] <= begun]
+                    history.evaluations = [record for record in history.evaluations if record["step"] <= begun]
+                    history.logged = [record for record in history.logged if record["step"] <= begun]
                     history.status, history.reason = "running", ""
                 case "step":
                     history.steps.append({k: v for k, v in event.items() if k not in ("event", "time", "rank")})
                 case "metrics" if event["split"] == "val" and not event.get("ends_epoch"):
-                    kept = {"step": event["step"], "epoch": event["epoch"], "val": event["values"]}
-                    history.evaluations.append(kept)
+                    evaluation = {"step": event["step"], "epoch": event["epoch"], "val": event["values"]}
+                    history.evaluations.append(evaluation)
                 case "metrics" if event["split"] == LOGGED:
                     history.logged.append({"step": event["step"], "values": event["values"]})
                 case "epoch":

@@ -213,8 +213,8 @@ def write_tracking(run_dir: Path | None, service: str, run_id: str) -> None:
 
 def _read(run_dir: Path) -> dict[str, str]:
     path = run_dir / _NAME
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {str(service): str(run_id) for service, run_id in found.items()}
+    tracking = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {str(service): str(run_id) for service, run_id in tracking.items()}
 
 
 SINKS_GROUP = "phalanx.sinks"
@@ -242,7 +242,7 @@ def outside_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
     """Make the sinks that the setting names."""
     from phalanx.config.option import load_entry_point  # ranks of plain scripts load this file, and no settings
 
-    made: list[Sink] = []
+    sinks: list[Sink] = []
     for name in _names(config):
         factory = load_entry_point(SINKS_GROUP, name)
         sink = factory(config, run_dir) if callable(factory) else factory
@@ -252,8 +252,8 @@ def outside_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
                 hint="Let it name a function of (config, run_dir) that returns an object with the methods "
                 "handle(event) and close().",
             )
-        made.append(sink)
-    return made
+        sinks.append(sink)
+    return sinks
 
 
 def _names(config: DistributedConfig) -> list[str]:

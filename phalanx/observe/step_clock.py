@@ -139,8 +139,8 @@ class StepClock:
         totals = self._paused_at or self._totals()
         seconds, data, communication = (now - out for now, out in zip(totals, self._excluded, strict=True))
         seconds = self._last_step if at_last_step else seconds - self._started
-        own = self.phase_seconds["data"] + self.phase_seconds["forward"]
-        return Reading(seconds, self.samples, self.steps, data, communication, own)
+        own_seconds = self.phase_seconds["data"] + self.phase_seconds["forward"]
+        return Reading(seconds, self.samples, self.steps, data, communication, own_seconds)
 
     def warmed_up(self) -> None:
         """Leave what was counted so far out of the average rate."""

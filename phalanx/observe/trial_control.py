@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.host.files import replace_file
 
-CONTROL = "PHALANX_GATE"
+CONTROL = "PHALANX_TRIAL_CONTROL"
 """The environment variable that describes the control file to a run."""
 
 _POLL_SECONDS = 0.02

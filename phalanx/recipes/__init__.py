@@ -101,7 +101,7 @@ class Recipe:
 
     def with_values(self, changes: Mapping[str, Any]) -> Recipe:
         """Return the recipe with nested values replaced: `{"model.dropout": 0.1}`."""
-        found = self
+        recipe = self
         for path, value in changes.items():
             table, _, key = path.partition(".")
             if table not in TABLES or not key:
@@ -109,11 +109,11 @@ class Recipe:
                     f"--set {path}: {unknown_name('table', table, TABLES, of='a recipe')}",
                     hint="Write --set model.dropout=0.1, --set data.seq_len=256, or --set batch_size=32.",
                 )
-            before = getattr(found, table)
+            before = getattr(recipe, table)
             before = {"name": before} if isinstance(before, str) else before
             change: dict[str, Any] = {table: _with_nested(before, key.split("."), value)}
-            found = replace(found, **change)
-        return found
+            recipe = replace(recipe, **change)
+        return recipe
 
     def fitted(self) -> Recipe:
         """Return the recipe with what follows from its data or its model: the vocabulary of token shards, or the

@@ -85,7 +85,7 @@ def load_import(text: str, what: str) -> Any:
     """Import `package.module:attribute` and return the attribute."""
     module, _, attribute = text.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
             raise _no_module(text, what, error.name) from None
@@ -93,11 +93,11 @@ def load_import(text: str, what: str) -> Any:
     except Exception as error:  # a module of the user may fail in any way
         raise _failed(text, what, error) from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            names = [each for each in vars(found) if not each.startswith("_")]
+        if not hasattr(value, name):
+            names = [name_in_module for name_in_module in vars(value) if not name_in_module.startswith("_")]
             raise UsageError(f"{what} = '{text}': {unknown_name(f'name in {module}', name, names)}")
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def import_path_of(value: Any, what: str) -> str:
@@ -134,9 +134,9 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, *
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a function in C has no signature
         return make(**fixed, **options)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = [name for name, each in parameters.items() if each.kind in by_name and name not in fixed]
+    named = [name for name, parameter in parameters.items() if parameter.kind in by_name and name not in fixed]
     for option in options:
         if option not in named and not takes_any:
             if not named:

@@ -18,25 +18,25 @@ _STATE_BYTES = 16
 """Of one parameter with AdamW: weights, gradients and optimizer states, in fp32 or in mixed precision."""
 
 
-class Settled(NamedTuple):
+class StrategyChoice(NamedTuple):
     """A config whose strategy is decided, and why it was changed (empty: it was not)."""
 
     config: DistributedConfig
     note: str = ""
 
 
-def settle_here(config: DistributedConfig, model: nn.Module, train: Any) -> Settled:
+def settle_here(config: DistributedConfig, model: nn.Module, train: Any) -> StrategyChoice:
     """Decide in a rank that a launcher started; see `settle_strategy`."""
     env = read_rank_env()
     if env is None:
-        return Settled(config)
+        return StrategyChoice(config)
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     return settle_strategy(config, model, train, device, env.planned or env.world_size, env.local_world_size)
 
 
 def settle_strategy(
     config: DistributedConfig, model: nn.Module, train: Any, device: str, ranks: int, ranks_here: int
-) -> Settled:
+) -> StrategyChoice:
     """Choose fsdp where strategy = "auto" and whole copies of the training state would not fit on the ranks.
 
     The planner decides (`phalanx/tools/plan/auto.py`). It is asked only where nothing was chosen by the user and the
@@ -45,13 +45,13 @@ def settle_strategy(
     undecided = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
     chosen = config.changed("backend", *settings_with("layout"))
     if ranks == 1 or not undecided or chosen:
-        return Settled(config)
+        return StrategyChoice(config)
     memory = rank_bytes(device, ranks_here)
     if not memory or not is_large(model, memory):
-        return Settled(config)
+        return StrategyChoice(config)
     from phalanx.features import feature
 
-    return Settled(*feature("choose-strategy")(config, model, train, device, ranks, memory))
+    return StrategyChoice(*feature("choose-strategy")(config, model, train, device, ranks, memory))
 
 
 def is_large(model: nn.Module, memory: int) -> bool:

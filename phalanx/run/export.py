@@ -91,7 +91,9 @@ def _write_onnx(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path) 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, inputs, dynamic_shapes=(tuple(_free_sizes(each) for each in inputs),))
+            program = torch.export.export(
+                model, inputs, dynamic_shapes=(tuple(_free_sizes(value) for value in inputs),)
+            )
             torch.onnx.export(
                 program,
                 inputs,
@@ -116,10 +118,10 @@ def _free_sizes(inputs: torch.Tensor) -> dict[int, Any]:
 
 def _names_of_sizes(program: torch.export.ExportedProgram) -> tuple[dict[int, str], ...]:
     """Return the names of the sizes that are free in a program, by dimension, for each input."""
-    given = set(program.graph_signature.user_inputs)
-    shapes = [node.meta["val"].shape for node in program.graph.nodes if node.name in given]
+    inputs = set(program.graph_signature.user_inputs)
+    shapes = [node.meta["val"].shape for node in program.graph.nodes if node.name in inputs]
     free = [[not str(size).isdecimal() for size in shape[:2]] for shape in shapes]
-    return tuple({place: ("batch", "length")[place] for place, is_free in enumerate(each) if is_free} for each in free)
+    return tuple({axis: ("batch", "length")[axis] for axis, is_free in enumerate(flags) if is_free} for flags in free)
 
 
 def _write_torchscript(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path) -> None:

@@ -24,9 +24,9 @@ def defaults() -> dict[str, Any]:
 def choices(run: StoredRun) -> dict[str, Any]:
     """Return what was chosen for a run, by name: its settings, model and data."""
     config, recipe = run.path / "config.toml", (run.record.recipe if run.record is not None else None) or {}
-    found: dict[str, Any] = dict(read_settings(config)) if config.is_file() else {}
-    found = {name: value for name, value in found.items() if name not in _OF_ONE_PLACE}
-    return found | _flat(recipe.get("model", {}), "model") | _flat(recipe.get("data", {}), "data")
+    chosen: dict[str, Any] = dict(read_settings(config)) if config.is_file() else {}
+    chosen = {name: value for name, value in chosen.items() if name not in _OF_ONE_PLACE}
+    return chosen | _flat(recipe.get("model", {}), "model") | _flat(recipe.get("data", {}), "data")
 
 
 def changed(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,33 +38,33 @@ def changed(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def facts(run: StoredRun) -> dict[str, Any]:
     """Return what describes a run, by name."""
-    found, record = choices(run), run.record
+    values, record = choices(run), run.record
     if record is not None:
         target = record.script or record.module
-        found |= {"script": target, "arguments": " ".join(record.arguments), "git commit": record.commit}
-        found |= {"phalanx": record.phalanx, "python": record.python, **record.environment}
-    found |= {name: run.begun.get(name) for name in ("parameters", "world_size", "device", "precision")}
-    found |= {"status": run.status, "steps": run.steps[0]}
-    found |= {name: run.ended.get(name) for name in ("total_time", "throughput")}
-    return found | {f"best {name}": value for name, value in run.ended.get("best", {}).items()}
+        values |= {"script": target, "arguments": " ".join(record.arguments), "git commit": record.commit}
+        values |= {"phalanx": record.phalanx, "python": record.python, **record.environment}
+    values |= {name: run.begun.get(name) for name in ("parameters", "world_size", "device", "precision")}
+    values |= {"status": run.status, "steps": run.steps[0]}
+    values |= {name: run.ended.get(name) for name in ("total_time", "throughput")}
+    return values | {f"best {name}": value for name, value in run.ended.get("best", {}).items()}
 
 
 def surroundings(run: StoredRun) -> dict[str, Any]:
     """Return what else a run's result may depend on: its packages, and the changes to the code since the commit."""
     packages, changes = run.path / PACKAGES, run.path / CHANGES
     lines = packages.read_text(encoding="utf-8").split() if packages.is_file() else []
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         f"package {name}": version for name, _, version in (line.partition("==") for line in lines)
     }
     if changes.is_file():
-        found["changes"] = hashlib.sha256(changes.read_bytes()).hexdigest()[:8]
-    return found
+        values["changes"] = hashlib.sha256(changes.read_bytes()).hexdigest()[:8]
+    return values
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the facts whose values differ, with the value of each run; None where a run lacks one."""
-    names = dict.fromkeys(name for each in runs for name in each)
-    rows = {name: [each.get(name) for each in runs] for name in names}
+    names = dict.fromkeys(name for run in runs for name in run)
+    rows = {name: [run.get(name) for run in runs] for name in names}
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
 

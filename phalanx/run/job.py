@@ -25,7 +25,7 @@ from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.recorders import agree_run_dir, open_events, save_config
 from phalanx.loop.stopping import BY_CTRL_C, preempted_error
 from phalanx.loop.task import TrainTask
-from phalanx.loop.trainer import TrainLoop
+from phalanx.loop.train_loop import TrainLoop
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
 from phalanx.observe.run_folder import make_run_dir
@@ -148,8 +148,10 @@ def _fit_in_folder(formation: Formation, job: Job, survivor: Survival | None) ->
         _check_per_node(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
     folder = before or job.run_dir
-    placed = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))
-    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
+    config_here = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))
+    run_dir = agree_run_dir(
+        formation.world, lambda: make_run_dir(config_here, job.task.name), resumes=before is not None
+    )
     if formation.is_main:
         save_config(job.config, run_dir)
     if not formation.is_main or (_is_given(job) and (run_dir / RECORD).exists()):
@@ -167,20 +169,20 @@ def _fit_in_folder(formation: Formation, job: Job, survivor: Survival | None) ->
 
 def _check_per_node(world: World, config: DistributedConfig) -> None:
     """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
-    found: PhalanxError | None = None
+    failure: PhalanxError | None = None
     if world.env.local_rank == 0:
         from phalanx.run.preflight import check_before_start  # the other ranks do not load it
 
         try:
             check_before_start(config)
         except PhalanxError as error:
-            found = error
-    errors = [found]
+            failure = error
+    errors = [failure]
     if world.world_size > 1:
         errors *= world.world_size
-        dist.all_gather_object(errors, found)
-    for each in filter(None, errors):
-        raise each
+        dist.all_gather_object(errors, failure)
+    for error_of_node in filter(None, errors):
+        raise error_of_node
 
 
 def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | None) -> JobResult:
@@ -229,12 +231,12 @@ def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | N
         if profile is not None:
             profile.close()
         events.close()
-    own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
+    scheduler = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     if job.gives_back and stopped is None and loop.stop.from_outside == "SIGINT":  # in the last step, or after it
         stopped = preempted_error(BY_CTRL_C, loop.step, loop.saving.last_path)
     ending = loop.control.ending
     ended = preempted_error(ending.reason, loop.step, loop.saving.last_path).message if ending.early else ""
-    state = None if own is None else scheduler_state(own)
+    state = None if scheduler is None else scheduler_state(scheduler)
     return JobResult(history=history, scheduler_state=state, stopped=stopped, ended=ended)
 
 
@@ -291,8 +293,8 @@ def _evaluate(formation: Formation, job: Job) -> JobResult:
 def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
     loader = formation.prepare_loader(job.task.val, training=False, in_order=True).augmented(job.task.augment)
-    found = predict(formation, model, loader)
-    own = found if formation.world.leads_samples else []  # ranks that share samples all have their outputs
+    outputs = predict(formation, model, loader)
+    own = outputs if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size
     if formation.world_size > 1:
         dist.gather_object(own, parts if formation.is_main else None, dst=0)
@@ -318,6 +320,6 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: _joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)):
-        parts = [_joined([output[place] for output in outputs]) for place in range(len(first))]
+        parts = [_joined([output[position] for output in outputs]) for position in range(len(first))]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return outputs

@@ -32,8 +32,8 @@ def _check_all(config: DistributedConfig) -> None:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
     for name in ("checkpoint_dir", "tensorboard", "run_dir"):
-        if isinstance(given := getattr(config, name), str):
-            _check_folder(name, given)
+        if isinstance(folder := getattr(config, name), str):
+            _check_folder(name, folder)
 
 
 def check_script_starter(script: Path, started_by: str) -> None:
@@ -58,34 +58,36 @@ def check_packages(config: DistributedConfig) -> None:
 
 
 def _check_resume(config: DistributedConfig) -> None:
-    wanted = config.resume_from_checkpoint
-    if wanted is True and config.checkpoint_dir is None:
+    path = config.resume_from_checkpoint
+    if path is True and config.checkpoint_dir is None:
         raise UsageError(
             "resume_from_checkpoint = true needs to know where the checkpoints are",
             hint="Add checkpoint_dir, or give the checkpoint itself: resume_from_checkpoint = '<path>'.",
         )
-    if isinstance(wanted, str) and not as_path(wanted).exists():
+    if isinstance(path, str) and not as_path(path).exists():
         raise CheckpointError(
-            f"resume_from_checkpoint = {wanted!r}: there is nothing at that path",
+            f"resume_from_checkpoint = {path!r}: there is nothing at that path",
             hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
         )
-    if isinstance(wanted, str) and as_path(wanted).is_dir() and not any(as_path(wanted).iterdir()):
+    if isinstance(path, str) and as_path(path).is_dir() and not any(as_path(path).iterdir()):
         raise CheckpointError(
-            f"resume_from_checkpoint = {wanted!r}: the folder is empty",
+            f"resume_from_checkpoint = {path!r}: the folder is empty",
             hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
         )
 
 
-def _check_folder(name: str, given: str) -> None:
+def _check_folder(name: str, configured: str) -> None:
     """Refuse a folder that is a file or cannot be created; the rank that writes reports other errors."""
-    path = as_path(given)
+    path = as_path(configured)
     if isinstance(path, RemotePath):
         path.check_writable()
         return
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
-        raise CheckpointError(f"{name} = {given!r}: {nearest} is a file, not a folder", hint=f"Set {name} to a folder.")
+        raise CheckpointError(
+            f"{name} = {configured!r}: {nearest} is a file, not a folder", hint=f"Set {name} to a folder."
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"{name} = {given!r}: {nearest} is not writable", hint=f"Set {name} to a folder you may write to."
+            f"{name} = {configured!r}: {nearest} is not writable", hint=f"Set {name} to a folder you may write to."
         )

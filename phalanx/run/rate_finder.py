@@ -82,7 +82,7 @@ def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> 
         config = trainer.config.replace(**_OFF, run_dir=str(folder / "run"), max_steps=steps)
         sweep = type(trainer)(
             model, config, loss_fn=trainer.loss_fn, optimizer=optimizer, augment=trainer.augment,
-            scheduler=_Growing(low, high, steps), scheduler_interval="step", callbacks=[_Divergence()],
+            scheduler=_RateGrowth(low, high, steps), scheduler_interval="step", callbacks=[_Divergence()],
         )  # fmt: skip
         sweep._tells_end = False  # it ends where the loss diverges, and what it trained is dropped
         history = sweep.fit(train)
@@ -99,15 +99,15 @@ def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
     """Return the exponentially weighted mean at each place, corrected for its beginning."""
-    mean, found = 0.0, []
-    for place, loss in enumerate(losses, 1):
+    mean, means = 0.0, []
+    for count, loss in enumerate(losses, 1):
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        found.append(mean / (1 - _SMOOTHING**place))
-    return found
+        means.append(mean / (1 - _SMOOTHING**count))
+    return means
 
 
 @dataclass(frozen=True)
-class _Growing:
+class _RateGrowth:
     """Makes the schedule: the same factor from step to step, for the first parameter group from `low` to `high`."""
 
     low: float

@@ -113,13 +113,13 @@ class RunRecord:
     def begin(self, run_dir: Path, *, resumes: bool) -> None:
         """Write it for a run that begins; a resumed one keeps command and time of its start, name, tags and note."""
         old = read_record(run_dir)
-        kept: dict[str, Any] = {}
+        changes_of_record: dict[str, Any] = {}
         if isinstance(old, RunRecord):
-            kept = {"tags": list(dict.fromkeys([*old.tags, *self.tags])), "note": self.note or old.note}
-            kept["alias"] = old.alias
+            changes_of_record = {"tags": list(dict.fromkeys([*old.tags, *self.tags])), "note": self.note or old.note}
+            changes_of_record["alias"] = old.alias
         if isinstance(old, RunRecord) and resumes:
-            kept |= {"command": old.command, "started": old.started, "continued": time.time()}
-        dataclasses.replace(self, **kept).write(run_dir)
+            changes_of_record |= {"command": old.command, "started": old.started, "continued": time.time()}
+        dataclasses.replace(self, **changes_of_record).write(run_dir)
         _keep_model_files(self.recipe or {}, run_dir / MODEL_FILES)
         from phalanx.host.versions import installed_packages
 
@@ -158,16 +158,16 @@ class RunRecord:
         replace_file(run_dir / FILE, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
 
 
-def _keep_model_files(recipe: Mapping[str, Any], kept: Path) -> None:
+def _keep_model_files(recipe: Mapping[str, Any], target: Path) -> None:
     """Copy the config and tokenizer of a model's folder, so that the run can be used when the folder is not there."""
     folder = Path(str(recipe.get("model", {}).get("name", "")))
-    if not folder.is_absolute() or not (folder / "config.json").is_file() or kept.exists():
+    if not folder.is_absolute() or not (folder / "config.json").is_file() or target.exists():
         return
-    kept.mkdir()
-    note_written(kept.parent, kept)
+    target.mkdir()
+    note_written(target.parent, target)
     for pattern in ("config.json", "generation_config.json", *TEXT_FILES):
         for file in folder.glob(pattern):
-            shutil.copy(file, kept / file.name)
+            shutil.copy(file, target / file.name)
 
 
 def read_record(run_dir: Path) -> RunRecord | str | None:
@@ -175,8 +175,8 @@ def read_record(run_dir: Path) -> RunRecord | str | None:
     path = run_dir / FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        known = {each.name for each in dataclasses.fields(RunRecord)}
-        record = RunRecord(**{name: value for name, value in document.items() if name in known})
+        names = {item.name for item in dataclasses.fields(RunRecord)}
+        record = RunRecord(**{name: value for name, value in document.items() if name in names})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -215,11 +215,11 @@ def _environment() -> dict[str, str]:
     from phalanx.host.gpus import driver_version, gpu_names  # a rank, whose launcher wrote the record, needs neither
     from phalanx.host.versions import cuda_of_torch, installed_packages
 
-    found = {"torch": installed_packages().get("torch", ""), "CUDA of torch": cuda_of_torch() or ""}
+    values = {"torch": installed_packages().get("torch", ""), "CUDA of torch": cuda_of_torch() or ""}
     names = gpu_names()
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     driver = driver_version() if names else ""
-    return {name: value for name, value in {**found, "GPUs": gpus, "driver": driver}.items() if value}
+    return {name: value for name, value in {**values, "GPUs": gpus, "driver": driver}.items() if value}
 
 
 CLAIM = ".started-by"
@@ -297,10 +297,10 @@ def discard(run_dir: Path, error: BaseException | None = None) -> None:
     """Remove the folder of a run; logs that the error names are moved to a temporary folder."""
     logs = run_dir / "logs"
     if isinstance(error, PhalanxError) and str(logs) in error.message and logs.is_dir():
-        kept = open_scratch("logs")
-        shutil.copytree(logs, kept, dirs_exist_ok=True)
-        close_scratch(kept, keep=True)
-        error.message = error.message.replace(str(logs), str(kept))
+        scratch = open_scratch("logs")
+        shutil.copytree(logs, scratch, dirs_exist_ok=True)
+        close_scratch(scratch, keep=True)
+        error.message = error.message.replace(str(logs), str(scratch))
     shutil.rmtree(run_dir, ignore_errors=True)
     with suppress(OSError):
         run_dir.parent.rmdir()

@@ -21,12 +21,12 @@ def last_run_of(name: str) -> StoredRun:
     """Return the newest run in ./runs that was started under a name."""
     runs = list_runs()
     named = [run for run in runs if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
-    found = next((run for run in named if run.is_trusted), None)
-    if found is None:
+    trusted = next((run for run in named if run.is_trusted), None)
+    if trusted is None:
         others = f"; the latest: {', '.join(run.name for run in runs[:3])}" if runs else ""
         hint = f"Write: {resume_command(runs[0])}. Or leave --resume out." if runs else "Leave --resume out."
         raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}{others}", hint=hint)
-    return found
+    return trusted
 
 
 def resume_settings(run: StoredRun) -> dict[str, Any]:
@@ -90,10 +90,10 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
 
     `run`: the one that continues in its folder; None for a fit that only begins with a checkpoint.
     """
-    given = as_path(str(config.resume_from_checkpoint))
+    checkpoint_path = as_path(str(config.resume_from_checkpoint))
     try:
-        saved = sorted(given.glob("step-*")) if run is None else run.checkpoints
-        places = (given, *saved[:-2:-1])
+        saved = sorted(checkpoint_path.glob("step-*")) if run is None else run.checkpoints
+        places = (checkpoint_path, *saved[:-2:-1])
         file = next((path / "manifest.json" for path in places if (path / "manifest.json").is_file()), None)
         last = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         step, epoch = int(last["step"]), int(last["epoch"])
@@ -112,8 +112,8 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
         more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
         hint = f"Train on: {resume_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}"
     raise UsageError(
-        f"{given if run is None else run.name} has nothing left to train: {asked}, and its checkpoint is at step "
-        f"{step}, after {epoch} whole epochs. Nothing was changed",
+        f"{checkpoint_path if run is None else run.name} has nothing left to train: {asked}, and its checkpoint is at "
+        f"step {step}, after {epoch} whole epochs. Nothing was changed",
         hint=hint,
     )
 
@@ -133,7 +133,7 @@ def tag_run(run: StoredRun, tag: str, *, remove: bool = False) -> list[str]:
     if remove:
         if tag not in tags:
             raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
-        tags = [each for each in tags if each != tag]
+        tags = [label for label in tags if label != tag]
     elif tag not in tags:
         check_tag(tag)
         tags = [*tags, tag]

@@ -29,8 +29,8 @@ _READ_NOTHING = {"log", "errors", "models", "data", "version", "__version__"}
 _VARIABLES = "PHALANX_"
 
 
-class Uses(NamedTuple):
-    """What a script uses."""
+class ScriptUsage(NamedTuple):
+    """What a script usage."""
 
     users: frozenset[str]
     """Who uses settings there; see `option`."""
@@ -44,44 +44,44 @@ def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolve
     changed = config.changed(*FIELDS)
     if not unused_by_script(changed, SCRIPT, config.backend):
         return
-    uses = uses_of(target)
-    changed = [name for name in changed if name not in uses.names]
-    unused = unused_by_script(changed, uses.users, config.backend)
+    usage = usage_of(target)
+    changed = [name for name in changed if name not in usage.names]
+    unused = unused_by_script(changed, usage.users, config.backend)
     by_flag = {name for name, origin in resolved.origins.items() if origin == "flag"}
     refused = [name for name in unused if name in by_flag]
     if refused:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in refused)
         raise UsageError(
-            f"{flags} would have no effect: {_why(uses, target)}",
+            f"{flags} would have no effect: {_why(usage, target)}",
             hint="\n  ".join(f"{name}: {unused[name]}" for name in refused),
         )
     if unused:
-        shown = "; ".join(f"{name} = {getattr(config, name)!r}: {text}" for name, text in unused.items())
-        say_to_user(f"warning: settings without effect, for {_why(uses, target)}: {shown}")
+        settings = "; ".join(f"{name} = {getattr(config, name)!r}: {text}" for name, text in unused.items())
+        say_to_user(f"warning: settings without effect, for {_why(usage, target)}: {settings}")
 
 
-def _why(uses: Uses, target: ScriptTarget | ModuleTarget) -> str:
+def _why(usage: ScriptUsage, target: ScriptTarget | ModuleTarget) -> str:
     name = target.path if isinstance(target, ScriptTarget) else target.name
-    if uses.users == SCRIPT:
+    if usage.users == SCRIPT:
         return f"{name} uses neither a Trainer nor a Formation of Phalanx"
     return (
         f"{name} trains by a loop of your own"
-        if uses.users == IN_SCRIPT["Formation"]
+        if usage.users == IN_SCRIPT["Formation"]
         else f"the ranks of {name} are those of a script"
     )
 
 
-def uses_of(target: ScriptTarget | ModuleTarget) -> Uses:
+def usage_of(target: ScriptTarget | ModuleTarget) -> ScriptUsage:
     """Return who uses settings in a script or module, and the names in its code."""
     code = _Code(target)
     if code.is_opaque:
-        return Uses(IN_SCRIPT["trainer"])
+        return ScriptUsage(IN_SCRIPT["trainer"])
     readers = code.of_phalanx - _READ_NOTHING
     if not readers:
-        return Uses(SCRIPT)
+        return ScriptUsage(SCRIPT)
     if readers == {"Formation"}:
-        return Uses(IN_SCRIPT["Formation"], code.names)
-    return Uses(IN_SCRIPT["trainer"])
+        return ScriptUsage(IN_SCRIPT["Formation"], code.names)
+    return ScriptUsage(IN_SCRIPT["trainer"])
 
 
 class _Code:
@@ -127,10 +127,10 @@ class _Code:
             case ast.Constant(value=str() as text):
                 self.is_opaque |= _VARIABLES in text or text == "phalanx"
             case ast.Import(names=found):
-                self._aliases |= {each.asname for each in found if each.name == "phalanx" and each.asname}
-                self.of_phalanx |= {each.name.split(".")[1] for each in found if each.name.startswith("phalanx.")}
+                self._aliases |= {alias.asname for alias in found if alias.name == "phalanx" and alias.asname}
+                self.of_phalanx |= {alias.name.split(".")[1] for alias in found if alias.name.startswith("phalanx.")}
             case ast.ImportFrom(module="phalanx", level=0, names=found):
-                self.of_phalanx |= {each.name for each in found}
+                self.of_phalanx |= {alias.name for alias in found}
             case ast.ImportFrom(module=str() as module, level=0) if module.startswith("phalanx."):
                 self.of_phalanx.add(module.split(".")[1])
 
@@ -141,9 +141,9 @@ class _Code:
             return
         for root in dict.fromkeys((folder, *self._roots)):
             path = root / name.replace(".", "/")
-            found = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-            if found:
-                self._read(found[0], name)
+            files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+            if files:
+                self._read(files[0], name)
                 return
             if (root / top).is_dir() or (root / f"{top}.py").is_file():  # a name in a module that is read
                 return
@@ -165,12 +165,12 @@ def _first_file(target: ScriptTarget | ModuleTarget) -> Path | None:
 def _imported(node: ast.AST, package: str) -> Iterator[str]:
     """Yield the modules that a statement may import."""
     if isinstance(node, ast.Import):
-        yield from (each.name for each in node.names)
+        yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         parts = package.split(".") if package else []
         base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])] if node.level else [])
         module = base or node.module or ""
-        yield from filter(None, (module, *(f"{module}.{each.name}" if module else each.name for each in node.names)))
+        yield from filter(None, (module, *(f"{module}.{alias.name}" if module else alias.name for alias in node.names)))
 
 
 @functools.cache

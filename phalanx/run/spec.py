@@ -82,12 +82,12 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     """Return what all machines of a run must have in common: versions, the script, and settings that decide numbers."""
     free = {*settings_with("machine"), *Monitoring.__dataclass_fields__}
     names = [name for name in FIELDS if name not in free]
-    found = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}
+    facts = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}
     if config.share_gpus:
-        found["NVIDIA driver"] = driver_version()
+        facts["NVIDIA driver"] = driver_version()
     if isinstance(target, ScriptTarget) and Path(target.path).is_file():  # else `check` says what is wrong
-        found["script"] = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
-    return {**found, **{name: repr(getattr(config, name)) for name in names}}
+        facts["script"] = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
+    return {**facts, **{name: repr(getattr(config, name)) for name in names}}
 
 
 RUN_JOB = "phalanx.worker:run_job"
@@ -97,9 +97,9 @@ _IN_PLACE = (RUN_JOB, FEATURES["verify-rank"])
 
 def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -> Elastic | None:
     """Return how lost ranks are replaced in place; None where all are started again, or the run ends."""
-    wanted = config.max_restarts > 0 or config.min_workers is not None
+    is_elastic = config.max_restarts > 0 or config.min_workers is not None
     trains = isinstance(target, CallTarget) and target.function in _IN_PLACE
-    if not wanted or not trains or engine_name(config) or config.recovery == "restart":
+    if not is_elastic or not trains or engine_name(config) or config.recovery == "restart":
         return None
     sizes = elastic_sizes(config, layout.world_size)
     return Elastic(tuple(sizes), config.spares, config.heartbeat_timeout, config.stall_timeout)
@@ -114,13 +114,13 @@ def elastic_sizes(config: DistributedConfig, most: int) -> list[int]:
 
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
     """Return the variables of ranks for packages other than torch, which the fork server imports too."""
-    found, imports = engine_of(config).environment(config, device)
+    variables, imports = engine_of(config).environment(config, device)
     if config.mlflow:
         imports = [*imports, "mlflow"]
     name = engine_name(config)
     if name or VARIABLE in os.environ:  # a run inside a rank of an engine is not one of that engine
-        found = {**found, VARIABLE: name}
-    return {**found, PRELOAD: ",".join(imports)} if imports else found
+        variables = {**variables, VARIABLE: name}
+    return {**variables, PRELOAD: ",".join(imports)} if imports else variables
 
 
 def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:

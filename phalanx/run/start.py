@@ -49,12 +49,12 @@ def run_on_ranks(
     config = config or DistributedConfig()
     if spec.starter is None:
         prestart(spec.env)  # torch is imported while the console opens
-    with open_console(config, spec.log_dir) if console is None else nullcontext(console) as shown:
+    with open_console(config, spec.log_dir) if console is None else nullcontext(console) as opened:
         if text := engine_of(config).notice(config):
-            shown.notice(text)
+            opened.notice(text)
         if waiting:
-            shown.handle(Phase(waiting, "begin").to_dict())
-        result = launch(spec, shown)
+            opened.handle(Phase(waiting, "begin").to_dict())
+        result = launch(spec, opened)
     if result.failure is not None:
         _record_for(result.failure, spec.log_dir)
     raise_failure(result, spec.log_dir, may_restart=spec.max_restarts > 0)

@@ -54,8 +54,8 @@ class StoredRun:
     @property
     def name(self) -> str:
         """The name that other commands take: the path inside ./runs (of a trial: STUDY/trials/0003), else the path."""
-        place, runs = self.path.parent.resolve() / self.path.name, RUNS.resolve()
-        return str(place.relative_to(runs)) if place.is_relative_to(runs) else str(self.path)
+        path, runs = self.path.parent.resolve() / self.path.name, RUNS.resolve()
+        return str(path.relative_to(runs)) if path.is_relative_to(runs) else str(self.path)
 
     @cached_property
     def _read(self) -> RunRecord | str | None:
@@ -175,8 +175,10 @@ class StoredRun:
     @cached_property
     def failure(self) -> dict[str, Any]:
         """What the last rank that raised has written: its `time`, `type` and `message`; empty without one."""
-        found = [_parsed(file.read_bytes(), "message") for file in self.path.glob("logs/rank-*.error.json")]
-        return max((each for each in found if each is not None), key=lambda each: float(each["time"]), default={})
+        records = [_parsed(file.read_bytes(), "message") for file in self.path.glob("logs/rank-*.error.json")]
+        return max(
+            (record for record in records if record is not None), key=lambda record: float(record["time"]), default={}
+        )
 
     @property
     def _is_locked(self) -> bool:
@@ -256,9 +258,9 @@ class StoredRun:
     def checkpoint_dir(self) -> Path:
         """Where its checkpoints are; of a run that is not trusted, those in its own folder alone."""
         record = self.record if self.is_trusted else None
-        if record is None or (given := record.settings.get("checkpoint_dir")) is None:
+        if record is None or (directory := record.settings.get("checkpoint_dir")) is None:
             return self.path / "checkpoints"
-        path = as_path(str(given))
+        path = as_path(str(directory))
         return path if isinstance(path, RemotePath) else Path(record.directory) / path
 
     @property
@@ -332,8 +334,8 @@ class StoredRun:
         """Remove the files that the run has written; other files in its folder stay."""
         self.require_trust("its links may lead to other files, so nothing was removed")
         noted = read_written(self.path)
-        found = [path for pattern in _NOTED_PATTERNS for path in self.path.glob(pattern)]
-        written = [path for path in found if str(path.relative_to(self.path)) in noted]
+        paths = [path for pattern in _NOTED_PATTERNS for path in self.path.glob(pattern)]
+        written = [path for path in paths if str(path.relative_to(self.path)) in noted]
         fits = [path for path in written if path.match(_FITS)]
         for fit in fits:
             StoredRun(fit).clear()
@@ -372,13 +374,13 @@ def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
 
 def last_values(run: StoredRun) -> dict[str, float]:
     """Return the last value of each curve that a run's latest events are points of, by the names of dashboards."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for event in run._ends:
         if event["event"] not in ("step", "metrics"):
             continue
         with suppress(ValueError, TypeError, AttributeError):  # a writer of another version
-            found |= cast("StepDone | MetricsReported", from_dict(event)).scalars()
-    return found
+            values |= cast("StepDone | MetricsReported", from_dict(event)).scalars()
+    return values
 
 
 def is_run(path: Path) -> bool:
@@ -396,12 +398,12 @@ def list_runs(folder: Path = RUNS) -> list[StoredRun]:
     """Return the runs in a folder, the newest first; the trials of a search are in a folder of their own."""
     if not folder.is_dir():
         return []
-    found = []
+    runs = []
     for path in folder.iterdir():
         with suppress(PermissionError):  # the folder of another user's run is closed
             if path.is_dir() and is_run(path):
-                found.append(StoredRun(path))
-    return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
+                runs.append(StoredRun(path))
+    return sorted(runs, key=lambda run: (run.started, run.path.name), reverse=True)
 
 
 def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
@@ -424,12 +426,12 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
         ("the beginning", "Write more of the name.", lambda run: run.path.name.startswith(word)),
     ]
     for meaning, hint, matches in meanings:
-        found = [run for run in runs if matches(run)]
-        if len(found) > 1:
-            shown = ", ".join(run.path.name for run in found[:5]) + (", ..." if len(found) > 5 else "")
-            raise UsageError(f"'{name}' is {meaning} of {len(found)} runs: {shown}", hint=hint)
-        if found:
-            return found[0]
+        matching = [run for run in runs if matches(run)]
+        if len(matching) > 1:
+            listed = ", ".join(run.path.name for run in matching[:5]) + (", ..." if len(matching) > 5 else "")
+            raise UsageError(f"'{name}' is {meaning} of {len(matching)} runs: {listed}", hint=hint)
+        if matching:
+            return matching[0]
     if path.exists():
         raise UsageError(f"{path} is not the folder of a run: it has neither {FILE} nor {EVENTS}")
     if not runs:
@@ -454,11 +456,11 @@ def with_located_sources(recipe: Recipe) -> Recipe:
     return replace(recipe, model=model, data=data)
 
 
-def with_kept_files(recipe: Recipe, kept: Path) -> Recipe:
+def with_kept_files(recipe: Recipe, kept_files: Path) -> Recipe:
     """Return a recipe whose model's folder is the run's own copy of it, where the folder is not there any more."""
     folder = str(recipe.model["name"])
-    if not Path(folder).is_absolute() or Path(folder).exists() or not kept.is_dir():
+    if not Path(folder).is_absolute() or Path(folder).exists() or not kept_files.is_dir():
         return recipe
-    data = {key: str(kept) if value == folder else value for key, value in recipe.data.items()}
+    data = {key: str(kept_files) if value == folder else value for key, value in recipe.data.items()}
     model = {key: value for key, value in recipe.model.items() if key != "weights"}
-    return replace(recipe, model={**model, "name": str(kept)}, data=data)
+    return replace(recipe, model={**model, "name": str(kept_files)}, data=data)

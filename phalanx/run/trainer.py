@@ -116,8 +116,8 @@ class TorchTrainer:
             self._given = frozenset(settings)
             chosen.refuse_unused(settings)
         else:  # torch's own trainer has any strategy, so that a flag or variable may name another backend
-            own = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
-            resolved = resolve({**own, **settings})
+            backend = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
+            resolved = resolve({**backend, **settings})
             chosen, self._given = resolved.config, resolved.given
         chosen.require_torch(type(self).__name__)
         self._report_other_backend(chosen)
@@ -319,8 +319,8 @@ def _take_back(trainer: TorchTrainer, result: JobResult) -> None:
         return_weights(model, result.weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(result.trained.get(name, parameter.requires_grad))
-    given = trainer.optimizer if isinstance(trainer.optimizer, Mapping) else {"": trainer.optimizer}
-    for (name, optimizer), returned in zip(given.items(), result.optimizers, strict=False):
+    optimizers = trainer.optimizer if isinstance(trainer.optimizer, Mapping) else {"": trainer.optimizer}
+    for (name, optimizer), returned in zip(optimizers.items(), result.optimizers, strict=False):
         if isinstance(optimizer, torch.optim.Optimizer):
             match_groups(getattr(model, name) if name else model, optimizer, returned["groups"])
             optimizer.load_state_dict(returned["state"])
@@ -360,25 +360,25 @@ PyTorchDDPTrainer = Trainer
 """The same by another name."""
 
 
-def _check_model(trainer: TorchTrainer, given: Any, *, has_loss: bool) -> None:
+def _check_model(trainer: TorchTrainer, model: Any, *, has_loss: bool) -> None:
     """Refuse what is not a model, and a LightningModule whose own steps would silently not be called."""
     name = type(trainer).__name__
-    if given is None:
+    if model is None:
         raise UsageError(f"{name} needs a model", hint=f"Write: {name}(model, num_workers=2).fit(train_loader)")
-    if isinstance(given, type) and issubclass(given, nn.Module):
+    if isinstance(model, type) and issubclass(model, nn.Module):
         raise UsageError(
-            f"model = {given.__name__} is the class, not a model", hint=f"Write: {name}({given.__name__}(...), ...)"
+            f"model = {model.__name__} is the class, not a model", hint=f"Write: {name}({model.__name__}(...), ...)"
         )
-    if not isinstance(given, nn.Module):
-        package = type(given).__module__.split(".")[0]
+    if not isinstance(model, nn.Module):
+        package = type(model).__module__.split(".")[0]
         row = next((row for row in BACKENDS.values() if package in row.model_packages), None)
         others = trainer.foreign_models or (f"{row.framework} models are trained by {row.trainer}." if row else "")
         hint = others if row else f"Write: {name}(model, ...), where model is your torch.nn.Module."
-        raise UsageError(f"model must be a torch.nn.Module; got {type(given).__name__}", hint=hint)
-    owners = {kind.__module__.partition(".")[0] for kind in type(given).__mro__ if kind.__name__ == "LightningModule"}
+        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}", hint=hint)
+    owners = {kind.__module__.partition(".")[0] for kind in type(model).__mro__ if kind.__name__ == "LightningModule"}
     if not has_loss and owners & {"lightning", "pytorch_lightning"}:
         raise UsageError(
-            f"model = {type(given).__name__} is a LightningModule: its training_step, configure_optimizers and hooks "
+            f"model = {type(model).__name__} is a LightningModule: its training_step, configure_optimizers and hooks "
             "are not called here, and no loss was given",
             hint="Give loss_fn= and optimizer= (its forward is then used), or training_step=function. "
             "docs/coming-from.md has both versions of a training.",

@@ -38,14 +38,14 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any], *, keep: bool = 
     """
     if not is_placed(model):
         return whole_state(dict(tensors), keep=keep)
-    found = _of_all_stages(tensors, model.__dict__[PLACED].row, keep=keep)
-    return found if keep else None
+    gathered = _of_all_stages(tensors, model.__dict__[PLACED].row, keep=keep)
+    return gathered if keep else None
 
 
 def whole_state(state: dict[str, Any], *, keep: bool = True) -> dict[str, Any] | None:
     """Return a nested state dict with every tensor whole and on the CPU; None where it is not kept."""
-    found: dict[str, Any] = _gathered(state, keep=keep)
-    return found if keep else None
+    gathered: dict[str, Any] = _gathered(state, keep=keep)
+    return gathered if keep else None
 
 
 def _gathered(value: Any, *, keep: bool) -> Any:
@@ -73,16 +73,16 @@ def _of_all_stages(tensors: Mapping[str, Any], row: Row, *, keep: bool) -> dict[
     shapes = {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in tensors.items()}
     parts: list[Any] = [None] * row.size
     dist.all_gather_object(parts, _Part(shapes, keep), group=row.group)
-    wanted = any(part.keeps for part in parts)
-    found: dict[str, Any] = {}
-    for place, part in enumerate(parts):
+    is_kept = any(part.keeps for part in parts)
+    tensors_here: dict[str, Any] = {}
+    for stage, part in enumerate(parts):
         for name, shape in part.shapes.items():
-            value = whole(tensors[name].detach()) if place == row.position and shape is not None else tensors.get(name)
-            if wanted:
-                value = _sent(value, shape, row, place)
+            value = whole(tensors[name].detach()) if stage == row.position and shape is not None else tensors.get(name)
+            if is_kept:
+                value = _sent(value, shape, row, stage)
             if keep:
-                found[name] = value.cpu().contiguous() if isinstance(value, torch.Tensor) else value
-    return found
+                tensors_here[name] = value.cpu().contiguous() if isinstance(value, torch.Tensor) else value
+    return tensors_here
 
 
 def _sent(value: Any, shape: tuple[torch.Size, torch.dtype] | None, row: Row, source: int) -> Any:
@@ -155,7 +155,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         _load_from_checkpoint(model, path)
         return
     if not path.is_file():
-        near = nearest(path.name, [each.name for each in path.parent.glob("*")])
+        near = nearest(path.name, [file.name for file in path.parent.glob("*")])
         raise CheckpointError(
             f"no weights at {path}: there is neither a file nor a checkpoint directory",
             hint=f"Did you mean '{path.with_name(near)}'?" if near else "Files end with .safetensors, .pt or .pth.",
@@ -200,9 +200,9 @@ def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | No
             close = nearest(name, saved)
             has = f" (it has '{close}')" if close else ""
             raise CheckpointError(f"{path} has no '{name}'{has}, which the model has")
-        found = saved[name]
-        if info is not None and isinstance(found, torch.Tensor) and found.shape != info[0]:
-            then, now = list(found.shape), list(info[0])
+        tensor = saved[name]
+        if info is not None and isinstance(tensor, torch.Tensor) and tensor.shape != info[0]:
+            then, now = list(tensor.shape), list(info[0])
             raise CheckpointError(f"{path} belongs to another model: '{name}' is {then} in it and {now} in the model")
     extra = next((name for name in saved if name not in here), None)
     if extra is not None:

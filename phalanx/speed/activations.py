@@ -52,8 +52,8 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
             block.forward = partial(offloaded, block.forward, memory)
 
     def undo() -> None:
-        for held, forward in before:
-            block = held()
+        for reference, forward in before:
+            block = reference()
             if block is None:
                 continue
             block.__dict__.pop("forward", None)
@@ -85,7 +85,7 @@ def _blocks(model: nn.Module, config: DistributedConfig) -> list[nn.Module]:
 def _cached(model: nn.Module) -> list[Any]:
     """Return the configs of Hugging Face models that fill a key-value cache: a block that runs again would find it."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(each): each for each in configs if getattr(each, "use_cache", False) is True}.values())
+    return list({id(config): config for config in configs if getattr(config, "use_cache", False) is True}.values())
 
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -114,7 +114,9 @@ class _Buffers:
 
     @contextmanager
     def _copied(self, before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
-        held = [_own_buffers(module) for module in self._modules]  # else the id of one that is replaced is used again
+        buffers = [
+            _own_buffers(module) for module in self._modules
+        ]  # else the id of one that is replaced is used again
         versions = {module: _versions(module) for module in self._modules}
         copies = {module: _copy(module) for module in (self._modules if self._changing is None else self._changing)}
         yield
@@ -122,7 +124,7 @@ class _Buffers:
         changed = [module for module in self._modules if _versions(module) != versions[module]]
         before.update((module, copies[module] if module in copies else _copy(module)) for module in changed)
         self._changing = {*(self._changing or ()), *changed}
-        del held
+        del buffers
 
 
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -139,14 +141,14 @@ def _copy(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _replaced(before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
-    held = {module: _own_buffers(module) for module in before}
+    own_buffers = {module: _own_buffers(module) for module in before}
     for module, buffers in before.items():
         for name, buffer in buffers.items():
             setattr(module, name, buffer.clone())  # a copy: the graph may be run backward twice
     try:
         yield
     finally:
-        for module, buffers in held.items():
+        for module, buffers in own_buffers.items():
             for name, buffer in buffers.items():
                 setattr(module, name, buffer)
 

@@ -68,17 +68,17 @@ class AdamW8bit(GroupOptimizer):
         """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        given = {number: dict(state_dict["state"].get(number, {})) for number in numbers}
+        saved = {number: dict(state_dict["state"].get(number, {})) for number in numbers}
         apart: list[tuple[Tensor, dict[str, Any]]] = []
         for number, parameter in zip(numbers, parameters, strict=False):
-            state = given[number]
+            state = saved[number]
             if not state or not _block(parameter):
                 continue
             if missing := [name for name in _SAVED if name not in state]:
                 raise ValueError(f"this is not a state of AdamW8bit: a parameter has no {missing[0]}")
             apart.append((parameter, {name: state.pop(name) for name in _SAVED}))
-        held = {number: state for number, state in given.items() if state}
-        super().load_state_dict({**state_dict, "state": held})
+        filled = {number: state for number, state in saved.items() if state}
+        super().load_state_dict({**state_dict, "state": filled})
         for parameter, states in apart:
             self.state[parameter] |= {name: _loaded(state, parameter, name) for name, state in states.items()}
 
@@ -171,10 +171,10 @@ def _step_by_operations(
     weights: Tensor, gradient: Tensor, states: tuple[Tensor, ...], block: int, step: int, numbers: tuple[float, ...]
 ) -> None:
     """Take the same step without Triton, for some values at a time: its operations need many times their memory."""
-    blocks = [each.view(-1, block) for each in (weights, gradient, *states[:2])]
-    scales = [each.view(-1, 1) for each in states[2:]]
+    blocks = [tensor.view(-1, block) for tensor in (weights, gradient, *states[:2])]
+    scales = [tensor.view(-1, 1) for tensor in states[2:]]
     many = max(1, _AT_ONCE // block)
-    for number, parts in enumerate(zip(*(torch.split(each, many) for each in (*blocks, *scales)), strict=True)):
+    for number, parts in enumerate(zip(*(torch.split(tensor, many) for tensor in (*blocks, *scales)), strict=True)):
         _step_values(parts, number * many * block, step, numbers)
 
 

@@ -73,12 +73,12 @@ def own_stream(formation: Formation) -> Callable[[], None] | None:
     if formation.world_size == 1 or config.capture is False or formation.strategy.why_not_captured:
         return None
     before = torch.cuda.current_stream(device)
-    own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    own.wait_stream(before)
-    torch.cuda.set_stream(own)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(before)
+    torch.cuda.set_stream(stream)
 
     def undo() -> None:
-        before.wait_stream(own)
+        before.wait_stream(stream)
         torch.cuda.set_stream(before)
 
     return undo
@@ -284,8 +284,8 @@ class CapturedStep:
         if gradients.scale is not None:  # after the last eager step: in the graph, each step does it at its end
             gradients.scale.update()
         if self._stream is None:  # with DDP the one on which it was made
-            own = self._ranks == 1
-            self._stream = torch.cuda.Stream(device) if own else torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+            is_alone = self._ranks == 1
+            self._stream = torch.cuda.Stream(device) if is_alone else torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
         graph, failed, before = torch.cuda.CUDAGraph(), None, torch.cuda.current_stream(device)
         try:
             with undone_on_error(gradients):

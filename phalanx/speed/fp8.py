@@ -67,8 +67,8 @@ def _takes_fp8(layer: nn.Module) -> bool:
 
 
 def _undo(linears: dict[nn.Module, Any], heads: list[MultipliesIn8Bits]) -> None:
-    for layer, own in linears.items():
-        layer.__class__ = own
+    for layer, kind in linears.items():
+        layer.__class__ = kind
     for head in heads:
         head.fp8 = False
 

@@ -60,43 +60,43 @@ def seen(value: Any, depth: int = 3) -> Any:
 
 def _inside(value: Any) -> dict[str, Any]:
     """Return what an object or a function holds: attributes, variables of a closure, arguments of a partial."""
-    held = dict(getattr(value, "__dict__", {}))
+    contents = dict(getattr(value, "__dict__", {}))
     cells = getattr(value, "__closure__", None) or ()
     names = value.__code__.co_freevars if cells else ()
     slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    contents |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
     for name, cell in zip(names, cells, strict=True):
         with suppress(ValueError):  # an empty cell
-            held[name] = cell.cell_contents
+            contents[name] = cell.cell_contents
     if isinstance(value, partial):
-        held |= {"func": value.func, "args": value.args, "keywords": value.keywords}
+        contents |= {"func": value.func, "args": value.args, "keywords": value.keywords}
     elif isinstance(value, MethodType):
-        held["self"] = value.__self__
-    return held
+        contents["self"] = value.__self__
+    return contents
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    found = vars(kind).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def model_state(model: nn.Module, loss_fn: Any = None) -> State:
     """Return what a model's modules and a loss hold on the host, and where their tensors lie."""
-    found: State = {}
+    state: State = {}
     if loss_fn is not None and not isinstance(loss_fn, nn.Module):
-        found |= {f"loss_fn.{name}": seen(value) for name, value in _inside(loss_fn).items()}
-    losses = [("loss_fn", each) for each in _modules_in(loss_fn)]
+        state |= {f"loss_fn.{name}": seen(value) for name, value in _inside(loss_fn).items()}
+    losses = [("loss_fn", inner) for inner in _modules_in(loss_fn)]
     for path, module in [*model.named_modules(), *losses]:
         prefix = f"{path or type(module).__name__}."
         for name, value in vars(module).items():
             if type(value) in _PLAIN:
-                found[prefix + name] = value
+                state[prefix + name] = value
             elif name not in _OF_TORCH and name != "forward":  # compiled, or recomputed: made by this package
-                found[prefix + name] = seen(value)
+                state[prefix + name] = seen(value)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found[name] = (tensor.data_ptr(), tensor.requires_grad)
-    return found
+        state[name] = (tensor.data_ptr(), tensor.requires_grad)
+    return state
 
 
 def _modules_in(loss_fn: Any) -> list[nn.Module]:
@@ -105,7 +105,7 @@ def _modules_in(loss_fn: Any) -> list[nn.Module]:
         return list(loss_fn.modules())
     if isinstance(loss_fn, partial):
         return [
-            each for part in (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()) for each in _modules_in(part)
+            module for part in (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()) for module in _modules_in(part)
         ]
     return []
 
@@ -113,17 +113,17 @@ def _modules_in(loss_fn: Any) -> list[nn.Module]:
 def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     """Return what an optimizer keeps on the host: its settings, counters, and tensors of one number; not its rates."""
     kind = type(optimizer).__name__
-    found = {f"{kind}.{name}": value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
+    values = {f"{kind}.{name}": value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
     for number, group in enumerate(optimizer.param_groups):
         settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-        found |= {f"{kind}.{name} of group {number}": value for name, value in settings.items() if _is_plain(value)}
+        values |= {f"{kind}.{name} of group {number}": value for name, value in settings.items() if _is_plain(value)}
     for number, state in enumerate(optimizer.state.values()):
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
-                found[f"{kind}'s {name} of parameter {number}"] = value.item()
+                values[f"{kind}'s {name} of parameter {number}"] = value.item()
             elif _is_plain(value):
-                found[f"{kind}'s {name} of parameter {number}"] = value
-    return found
+                values[f"{kind}'s {name} of parameter {number}"] = value
+    return values
 
 
 def _is_plain(value: Any) -> bool:
@@ -133,8 +133,12 @@ def _is_plain(value: Any) -> bool:
 def random_state() -> State:
     """Return the states of the generators of random numbers on the host."""
     numpy: Any = np.random.get_state()
-    own = torch.default_generator.get_state().numpy().tobytes()
-    return {"random": random.getstate(), "numpy.random": (numpy[1].tobytes(), numpy[2]), "torch (on the CPU)": own}
+    torch_state = torch.default_generator.get_state().numpy().tobytes()
+    return {
+        "random": random.getstate(),
+        "numpy.random": (numpy[1].tobytes(), numpy[2]),
+        "torch (on the CPU)": torch_state,
+    }
 
 
 def change(before: State, after: State) -> str:
@@ -171,22 +175,25 @@ class HostWatch:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any = None) -> None:
-        found = _WatchList()
+        watched = _WatchList()
         for path, module in model.named_modules():
-            found.add_module(path or type(module).__name__, module)
-        found.add("loss_fn", loss_fn, _DEPTH)
+            watched.add_module(path or type(module).__name__, module)
+        watched.add("loss_fn", loss_fn, _DEPTH)
         self._groups = optimizer.param_groups
-        self._tables = [*found.tables, *(_Table(group, apart=("params", "lr", "initial_lr")) for group in self._groups)]
+        self._tables = [
+            *watched.tables,
+            *(_Table(group, apart=("params", "lr", "initial_lr")) for group in self._groups),
+        ]
         self._tables.append(
-            _ValueCopy(lambda: [id(each) for group in optimizer.param_groups for each in group["params"]])
+            _ValueCopy(lambda: [id(parameter) for group in optimizer.param_groups for parameter in group["params"]])
         )
-        self.unwatched = found.unwatched
+        self.unwatched = watched.unwatched
         """What holds too much to be watched; empty: nothing does."""
         self._tensors = [
-            (held, name, tensor, tensor.data_ptr(), tensor.requires_grad)
+            (tensors, name, tensor, tensor.data_ptr(), tensor.requires_grad)
             for module in model.modules()
-            for held in (torch_compat.own_parameters(module), torch_compat.own_buffers(module))
-            for name, tensor in held.items()
+            for tensors in (torch_compat.own_parameters(module), torch_compat.own_buffers(module))
+            for name, tensor in tensors.items()
             if tensor is not None
         ]
         self._optimizer = optimizer
@@ -202,8 +209,8 @@ class HostWatch:
             return True  # a state was loaded
         if any(table.has_changed() for table in self._tables):
             return True
-        for held, name, tensor, place, trained in self._tensors:
-            if held.get(name) is not tensor or tensor.data_ptr() != place or tensor.requires_grad is not trained:
+        for tensors, name, tensor, address, trained in self._tensors:
+            if tensors.get(name) is not tensor or tensor.data_ptr() != address or tensor.requires_grad is not trained:
                 return True
         return False
 
@@ -217,17 +224,19 @@ _MOST_WATCHED = 4096
 class _Table:
     """The items of a dict: the same objects under the same names, or equal plain values."""
 
-    def __init__(self, held: Mapping[str, Any], *, apart: Collection[str] = (), names: Collection[str] = ()) -> None:
+    def __init__(
+        self, attributes: Mapping[str, Any], *, apart: Collection[str] = (), names: Collection[str] = ()
+    ) -> None:
         """`apart`: left out, such as learning rates, which a recording follows; `names`: only these."""
-        self._held, self._size = held, None if names else len(held)
-        self._items = [(name, held[name]) for name in (names or held) if name not in apart]
+        self._held, self._size = attributes, None if names else len(attributes)
+        self._items = [(name, attributes[name]) for name in (names or attributes) if name not in apart]
 
     def has_changed(self) -> bool:
-        held = self._held
-        if self._size is not None and len(held) != self._size:
+        attributes = self._held
+        if self._size is not None and len(attributes) != self._size:
             return True
         for name, value in self._items:
-            now = held.get(name, _NOTHING)
+            now = attributes.get(name, _NOTHING)
             if now is not value and not (type(now) is type(value) and _is_plain(value) and now == value):
                 return True
         return False
@@ -259,11 +268,13 @@ class _WatchList:
         """Watch a module's own attributes and hooks, not its children."""
         if self._is_known(module):
             return
-        held = vars(module)
-        of_torch = [name for name in held if name in _OF_TORCH and name not in _HOOKS and not _is_plain(held[name])]
-        self.tables.append(_Table(held, apart=of_torch))
-        self.tables += [_Table(held[name]) for name in _HOOKS if name in held]
-        for name, value in held.items():
+        attributes = vars(module)
+        of_torch = [
+            name for name in attributes if name in _OF_TORCH and name not in _HOOKS and not _is_plain(attributes[name])
+        ]
+        self.tables.append(_Table(attributes, apart=of_torch))
+        self.tables += [_Table(attributes[name]) for name in _HOOKS if name in attributes]
+        for name, value in attributes.items():
             if name not in _OF_TORCH:
                 self.add(f"{path}.{name}", value, _DEPTH)
         self._add_class(type(module))
@@ -288,39 +299,39 @@ class _WatchList:
             return
         if isinstance(value, dict):
             self.tables.append(_Table(value))
-            held = {str(key): item for key, item in value.items()}
+            items = {str(key): item for key, item in value.items()}
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             if not isinstance(value, (tuple, frozenset)):
                 self.tables.append(_ValueCopy(lambda: [seen(item, 0) for item in value]))
-            held = {str(place): item for place, item in enumerate(value)}
+            items = {str(position): item for position, item in enumerate(value)}
         else:
-            held = self._of_object(value)
-        for name, item in held.items():
+            items = self._of_object(value)
+        for name, item in items.items():
             self.add(f"{path}.{name}", item, depth)
 
     def _of_object(self, value: Any) -> dict[str, Any]:
         """Watch the attributes of an object or a function; return what is inside of it."""
-        own = getattr(value, "__dict__", None)
-        if isinstance(own, dict):
-            self.tables.append(_Table(own))
-        held = _inside(value)
-        if own is None or held.keys() != own.keys():  # slots, a closure, a partial
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self.tables.append(_Table(attributes))
+        contents = _inside(value)
+        if attributes is None or contents.keys() != attributes.keys():  # slots, a closure, a partial
             self.tables.append(_ValueCopy(lambda: {name: seen(item, 0) for name, item in _inside(value).items()}))
         if isinstance(value, FunctionType):
             self._add_globals(value)
         elif not isinstance(value, (partial, MethodType, BuiltinFunctionType)):
             self._add_class(type(value))
-        return held
+        return contents
 
     def _add_class(self, kind: type) -> None:
         """Watch the plain values of the user's class, and those that its functions name."""
-        for each in kind.__mro__:
-            if each.__module__.partition(".")[0] in _NOT_USERS or self._is_known(each):
+        for base in kind.__mro__:
+            if base.__module__.partition(".")[0] in _NOT_USERS or self._is_known(base):
                 continue
-            own = vars(each)
-            if names := [name for name, value in own.items() if _is_plain(value) and not name.startswith("__")]:
-                self.tables.append(_Table(own, names=names))
-            for value in own.values():
+            attributes = vars(base)
+            if names := [name for name, value in attributes.items() if _is_plain(value) and not name.startswith("__")]:
+                self.tables.append(_Table(attributes, names=names))
+            for value in attributes.values():
                 if isinstance(value, FunctionType):
                     self._add_globals(value)
 
@@ -387,11 +398,11 @@ def _noted_waits(model: nn.Module) -> Iterator[list[str]]:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for each in caught:
-        if str(each.message).startswith(_WAITS):
-            places.append(_place(each.filename, each.lineno))
-        elif not str(each.message).startswith(_ABOUT_WAITS):
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    for warning in caught:
+        if str(warning.message).startswith(_WAITS):
+            places.append(_place(warning.filename, warning.lineno))
+        elif not str(warning.message).startswith(_ABOUT_WAITS):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _place(filename: str, line: int) -> str:

@@ -55,7 +55,7 @@ class StaticBatch:
         leaves: list[torch.Tensor] = pytree.tree_leaves(batch)
         places = list(itertools.accumulate((-(-leaf.nbytes // _ALIGNED) * _ALIGNED for leaf in leaves), initial=0))
         self._memory = torch.empty(places[-1], dtype=torch.uint8, device=device)
-        self.tensors = [_placed(self._memory, place, leaf) for place, leaf in zip(places, leaves, strict=False)]
+        self.tensors = [_placed(self._memory, offset, leaf) for offset, leaf in zip(places, leaves, strict=False)]
         is_plain = all(leaf.is_contiguous() for leaf in leaves)
         if not is_plain:  # such as channels_last, for which kernels add up in another order
             self.tensors = [torch.empty_like(leaf, device=device) for leaf in leaves]
@@ -64,7 +64,7 @@ class StaticBatch:
         self._rows: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         if device.type == "cuda" and is_plain and places[-1] <= _STAGED_BYTES:
             for row in torch.empty((_ROWS, places[-1]), dtype=torch.uint8, pin_memory=True).unbind():
-                parts = [_placed(row, place, leaf) for place, leaf in zip(places, leaves, strict=False)]
+                parts = [_placed(row, offset, leaf) for offset, leaf in zip(places, leaves, strict=False)]
                 self._rows.append((row, parts))
         self._used = 0
         self._read: list[torch.cuda.Event | None] = [None, None]
@@ -72,16 +72,16 @@ class StaticBatch:
 
     def put(self, leaves: Iterable[torch.Tensor]) -> None:
         """Copy a batch to its place."""
-        given = list(leaves)
-        if not self._rows or given[0].is_cuda:
-            for leaf, static in zip(given, self.tensors, strict=True):
+        tensors = list(leaves)
+        if not self._rows or tensors[0].is_cuda:
+            for leaf, static in zip(tensors, self.tensors, strict=True):
                 static.copy_(leaf, non_blocking=True)
             return
         half, within = divmod(self._used, _ROWS // 2)
         if within == 0 and (event := self._read[half]) is not None:
             event.synchronize()
         row, parts = self._rows[self._used]
-        for leaf, part in zip(given, parts, strict=True):
+        for leaf, part in zip(tensors, parts, strict=True):
             part.copy_(leaf)
         self._memory.copy_(row, non_blocking=True)
         self._used = (self._used + 1) % _ROWS
@@ -89,9 +89,9 @@ class StaticBatch:
             self._read[half] = torch.cuda.current_stream(self._memory.device).record_event()
 
 
-def _placed(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+def _placed(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """Return a part of some bytes as a tensor of the same shape and dtype as another."""
-    return memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
+    return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class RecordedStep:
@@ -123,8 +123,12 @@ class RecordedStep:
         infos, batches = pulled
         if len(infos) != len(self.infos):
             return False
-        for info, own, batch, static in zip(infos, self.infos, batches, self._static, strict=True):
-            if info.samples != own.samples or info.scale != own.scale or type(batch) is not type(static.batch):
+        for info, recorded, batch, static in zip(infos, self.infos, batches, self._static, strict=True):
+            if (
+                info.samples != recorded.samples
+                or info.scale != recorded.scale
+                or type(batch) is not type(static.batch)
+            ):
                 return False
             if type(batch) not in (list, tuple):
                 return pulled.form() == self.form
@@ -271,5 +275,5 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def takes_rate_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer can read its learning rate from the device's memory: torch's fused ones."""
-    known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return known and all(group.get("fused") for group in optimizer.param_groups)
+    is_of_torch = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return is_of_torch and all(group.get("fused") for group in optimizer.param_groups)

@@ -88,9 +88,9 @@ def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
         torch_compat.broadcast_coalesced(parts, group)
 
 
-def newly_trained(model: nn.Module, known: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+def newly_trained(model: nn.Module, known_ids: Collection[int]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that want gradients, with their names, apart from the known ones (by id)."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in known_ids]
 
 
 def is_laid_out(model: nn.Module) -> bool:
@@ -155,15 +155,15 @@ class BatchPass(Protocol):
 
 def dense_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return the gradients; of a sparse one, as an embedding may have, the rows that are in it, each once."""
-    found = []
+    gradients = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             parameter.grad = gradient.coalesce()
             gradient = parameter.grad.values()  # the same memory: what is written here is in the gradient
         if gradient is not None:
-            found.append(gradient)
-    return found
+            gradients.append(gradient)
+    return gradients
 
 
 class Strategy:

@@ -19,7 +19,7 @@ from phalanx.strategies.context_parallel import SequenceSlices, install_ring, sp
 from phalanx.strategies.expert import expert_parameters, spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.pipeline.placement import (
-    Placed,
+    RankStages,
     place_stages,
     placed_before,
     plan_stages,
@@ -196,22 +196,22 @@ class Composed(FSDP):
     def _aliases(self, wrapped: nn.Module) -> dict[str, str]:
         return wrapped.aliases if isinstance(wrapped, Pipeline) else {}
 
-    def _placed(self, model: nn.Module) -> Placed:
+    def _placed(self, model: nn.Module) -> RankStages:
         plan = plan_stages(model, self.config, self.device_mesh["pp"])  # before a layer needs other ranks to run
         self._split(model)
-        placed = place_stages(model, plan, self.world)
-        for stage in placed.stages.values():
+        stages = place_stages(model, plan, self.world)
+        for stage in stages.stages.values():
             self._lay_over_data(stage)
-        share_buffers(model, placed.stages)
-        return placed
+        share_buffers(model, stages.stages)
+        return stages
 
-    def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
+    def _pipeline(self, model: nn.Module, stages: RankStages) -> Pipeline:
         count = self.config.microbatches
-        pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, count, placed.smallest)
+        pipeline = Pipeline(model, stages.stages, stages.row, self.world.device, count, stages.smallest)
         pipeline.slices = self._slices
-        if placed.row.schedule.splits_backward:
+        if stages.row.schedule.splits_backward:
             pipeline.finishing.append(partial(self._average_gradients, list(model.parameters())))
-        pipeline.tie(placed.ties)
+        pipeline.tie(stages.ties)
         self._copies.update({id(tied.parameter): tied.copies for tied in pipeline.tied})
         _ = self._stage_group, self._data_group  # created here, where all ranks take part
         return pipeline
@@ -261,9 +261,9 @@ class Composed(FSDP):
 
     def _seed(self) -> None:
         """Seed ranks with equal activations for equal dropout, and all others for different dropout."""
-        mesh, place = self.world.mesh, self.world.mesh.place(self.world.rank)
-        own = self.world.dp_rank * mesh.cp + place["cp"] if self._equal_activations else self.world.rank
-        seed_everything(self.config.seed, rank=own)
+        mesh, coordinates = self.world.mesh, self.world.mesh.place(self.world.rank)
+        offset = self.world.dp_rank * mesh.cp + coordinates["cp"] if self._equal_activations else self.world.rank
+        seed_everything(self.config.seed, rank=offset)
 
     def _average_replicas(self, parameter: torch.Tensor) -> None:
         """Average an expert's gradient over its replicas."""

@@ -50,16 +50,16 @@ class SequenceSlices:
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
         if implements(model, ChecksLength):
             model.check_length(first.shape[1])
-        own = self.positions(first.shape[1], first.device)
+        positions = self.positions(first.shape[1], first.device)
 
         def cut(tensor: Tensor) -> Tensor:
             return self.cut(tensor) if tensor.shape[:2] == first.shape[:2] else tensor
 
-        return pytree.tree_map_only(Tensor, cut, inputs), own
+        return pytree.tree_map_only(Tensor, cut, inputs), positions
 
     def join(self, part: Tensor) -> Tensor:
         """Return the whole sequence from all slices; all ranks must compute the same from it up to the loss."""
-        whole: Tensor = _Joined.apply(part, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _SliceJoin.apply(part, self)  # type: ignore[no-untyped-call]
         return whole
 
     def gather(self, part: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class SequenceSlices:
         return rank, 2 * self.size - 1 - rank
 
 
-class _Joined(torch.autograd.Function):
+class _SliceJoin(torch.autograd.Function):
     """Joins slices; the gradient of a rank's slice counts N times, since gradients are averaged over the ranks."""
 
     @staticmethod
@@ -95,8 +95,8 @@ class _Joined(torch.autograd.Function):
 
 def whole_mean(mean: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the mean over all ranks' counts from each rank's mean; its gradient, averaged, is that of the whole."""
-    found: Tensor = _WholeMean.apply(mean, count, group)  # type: ignore[no-untyped-call]
-    return found
+    mean_of_all: Tensor = _WholeMean.apply(mean, count, group)  # type: ignore[no-untyped-call]
+    return mean_of_all
 
 
 class _WholeMean(torch.autograd.Function):
@@ -144,14 +144,14 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
             "which",
             hint=_USAGE,
         )
-    found = [path for path, module in model.named_modules() if implements(module, RingReady) and module.ring_ready]
-    if not found:
+    paths = [path for path, module in model.named_modules() if implements(module, RingReady) and module.ring_ready]
+    if not paths:
         raise UsageError(
             f"context_parallel replaces the attention of {name} by ring attention, and found none that it knows",
             hint=_USAGE,
         )
     ring = Ring(slices.group)
-    for path in found:
+    for path in paths:
         module = model.get_submodule(path)
         causal, dropout = bool(module.causal), float(getattr(module, "dropout", 0.0))
         attention = RingAttention(ring, causal=causal, dropout=dropout)
@@ -172,18 +172,20 @@ class _Calls:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut all arguments as long as the first one, and add the positions of the slice."""
         bound = self._signature.bind(*args, **kwargs)
-        given = bound.arguments
-        if given.get("documents") is not None:
+        arguments = bound.arguments
+        if arguments.get("documents") is not None:
             raise UsageError(
                 "context_parallel cannot keep documents apart: ring attention knows no mask",
                 hint="Use windows (--set data.packing=windows), or strategy='fsdp' or tensor_parallel.",
             )
-        positions = given.pop("positions", None)
-        cut, own = self._slices.cut_all(dict(given), model)
-        given.update(cut)
-        given["positions"] = own if positions is None else positions[own]
+        positions = arguments.pop("positions", None)
+        cut, own = self._slices.cut_all(dict(arguments), model)
+        arguments.update(cut)
+        arguments["positions"] = own if positions is None else positions[own]
         self._shape = (next(iter(cut.values())).shape[0], len(own))
-        self._targets = next((given[name] for name in TARGET_NAMES if isinstance(given.get(name), Tensor)), None)
+        self._targets = next(
+            (arguments[name] for name in TARGET_NAMES if isinstance(arguments.get(name), Tensor)), None
+        )
         return bound.args, bound.kwargs
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:

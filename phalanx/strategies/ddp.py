@@ -175,7 +175,7 @@ class DDP(CompressesGradients):
     @property
     def _models(self) -> list[DistributedDataParallel]:
         """The wrapped models, in the same order on all ranks."""
-        return [model for held in self._wrapped if (model := held()) is not None]
+        return [model for reference in self._wrapped if (model := reference()) is not None]
 
     def follow(self, wrapped: nn.Module) -> None:
         """Build torch's reducer anew, which takes the parameters that want gradients when it is made."""
@@ -247,10 +247,10 @@ class DDP(CompressesGradients):
         """Return the times of plain DDP: the mean of those that torch takes (ten steps, then every hundredth)."""
         if self.lanes:
             return super().comm_stats()
-        times = [found for model in self._models if (found := torch_compat.ddp_times(model)) is not None]
+        times = [seconds for model in self._models if (seconds := torch_compat.ddp_times(model)) is not None]
         if not times:
             return None
-        busy, waited = (sum(each) * (self._steps - self._counted) for each in zip(*times, strict=True))
+        busy, waited = (sum(column) * (self._steps - self._counted) for column in zip(*times, strict=True))
         self._times = (self._times[0] + busy, self._times[1] + waited)
         self._counted = self._steps
         return CommStats(None, None, *self._times)

@@ -23,11 +23,11 @@ from phalanx.world.seed import seed_everything
 
 def blocks_of_class(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """Return the modules of the class `name`; UsageError with the nearest name where there are none."""
-    found = {path: module for path, module in model.named_modules() if path and type(module).__name__ == name}
-    if not found:
+    blocks = {path: module for path, module in model.named_modules() if path and type(module).__name__ == name}
+    if not blocks:
         classes = {type(module).__name__ for path, module in model.named_modules() if path}
         raise UsageError(unknown_name(f"class of modules in {type(model).__name__}", name, classes))
-    return found
+    return blocks
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -48,7 +48,7 @@ def check_shardable(model: nn.Module, wrap_class: str | None, apart: Collection[
                 "strategy='ddp'.",
             )
         if parameter.requires_grad:
-            block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+            block = next((path for path in blocks if name.startswith(f"{path}.")), "")
             other, dtype = first.setdefault(block, (name, parameter.dtype))
             if dtype != parameter.dtype:
                 raise ModelError(

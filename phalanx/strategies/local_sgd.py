@@ -43,17 +43,17 @@ class LocalSGD(Strategy):
 
     def follow(self, wrapped: nn.Module) -> None:
         """Average parameters that are unfrozen now, too; those that are frozen stay, since they may differ still."""
-        known = {id(parameter) for each in self._rounds for parameter in each.parameters.values()}
-        trained = newly_trained(wrapped, known)
+        ids = {id(parameter) for outer in self._rounds for parameter in outer.parameters.values()}
+        trained = newly_trained(wrapped, ids)
         if self.world.world_size > 1 and trained:
-            if not any(id(parameter) in known for parameter in wrapped.parameters()):
+            if not any(id(parameter) in ids for parameter in wrapped.parameters()):
                 share_weights(wrapped)
             nbytes = sum(parameter.nbytes for _, parameter in trained)
             exchange, memory = open_exchange_for(self.config, self.world, nbytes)
             self._rounds.append(self._round(Round(dict(trained), exchange, memory)))
 
-    def _round(self, made: Round) -> Round:
-        return made
+    def _round(self, outer: Round) -> Round:
+        return outer
 
     def after_step(self) -> None:
         """Average the weights when the round is over."""
@@ -68,8 +68,8 @@ class LocalSGD(Strategy):
         return self._alone == 0
 
     def _average(self) -> None:
-        for each in self._rounds:
-            each.average()
+        for outer in self._rounds:
+            outer.average()
         self._alone = 0
 
     def consolidate(self, wrapped: nn.Module) -> None:
@@ -80,8 +80,8 @@ class LocalSGD(Strategy):
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what `ddp` returns; moments are averaged first, since a checkpoint holds them once."""
-        for each in self._rounds:
-            each.average_moments(optimizers)
+        for outer in self._rounds:
+            outer.average_moments(optimizers)
         return self.own_state(wrapped, optimizers)
 
     def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -93,10 +93,10 @@ class LocalSGD(Strategy):
         if not self._rounds:
             return None
         return CommStats(
-            sent_bytes=sum(each.exchange.sent_bytes for each in self._rounds),
-            plain_bytes=self._steps * sum(ring_bytes(each.nbytes, each.exchange.size) for each in self._rounds),
-            busy_s=sum(each.seconds for each in self._rounds),
-            waited_s=sum(each.seconds for each in self._rounds),
+            sent_bytes=sum(outer.exchange.sent_bytes for outer in self._rounds),
+            plain_bytes=self._steps * sum(ring_bytes(outer.nbytes, outer.exchange.size) for outer in self._rounds),
+            busy_s=sum(outer.seconds for outer in self._rounds),
+            waited_s=sum(outer.seconds for outer in self._rounds),
         )
 
     def return_weights(self, wrapped: nn.Module) -> None:
@@ -105,8 +105,8 @@ class LocalSGD(Strategy):
 
     def close(self) -> None:
         """Release the buffers that weights are sent in."""
-        for each in self._rounds:
-            each.exchange.close()
+        for outer in self._rounds:
+            outer.exchange.close()
         self._rounds.clear()
 
 
@@ -174,18 +174,18 @@ class DiLoCo(LocalSGD):
     name = "diloco"
     optional_state = (OUTER,)
 
-    def _round(self, made: Round) -> Round:
+    def _round(self, outer: Round) -> Round:
         """Keep a copy of the parameters, where the round begins."""
-        return OuterRound(made, rate=self.config.outer_learning_rate, momentum=self.config.outer_momentum)
+        return OuterRound(outer, rate=self.config.outer_learning_rate, momentum=self.config.outer_momentum)
 
     def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what this rank has trained, and the outer momentum."""
         state = super().own_state(wrapped, optimizers)
-        own = {id(parameter) for parameter in wrapped.parameters()}
+        ids = {id(parameter) for parameter in wrapped.parameters()}
         momentum: dict[str, torch.Tensor] = {}
-        for each in self._rounds:
-            if isinstance(each, OuterRound) and any(id(p) in own for p in each.parameters.values()):
-                momentum |= each.momentum_by_name()
+        for outer in self._rounds:
+            if isinstance(outer, OuterRound) and any(id(p) in ids for p in outer.parameters.values()):
+                momentum |= outer.momentum_by_name()
         return {**state, OUTER: momentum} if momentum else state
 
     def load_state(
@@ -193,17 +193,17 @@ class DiLoCo(LocalSGD):
     ) -> None:
         """Load what `state` returned, the outer momentum too, and start a round."""
         super().load_state(wrapped, optimizers, state)
-        for each in self._rounds:
-            if isinstance(each, OuterRound):
-                each.load_momentum(state.get(OUTER, {}))
-                each.restart()
+        for outer in self._rounds:
+            if isinstance(outer, OuterRound):
+                outer.load_momentum(state.get(OUTER, {}))
+                outer.restart()
 
 
 class OuterRound(Round):
     """The parameters of one model, the point they started a round from, and the momentum of the outer steps."""
 
-    def __init__(self, made: Round, *, rate: float, momentum: float) -> None:
-        self.__dict__.update(made.__dict__)
+    def __init__(self, outer: Round, *, rate: float, momentum: float) -> None:
+        self.__dict__.update(outer.__dict__)
         self._start = [parameter.detach().clone() for parameter in self.parameters.values()]
         self._momentum = [torch.zeros_like(start) for start in self._start]
         self._rate, self._decay = rate, momentum
@@ -214,9 +214,9 @@ class OuterRound(Round):
 
     def load_momentum(self, saved: dict[str, torch.Tensor]) -> None:
         """Load the momentum by parameter name."""
-        for name, held in self.momentum_by_name().items():
+        for name, momentum in self.momentum_by_name().items():
             if name in saved:
-                held.copy_(saved[name])
+                momentum.copy_(saved[name])
 
     def momentum_by_name(self) -> dict[str, torch.Tensor]:
         """Return the momentum, not copied, by parameter name."""

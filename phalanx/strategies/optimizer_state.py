@@ -38,8 +38,8 @@ def fill_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None
     with _part_of(model, optimizer, empty_groups=False):
         get_optimizer_state_dict(model, optimizer)
-        made = optimizer.state
-    optimizer.state.update(made)
+        state = optimizer.state
+    optimizer.state.update(state)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
@@ -50,21 +50,21 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     In a pipeline each stage has other parameters in a group, or none, and a checkpoint has the names of one stage: they
     are replaced by those of this rank. torch finds groups by names, so it gets only those that have any.
     """
-    own = {id(parameter) for parameter in model.parameters()}
+    ids = {id(parameter) for parameter in model.parameters()}
     loaded: dict[Any, Any] = {}
     if state["state"]:
         with _part_of(model, optimizer, empty_groups=False) as indices:
             here = get_optimizer_state_dict(model, optimizer)["param_groups"]
-            shown = [
+            groups_here = [
                 _as_here(state["param_groups"][index], group)  # type: ignore[arg-type]
                 for index, group in zip(indices, here, strict=True)
             ]
-            if shown:
-                saved = {"state": state["state"], "param_groups": shown}
+            if groups_here:
+                saved = {"state": state["state"], "param_groups": groups_here}
                 # Not strict: a parameter that never had a gradient has no state in a checkpoint.
                 set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(strict=False))
             loaded = dict(optimizer.state)
-    for parameter in [parameter for parameter in optimizer.state if id(parameter) in own]:
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in ids]:
         del optimizer.state[parameter]
     optimizer.state.update(loaded)
     match_layouts(optimizer)
@@ -124,12 +124,12 @@ def match_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list
 @contextmanager
 def _part_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, empty_groups: bool = True) -> Iterator[list[int]]:
     """Restrict an optimizer to a model's parameters for a while; yield the indices of the groups that remain."""
-    own = {id(parameter) for parameter in model.parameters()}
+    ids = {id(parameter) for parameter in model.parameters()}
     groups, states = optimizer.param_groups, optimizer.state
-    parts = [{**group, "params": [p for p in group["params"] if id(p) in own]} for group in groups]
+    parts = [{**group, "params": [p for p in group["params"] if id(p) in ids]} for group in groups]
     indices = [index for index, part in enumerate(parts) if part["params"] or empty_groups]
     optimizer.param_groups = [parts[index] for index in indices]
-    optimizer.state = defaultdict(dict, {p: held for p, held in states.items() if id(p) in own})
+    optimizer.state = defaultdict(dict, {p: state for p, state in states.items() if id(p) in ids})
     try:
         yield indices
     finally:

@@ -33,15 +33,15 @@ def load_strategy(name: str) -> type[Strategy]:
     """Return a strategy's class, of this package or of another one."""
     if name in STRATEGIES:
         return _load(STRATEGIES[name])
-    found = {entry.name: entry for entry in installed_strategies()}
-    if name not in found:
-        raise UsageError(unknown_name("strategy", name, [*STRATEGIES, *found]))
+    entries = {entry.name: entry for entry in installed_strategies()}
+    if name not in entries:
+        raise UsageError(unknown_name("strategy", name, [*STRATEGIES, *entries]))
     loaded = load_entry_point(ENTRY_POINTS, name)
     from phalanx.strategies.base import Strategy
 
     if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
         raise UsageError(
-            f"strategy = {name!r}: the entry point {name} = {found[name].value} in the group {ENTRY_POINTS} is not a "
+            f"strategy = {name!r}: the entry point {name} = {entries[name].value} in the group {ENTRY_POINTS} is not a "
             "subclass of phalanx.strategies.base.Strategy"
         )
     return loaded

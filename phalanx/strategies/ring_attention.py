@@ -165,12 +165,12 @@ class _RingFunction(torch.autograd.Function):
             rows, columns, masked = _seen(ring, owner, query.shape[2], causal=ctx.causal)
             keys, values = pair[:, :, :, columns].unbind(0)
             into, asked, mixed, sums = (tensor[:, :, rows] for tensor in (gradient, query, out, lse))
-            found = kernel.backward(into, asked, keys, values, mixed, sums, masked)
+            gradients = kernel.backward(into, asked, keys, values, mixed, sums, masked)
             if flight is not None:  # the gradients of these keys and values from the ranks before
                 totals = flight.wait()
-            for_query[:, :, rows] += found[0]
-            totals[0, :, :, columns] += found[1]
-            totals[1, :, :, columns] += found[2]
+            for_query[:, :, rows] += gradients[0]
+            totals[0, :, :, columns] += gradients[1]
+            totals[1, :, :, columns] += gradients[2]
             flight = ring.send(totals, _GRADIENTS)
         assert flight is not None, "a ring has a rank"
         for_key, for_value = flight.wait().to(key.dtype).unbind(0)

@@ -214,13 +214,13 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, *, overlaps: bool = False)
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
         if split_logits and style == "head-colwise":
-            made: ParallelStyle = ColwiseParallel(
+            parallel_style: ParallelStyle = ColwiseParallel(
                 input_layouts=_SEQUENCE, output_layouts=Shard(-1), use_local_output=False
             )
         else:
-            made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
+            parallel_style = STYLES[style]() if isinstance(style, str) else copy.copy(style)
         layer = model.get_submodule(name)
-        parallelize_module(layer, mesh, made, src_data_rank=None)
+        parallelize_module(layer, mesh, parallel_style, src_data_rank=None)
         # Layers of a subclass (adapters, 8-bit products) have products of their own.
         if overlaps and style in ("colwise", "rowwise") and type(layer) is nn.Linear and layer.bias is not None:
             add_bias_apart(layer, style)
@@ -239,9 +239,9 @@ def splits_sequence(model: nn.Module) -> bool:
 
 def _plan_of(model: nn.Module) -> Mapping[str, str | ParallelStyle]:
     if not implements(model, TensorPlan):
-        known = known_plan(model)
-        if known is not None:
-            return known
+        plan = known_plan(model)
+        if plan is not None:
+            return plan
         raise UsageError(
             f"tensor_parallel needs to know how {type(model).__name__} is split, and it has no tensor_plan()",
             hint="Give the class a method tensor_plan() that returns {'layers.*.feed.up': 'colwise', ...} "
@@ -257,26 +257,28 @@ def _styles_by_module(model: nn.Module) -> dict[str, str | ParallelStyle]:
     for pattern, style in _plan_of(model).items():
         if isinstance(style, str) and style not in STYLES:
             raise UsageError(unknown_name(f"word for {pattern} in tensor_plan()", style, STYLES))
-        found = [name for name in names if _matches(pattern, name)]
-        if not found:
+        matching = [name for name in names if _matches(pattern, name)]
+        if not matching:
             close = nearest(pattern, names)
             raise UsageError(
                 f"tensor_plan() of {type(model).__name__} names '{pattern}', and no module has that name",
                 hint=f"Did you mean '{close}'?" if close else f"Its modules: {', '.join(names[:12])}.",
             )
-        styles.update(dict.fromkeys(found, style))
+        styles.update(dict.fromkeys(matching, style))
     return styles
 
 
 def _matches(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(w in ("*", part) for w, part in zip(wanted, parts, strict=True))
+    pattern_parts, parts = pattern.split("."), name.split(".")
+    return len(pattern_parts) == len(parts) and all(
+        w in ("*", part) for w, part in zip(pattern_parts, parts, strict=True)
+    )
 
 
 def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], degree: int) -> None:
     """Raise for a degree that does not divide the heads or features evenly."""
-    given = model.tensor_divides() if implements(model, TensorDivides) else known_divides(model)
-    sizes: dict[str, int] = dict(given)
+    divisors = model.tensor_divides() if implements(model, TensorDivides) else known_divides(model)
+    sizes: dict[str, int] = dict(divisors)
     for name, style in styles.items():
         side = {"colwise": "out_features", "rowwise": "in_features"}.get(style) if isinstance(style, str) else None
         size = getattr(model.get_submodule(name), side, None) if side else None
@@ -288,12 +290,12 @@ def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], d
 
 def _refuse_unsplit(model: nn.Module) -> None:
     """Raise for parameters outside of the plan: they would get this rank's gradient only."""
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if left:
-        owner = left[0].rpartition(".")[0]
+    unsplit = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if unsplit:
+        owner = unsplit[0].rpartition(".")[0]
         raise UsageError(
-            f"tensor_plan() of {type(model).__name__} does not name {', '.join(left[:3])}",
-            hint=f"Add '{owner or left[0]}' to it: 'whole' keeps a module on every rank, with whole inputs; "
+            f"tensor_plan() of {type(model).__name__} does not name {', '.join(unsplit[:3])}",
+            hint=f"Add '{owner or unsplit[0]}' to it: 'whole' keeps a module on every rank, with whole inputs; "
             "'sequence' does so for one that sees slices of the sequence."
             if owner
             else "Move the parameter into a separate module, and name that in the plan.",
@@ -307,14 +309,14 @@ def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         original = first.setdefault(id(old), name)
         if original == name:
             continue
-        kept, copied = model.get_parameter(original), model.get_parameter(name)
-        if getattr(kept, "placements", None) != getattr(copied, "placements", None):
+        weight, copied = model.get_parameter(original), model.get_parameter(name)
+        if getattr(weight, "placements", None) != getattr(copied, "placements", None):
             raise UsageError(
                 f"{original} and {name} are tied, but tensor_plan() splits them differently",
                 hint="A token embedding split by 'embedding-rowwise' goes with a head split by 'head-colwise'.",
             )
         module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, kept)
+        setattr(model.get_submodule(module), key, weight)
 
 
 def _vocabulary() -> ParallelStyle:

@@ -23,7 +23,7 @@ from phalanx.strategies.base import local
 from phalanx.torch_compat import pytree
 
 PLACED = "_phalanx_placed"
-"""Attribute of a model that a pipeline has placed: its `Placed`."""
+"""Attribute of a model that a pipeline has placed: its `RankStages`."""
 
 
 def count_rows(batch: Any) -> int:
@@ -33,16 +33,16 @@ def count_rows(batch: Any) -> int:
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks: children of one class inside the outermost list or sequence that has several."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in found):
+        if any(name.startswith(f"{block}.") for block in blocks):
             continue  # inside a block already
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
             wide = [(key, child) for key, child in children if _is_block(child)]
             kinds = [type(child) for _, child in wide]
-            found.update((key, child) for key, child in wide if kinds.count(type(child)) > 1)
-    return found
+            blocks.update((key, child) for key, child in wide if kinds.count(type(child)) > 1)
+    return blocks
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -144,4 +144,6 @@ def _parts(gradient: torch.Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     mesh = gradient.device_mesh  # not is_shard: torch does not count the strided shards of two axes as such
-    return math.prod(mesh.size(axis) for axis, place in enumerate(gradient.placements) if not place.is_replicate())
+    return math.prod(
+        mesh.size(axis) for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()
+    )

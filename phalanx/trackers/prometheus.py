@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.observe import events, rank_table
+from phalanx.observe import events, rank_statistics
 from phalanx.observe.heartbeat import Beat, current, read_beats
 from phalanx.observe.sinks import Sink
 
@@ -178,7 +178,7 @@ class MetricsSink(Sink):
         own = self._beats(own=True)
         beats = self._beats(own=False) if info else own  # once per run, on the machine of the main rank
         values["phalanx_step"] = max([values.get("phalanx_step", 0), *(beat.step for beat in beats.values())])
-        if (ratio := rank_table.slowness(beats)) is not None:
+        if (ratio := rank_statistics.slowness(beats)) is not None:
             values["phalanx_slowest_rank_ratio"] = ratio
         for name, value in values.items():
             yield self._family(core.GaugeMetricFamily, name, _VALUES[name], {(): value})
@@ -195,7 +195,7 @@ class MetricsSink(Sink):
         yield from self._ranks(core, own, beats)
 
     def _ranks(self, core: Any, own: Mapping[int, Beat], beats: Mapping[int, Beat]) -> Iterator[Any]:
-        shown = {(str(rank),): beat for rank, beat in list(own.items())[: rank_table.SHOWN_RANKS]}
+        shown = {(str(rank),): beat for rank, beat in list(own.items())[: rank_statistics.SHOWN_RANKS]}
         gauge = core.GaugeMetricFamily
         steps = {key: float(beat.step) for key, beat in shown.items()}
         yield self._family(gauge, "phalanx_rank_step", "The last complete step.", steps, "rank")
@@ -210,8 +210,8 @@ class MetricsSink(Sink):
             (field, f"{share / 100:g}"): value
             for field in _QUANTILES
             for share, value in zip(
-                rank_table.PERCENTILES,
-                rank_table.percentiles(getattr(beat.gauges, field) for beat in beats.values()),
+                rank_statistics.PERCENTILES,
+                rank_statistics.percentiles(getattr(beat.gauges, field) for beat in beats.values()),
                 strict=False,
             )
         }

@@ -93,7 +93,7 @@ def export_rank_env(rank_env: RankEnv) -> None:
 
 def torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
     """Return the variables by which torchrun describes a rank."""
-    found: dict[str, object] = {
+    variables: dict[str, object] = {
         "RANK": rank_env.rank,
         "LOCAL_RANK": rank_env.local_rank,
         "WORLD_SIZE": rank_env.world_size,
@@ -101,8 +101,8 @@ def torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
         "GROUP_RANK": rank_env.node_rank,
     }
     if rank_env.master_port:  # ranks of horovodrun agree on an address at their rendezvous
-        found |= {"MASTER_ADDR": rank_env.master_addr, "MASTER_PORT": rank_env.master_port}
-    return {name: str(value) for name, value in found.items()}
+        variables |= {"MASTER_ADDR": rank_env.master_addr, "MASTER_PORT": rank_env.master_port}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def card_environment(rank_env: RankEnv) -> dict[str, str]:
@@ -203,16 +203,16 @@ def _launch_id(env: Mapping[str, str]) -> str:
 
     The id of rank 0 counts for all ranks.
     """
-    found = env.get("PHALANX_RUN_ID") or env.get("TORCHELASTIC_RUN_ID", "")
-    named = found != "none" and env.get("GROUP_WORLD_SIZE") != "1"
-    if "PHALANX_RUN_ID" in env or not found or named:
-        return found
+    launch_id = env.get("PHALANX_RUN_ID") or env.get("TORCHELASTIC_RUN_ID", "")
+    named = launch_id != "none" and env.get("GROUP_WORLD_SIZE") != "1"
+    if "PHALANX_RUN_ID" in env or not launch_id or named:
+        return launch_id
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
-        return found
+        return launch_id
     began = began_at(os.getppid())
-    return found if began is None else f"{found}/{boot}/{os.getppid()}/{began}"
+    return launch_id if began is None else f"{launch_id}/{boot}/{os.getppid()}/{began}"
 
 
 def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:

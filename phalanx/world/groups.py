@@ -32,13 +32,13 @@ def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """
     sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard * mesh.cp, "tp": mesh.tp}
     # Replicas of a model that is sharded over one rank only are still a data axis of two dimensions.
-    kept = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "dp_shard" and mesh.dp_replicate > 1)}
-    key = (device_type, *kept.items())
+    axes = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "dp_shard" and mesh.dp_replicate > 1)}
+    key = (device_type, *axes.items())
     if not _is_alive(_MADE.get(key)):
         with unsplit_groups():
-            _MADE[key] = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    made: DeviceMesh = _MADE[key]
-    return made
+            _MADE[key] = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    device_mesh: DeviceMesh = _MADE[key]
+    return device_mesh
 
 
 def build_axis_group(mesh: Mesh, axes: tuple[str, ...], rank: int, backend: str | None = None) -> dist.ProcessGroup:

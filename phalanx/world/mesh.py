@@ -23,9 +23,9 @@ SHOWN = 3
 """How many possible products an error lists."""
 
 
-def impossible_product(wanted: Mapping[str, int], ranks: int) -> UsageError:
+def impossible_product(axes: Mapping[str, int], ranks: int) -> UsageError:
     """Return an error: a copy of the model over these axes does not divide the ranks; with the nearest that do."""
-    asked = {axis: size for axis, size in wanted.items() if size > 1}
+    asked = {axis: size for axis, size in axes.items() if size > 1}
     copy = math.prod(asked.values())
     product = " x ".join(f"{axis} = {size}" for axis, size in asked.items())
     takes = f" = {copy} ranks for one copy of the model" if len(asked) > 1 else ""
@@ -96,26 +96,26 @@ class Mesh:
 
     def dp_rank(self, rank: int) -> int:
         """Return a rank's number among the ranks that see different samples."""
-        place = self.place(rank)
-        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+        coordinates = self.place(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return, for each position on the other axes, the ranks that differ on these axes only, in their order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.place(rank)
-            groups.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
+            coordinates = self.place(rank)
+            groups.setdefault(tuple(coordinates[axis] for axis in AXES if axis not in axes), []).append(rank)
         return list(groups.values())
 
     def leads_samples(self, rank: int) -> bool:
         """Whether a rank is the first of those that see the same samples, and so reports for them."""
-        place = self.place(rank)
-        return not (place["pp"] or place["cp"] or place["tp"])
+        coordinates = self.place(rank)
+        return not (coordinates["pp"] or coordinates["cp"] or coordinates["tp"])
 
     def label(self, rank: int) -> str:
         """Return the name a rank has in logs, such as "r3 dp1": only axes larger than one are named."""
-        place = self.place(rank)
-        parts = [f"{axis}{place[axis]}" for axis, size in self.sizes.items() if size > 1]
+        coordinates = self.place(rank)
+        parts = [f"{axis}{coordinates[axis]}" for axis, size in self.sizes.items() if size > 1]
         if self.dp_replicate == 1 or self.dp_shard == 1:  # one data axis: its short name says enough
             parts = [part.replace("dp_replicate", "dp").replace("dp_shard", "dp") for part in parts]
         return " ".join([f"r{rank}", *parts])
@@ -244,21 +244,21 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     if device == "auto":
         device = "cuda" if engine.uses_gpus_here(config) and gpus_here else "cpu"
     check_device(config, device)
-    own: JobLayout | None = engine.layout(config, device)
-    if own is not None:
-        return own
+    layout: JobLayout | None = engine.layout(config, device)
+    if layout is not None:
+        return layout
     nodes = engine.num_nodes(config)
     per_node = max(1, gpus_here if device == "cuda" else 1) if asked is None else asked // nodes
     if config.hosts is not None and config.node_rank is not None:
         per_node = list(config.host_ranks.values())[config.node_rank]
-    total, place = asked or nodes * per_node, config.rdzv_endpoint or ""
+    total, endpoint = asked or nodes * per_node, config.rdzv_endpoint or ""
     if config.share_gpus and not gpus_here and engine.counts_gpus_here(config):
         raise nothing_to_share(total)
     # nccl refuses two ranks on one GPU, but for what share_gpus sets.
     may_share = gpus_here > 0 and (config.share_gpus or config.communication_backend == "gloo")
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
-    here = total if is_loopback((place.rpartition(":")[0] or place).strip("[]")) else per_node
+    here = total if is_loopback((endpoint.rpartition(":")[0] or endpoint).strip("[]")) else per_node
     on_each = ranks_per_gpu(here, gpus_here) if device == "cuda" else 1
     if config.share_gpus and on_each > 1:
         _check_sharing(on_each)
@@ -300,13 +300,13 @@ def check_device(config: Settings, device: str) -> None:
         )
 
 
-def _too_few_gpus(config: DistributedConfig, wanted: int, gpus_here: int) -> UsageError:
-    found = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
+def _too_few_gpus(config: DistributedConfig, needed: int, gpus_here: int) -> UsageError:
+    inventory = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
     fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
     fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
-    total = config.total_ranks or wanted
+    total = config.total_ranks or needed
     ranks = f"the same {total} ranks" if total > 1 else "it"
     return UsageError(
-        f"num_workers = {total} on GPUs needs {wanted} GPU{'s' * (wanted > 1)} on this machine, but {found}.",
+        f"num_workers = {total} on GPUs needs {needed} GPU{'s' * (needed > 1)} on this machine, but {inventory}.",
         hint=f"To continue: {fewer}run {ranks} on the CPU with --device cpu (device='cpu' in Python).",
     )

@@ -115,9 +115,9 @@ def join_world(config: DistributedConfig) -> World:
         store = torch_compat.default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
     # nccl's threads read the store, and would call Python for every value of a signed one.
-    found = (engine.rendezvous(env, config.timeout) for engine in engines_here())
-    known = next((one for one in found if one is not None), None)
-    env, store = known or (env, _connect(env, config.timeout, signed="nccl" not in backend))
+    groups = (engine.rendezvous(env, config.timeout) for engine in engines_here())
+    rendezvous = next((one for one in groups if one is not None), None)
+    env, store = rendezvous or (env, _connect(env, config.timeout, signed="nccl" not in backend))
     if "nccl" not in backend:
         store = abortable_store(store)
     export_rank_env(env)
@@ -179,14 +179,14 @@ def _connect(env: RankEnv, seconds: float, *, signed: bool) -> dist.Store:
     A launcher's store is the same for a rank that gets another position.
     """
     hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = (env.master_addr, env.master_port, env.attempt) if hosted_by_a_launcher else env
-    known = (place, seconds, signed)
-    if known not in _CONNECTED:
+    address = (env.master_addr, env.master_port, env.attempt) if hosted_by_a_launcher else env
+    key = (address, seconds, signed)
+    if key not in _CONNECTED:
         if signed:
-            _CONNECTED[known] = sign_store(_connect(env, seconds, signed=False))
+            _CONNECTED[key] = sign_store(_connect(env, seconds, signed=False))
         else:
-            _CONNECTED[known] = _open_store(env, seconds, hosted_by_a_launcher=hosted_by_a_launcher)
-    return _CONNECTED[known]
+            _CONNECTED[key] = _open_store(env, seconds, hosted_by_a_launcher=hosted_by_a_launcher)
+    return _CONNECTED[key]
 
 
 def _open_store(env: RankEnv, seconds: float, *, hosted_by_a_launcher: bool) -> dist.Store:
@@ -219,10 +219,10 @@ def leave_world(world: World) -> None:
 
 
 def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
-    wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if config.share_gpus and not torch.cuda.is_available():
         raise nothing_to_share(env.world_size)
-    if wanted == "cpu":
+    if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError("device = 'cuda', but torch sees no GPU here", hint="Run on the CPU with --device cpu.")
@@ -236,8 +236,8 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
     torch.cuda.set_device(device)
     if config.share_gpus and env.ranks_here > count:
         total = torch.cuda.get_device_properties(device).total_memory
-        each = shared_memory(ranks_per_gpu(env.ranks_here, count), total)
-        torch.cuda.set_per_process_memory_fraction(each / total)
+        memory = shared_memory(ranks_per_gpu(env.ranks_here, count), total)
+        torch.cuda.set_per_process_memory_fraction(memory / total)
         # Where torchrun, srun or mpirun started this rank it has none, or the one that the user gave to all.
         os.environ.update(sharing_environment(f"{os.getpid()}.{env.rank}", os.environ))
     return device
@@ -247,17 +247,17 @@ def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv)
     """By default nccl for GPUs, gloo for CPUs; with strategy = 'auto', shared memory for CPUs of one machine."""
     automatic = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
     on_cpu = "phalanx" if automatic and env.on_one_machine else "gloo"
-    wanted = config.communication_backend or ("nccl" if device.type == "cuda" else on_cpu)
-    if wanted == "mpi" and not dist.is_mpi_available():
+    backend = config.communication_backend or ("nccl" if device.type == "cuda" else on_cpu)
+    if backend == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "communication_backend = 'mpi': this torch was built without MPI",
             hint="Use 'gloo' (CPU) or 'nccl' (GPU); mpirun can start the ranks with either.",
         )
-    if wanted == "phalanx" and device.type != "cpu":
+    if backend == "phalanx" and device.type != "cpu":
         raise UsageError(
             "communication_backend = 'phalanx' is for ranks that compute on the CPU",
             hint="Leave communication_backend out for nccl, or run on the CPU with --device cpu.",
         )
-    if config.offload == "cpu" and wanted == "nccl":
+    if config.offload == "cpu" and backend == "nccl":
         return "cpu:gloo,cuda:nccl"  # gradients in CPU memory need a group that can add them there
-    return wanted
+    return backend

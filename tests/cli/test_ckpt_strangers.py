@@ -12,7 +12,7 @@ import torch
 from command import phalanx
 
 from phalanx.checkpoint import Snapshot, load_newest, save
-from phalanx.checkpoint.files import hash_bytes
+from phalanx.checkpoint.hashed_files import hash_bytes
 from phalanx.checkpoint.manifest import _checksum
 from phalanx.errors import CheckpointError
 

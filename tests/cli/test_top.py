@@ -9,7 +9,7 @@ import pytest
 from command import phalanx
 
 from phalanx.cli import top
-from phalanx.observe import rank_table
+from phalanx.observe import rank_statistics
 from phalanx.observe.heartbeat import Beat, Gauges, HeartbeatBoard
 from phalanx.run.stored import StoredRun
 
@@ -70,7 +70,7 @@ def test_a_rank_is_silent_only_while_the_run_goes_on_and_a_restart_has_no_ranks(
 def test_a_run_without_a_launcher_is_shown_by_its_last_report(tmp_path):
     path = tmp_path / "runs" / "alone"
     path.mkdir(parents=True)
-    event = rank_table.report({0: Beat(7, 1.0, 0, Gauges(step_seconds=0.5, memory=2e9))})
+    event = rank_statistics.report({0: Beat(7, 1.0, 0, Gauges(step_seconds=0.5, memory=2e9))})
     (path / "events.jsonl").write_text(json.dumps(event.to_dict()) + "\n")
     [rank] = json.loads(phalanx("top", "alone", "--json").out)["ranks"]
     assert (rank["rank"], rank["step"], rank["step_seconds"], rank["memory"]) == (0, 7, 0.5, 2e9)

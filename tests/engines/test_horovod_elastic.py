@@ -15,7 +15,7 @@ from phalanx.errors import PreemptedError
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
-from phalanx.loop.trainer import TrainLoop
+from phalanx.loop.train_loop import TrainLoop
 from phalanx.observe.sinks import EventStream
 
 exceptions = pytest.importorskip("horovod.common.exceptions", reason="horovod is not installed: make horovod")

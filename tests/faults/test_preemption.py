@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.errors import EXIT_PREEMPTED
-from phalanx.loop import notices
-from phalanx.loop.notices import StopNotices, job_end
+from phalanx.loop import preemption
+from phalanx.loop.preemption import StopNotices, job_end
 
 SCRIPT = """
 import time
@@ -113,7 +113,7 @@ def watched(config: DistributedConfig, environ: dict[str, str], **rank: Any) -> 
 
 
 def test_which_rank_watches_what(monkeypatch):
-    monkeypatch.setattr(notices, "_NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(preemption, "_NOTICE_SECONDS", 0.05)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 30)}
     assert len(watched(DistributedConfig(preemption_margin=28.9), job, seconds=1.5)) == 1
     assert watched(DistributedConfig(preemption_margin=60.0), job) == []  # half of the time is left for training
@@ -124,7 +124,7 @@ def test_which_rank_watches_what(monkeypatch):
 
 
 def test_a_notice_that_came_while_ranks_were_replaced_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(notices, "_NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(preemption, "_NOTICE_SECONDS", 0.05)
     notice = tmp_path / "preempted"
     notice.touch()
     config, now = DistributedConfig(preemption_file=str(notice)), time.time()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
-from phalanx.checkpoint.files import HashedFile
+from phalanx.checkpoint.hashed_files import HashedFile
 from phalanx.host.files import replace_file
 
 LONG = 8.0
@@ -176,7 +176,7 @@ class TunersGate(phalanx.Callback):
 
 
 def test_ranks_that_wait_for_the_tuner_leave_at_once_and_ask_again(tmp_path, monkeypatch, fork_server):
-    monkeypatch.setenv("PHALANX_GATE", json.dumps({"file": str(tmp_path / "gate"), "at": [1]}))
+    monkeypatch.setenv("PHALANX_TRIAL_CONTROL", json.dumps({"file": str(tmp_path / "gate"), "at": [1]}))
     (event,) = recovered(tmp_path, callbacks=[TunersGate(tmp_path)], epochs=2, batch_size=8)
     assert (event["lost"], event["lost_steps"]) == ([1], 0)
     assert event["seconds"] < LONG / 2

@@ -65,18 +65,9 @@ KERNELS = {("phalanx.zoo.models.loss", "phalanx.speed.kernels")}
 OF_ALL_TOOLS = {"svg", "namespaces", "web"}
 """Modules that several tools use."""
 
-PARENT_SIDE = [
-    "conductor",
-    "facts",
-    "preflight",
-    "record",
-    "result",
-    "resume",
-    "script_settings",
-    "spec",
-    "start",
-    "stored",
-]
+PARENT_SIDE = {
+    *("conductor", "facts", "preflight", "record", "result", "resume", "script_settings", "spec", "start", "stored"),
+}
 """The half of `run/` that commands load: without torch, and without the loop."""
 
 RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "loop"}

@@ -15,7 +15,7 @@ from phalanx.data.order import SampleKey
 from phalanx.errors import DataError, UsageError
 from phalanx.loop.metrics import cross_entropy, top5_accuracy
 from phalanx.loop.task import TrainTask, check_task
-from phalanx.loop.trainer import ModelCall
+from phalanx.loop.train_loop import ModelCall
 from phalanx.zoo.data import colours
 from phalanx.zoo.data.augment import Augment, betas, centre_crop, crop_matrices, sample, uniforms
 

@@ -8,14 +8,14 @@ from phalanx.config import DistributedConfig
 from phalanx.host.gpus import gpu_memory
 from phalanx.host.processes import host_memory
 from phalanx.run import auto_strategy
-from phalanx.run.auto_strategy import Settled, settle_here, settle_strategy
+from phalanx.run.auto_strategy import StrategyChoice, settle_here, settle_strategy
 from phalanx.world.env import RankEnv, rank_environment
 from phalanx.zoo.models.llama import llama
 
 GIB = 2**30
 
 
-def settled(memory_gib: float, monkeypatch, ranks: int = 8, preset: str = "1b", **settings: object) -> Settled:
+def settled(memory_gib: float, monkeypatch, ranks: int = 8, preset: str = "1b", **settings: object) -> StrategyChoice:
     monkeypatch.setattr(auto_strategy, "rank_bytes", lambda *_: round(memory_gib * GIB))
     with torch.device("meta"):
         model = llama(preset)

@@ -13,7 +13,7 @@ from torch import nn
 
 import phalanx
 from phalanx.checkpoint import Request, Saver, Snapshot, choose, find_best, list_checkpoints, load, save
-from phalanx.checkpoint.place import Writing
+from phalanx.checkpoint.storage import Draft
 from phalanx.errors import CheckpointError
 
 
@@ -92,14 +92,14 @@ def test_an_error_in_the_background_is_raised_by_finish_and_the_next_save_works(
 
 def test_a_file_system_that_loses_data_is_noticed_before_the_old_one_is_removed(tmp_path, monkeypatch):
     save(tmp_path, Snapshot(1, 0, {"model": {"w": torch.ones(4)}}), run_id="run")
-    real = Writing.publish
+    real = Draft.publish
 
     def losing(self, manifest):
         name = real(self, manifest)
         (self.path.parent / name / "shard-00000.safetensors").write_bytes(b"")
         return name
 
-    monkeypatch.setattr(Writing, "publish", losing)
+    monkeypatch.setattr(Draft, "publish", losing)
     with pytest.raises(CheckpointError, match="do not have the sizes that were written"):
         save(tmp_path, Snapshot(2, 0, {"model": {"w": torch.ones(4)}}), run_id="run", keep_last=1)
     assert choose(tmp_path).checkpoint.step == 1
@@ -204,13 +204,13 @@ def test_hooks_and_events_name_published_checkpoints(tmp_path, asynchronous):
 
 
 def test_a_slow_disk_makes_the_next_save_wait_or_be_left_out(tmp_path, monkeypatch):
-    real = Writing.publish
+    real = Draft.publish
 
     def slow(self, manifest):
         time.sleep(0.5)
         return real(self, manifest)
 
-    monkeypatch.setattr(Writing, "publish", slow)
+    monkeypatch.setattr(Draft, "publish", slow)
     settings = {"checkpoint_frequency": "1 steps", "keep_last": None, "keep_best": False, "max_steps": 4}
     watch = Watch()
     history = trained(tmp_path / "waits", watch, **settings)

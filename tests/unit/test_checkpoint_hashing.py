@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from phalanx.checkpoint import files
-from phalanx.checkpoint.files import TreeHash, hash_bytes, hash_file, hashing_threads
+from phalanx.checkpoint import hashed_files
+from phalanx.checkpoint.hashed_files import TreeHash, hash_bytes, hash_file, hashing_threads
 from phalanx.host.files import replacing
 
 
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch):
-    monkeypatch.setattr(files, "LEAF_BYTES", 1000)
-    monkeypatch.setattr(files, "_THREADED_BYTES", 100)
+    monkeypatch.setattr(hashed_files, "LEAF_BYTES", 1000)
+    monkeypatch.setattr(hashed_files, "_THREADED_BYTES", 100)
 
 
 def hash_in_pieces(data: bytes, sizes: list[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 import phalanx
 from phalanx.checkpoint import Snapshot, choose, entries, read_manifest, save
-from phalanx.checkpoint.files import hash_file
+from phalanx.checkpoint.hashed_files import hash_file
 from phalanx.checkpoint.manifest import _checksum
 from phalanx.errors import CheckpointError
 

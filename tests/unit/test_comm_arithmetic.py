@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.comm.collectives.chunks import bounds, split
 from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks, tree_sum
-from phalanx.comm.collectives.mismatch import Seen
+from phalanx.comm.collectives.mismatch import Announcement
 from phalanx.comm.collectives.topology import (
     LinkMatrix,
     RankLocation,
@@ -121,7 +121,7 @@ def test_fixed_order_requires_a_power_of_two(ranks, hint):
 @given(st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=9))
 def test_after_the_last_round_every_rank_knows_of_a_mismatch(texts):
     size = len(texts)
-    known = [Seen(rank, text) for rank, text in enumerate(texts)]
+    known = [Announcement(rank, text) for rank, text in enumerate(texts)]
     distance = 1
     while distance < size:
         known = [known[rank].and_also(known[rank - distance]) for rank in range(size)]

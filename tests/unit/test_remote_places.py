@@ -24,9 +24,9 @@ from phalanx.checkpoint import (
 )
 from phalanx.checkpoint.copy import copy_checkpoint
 from phalanx.checkpoint.differences import compare
-from phalanx.checkpoint.files import FileRecord
+from phalanx.checkpoint.hashed_files import FileRecord
 from phalanx.checkpoint.manifest import dump_manifest
-from phalanx.checkpoint.place import place_at
+from phalanx.checkpoint.storage import storage_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import Best
@@ -44,7 +44,7 @@ def fail_next(server: str, count: int) -> None:
 
 
 def names(url: str) -> list[str]:
-    return place_at(url).names()
+    return storage_at(url).names()
 
 
 def steps(url: str) -> list[str]:
@@ -109,7 +109,7 @@ def test_two_runs_that_save_one_step_at_the_same_moment_both_have_a_checkpoint(b
 def test_what_a_killed_save_left_is_removed_without_the_files_of_a_save_of_the_same_step(bucket):
     """A run may sweep when another one has already begun to upload this step."""
     url = f"{bucket}/kept"
-    place = place_at(url)
+    place = storage_at(url)
     killed, live = place.begin(7), place.begin(7)
     for writing in (killed, live):
         with writing.create("shard") as stream:
@@ -121,7 +121,7 @@ def test_what_a_killed_save_left_is_removed_without_the_files_of_a_save_of_the_s
 def test_an_unfinished_save_is_not_listed_and_the_next_save_removes_it(bucket):
     url = f"{bucket}/kept"
     save(url, snapshot(1), run_id="r")
-    place = place_at(url)
+    place = storage_at(url)
     writing = place.begin(2)
     with writing.create("shard") as stream:
         stream.write(b"x" * 1000)
@@ -137,7 +137,7 @@ def test_an_unfinished_save_is_not_listed_and_the_next_save_removes_it(bucket):
 
 def test_another_machines_save_in_progress_is_left_alone(bucket):
     url = f"{bucket}/kept"
-    place = place_at(url)
+    place = storage_at(url)
     marker = ".writing-step-00000009-0badcafe-1-abcdef"
     (as_path(url) / marker).write_bytes(b'{"name": "step-00000009"}')
     place.put("step-00000009", "shard", b"half")
@@ -147,7 +147,7 @@ def test_another_machines_save_in_progress_is_left_alone(bucket):
 
 
 def test_a_large_file_is_uploaded_in_parts_and_read_by_ranges(bucket):
-    place = place_at(f"{bucket}/kept")
+    place = storage_at(f"{bucket}/kept")
     writing = place.begin(1)
     data = os.urandom(1 << 20) * 104
     with writing.create("big") as stream:

@@ -242,7 +242,7 @@ def test_only_workers_of_a_trial_of_the_local_launcher_need_a_store(started, clu
     """No store listens for ranks that another launcher started."""
     tried = []
     monkeypatch.setattr(tf_cluster, "_open_store", tried.append)
-    gate = {CONTROL: TrialControl("gate.json").to_text()} if gated else {}
+    gate = {CONTROL: TrialControl("control.json").to_text()} if gated else {}
     for name, value in {**started, **gate}.items():
         monkeypatch.setenv(name, value)
     tf_cluster.open_store(read_task(environ(cluster, "worker", 0)))

@@ -123,7 +123,7 @@ def test_trial_control_waits_at_its_points_and_after_a_jump(tmp_path):
     assert [number for number in (2, 5, 7, 20) if jumping.is_due(number)] == [5, 20]
     every = TrialControl(tmp_path / "gate", None, first=2, every=2)
     assert [number for number in range(1, 8) if every.is_due(number)] == [2, 4, 6]
-    assert TrialControl.from_environment({"PHALANX_GATE": gate.to_text()}).to_text() == gate.to_text()
+    assert TrialControl.from_environment({"PHALANX_TRIAL_CONTROL": gate.to_text()}).to_text() == gate.to_text()
 
 
 def test_the_verdict_in_the_control_file(tmp_path):
@@ -191,7 +191,7 @@ def test_reports_count_on_from_where_the_trial_resumes(tmp_path, monkeypatch):
     assert again.resumes_after == 2
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
     monkeypatch.setenv(trial_module.RESUMES_AFTER, str(again.resumes_after))
-    gate = TrialControl(tmp_path / "gate.json", at=(2, 4))
+    gate = TrialControl(tmp_path / "control.json", at=(2, 4))
     gate.stop_at(4)
     monkeypatch.setenv(CONTROL, gate.to_text())
     monkeypatch.setattr(trial_module, "_reporter", None)

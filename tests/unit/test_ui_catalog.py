@@ -12,7 +12,7 @@ from test_ui_columns import started, step
 
 from phalanx.host.files import open_below
 from phalanx.observe.events import CheckpointSaved, RunEnded
-from phalanx.observe.rank_table import beats_of
+from phalanx.observe.rank_statistics import beats_of
 from phalanx.run.stored import StoredRun
 from phalanx.tools.ui.catalog import Catalog
 from phalanx.tools.ui.page import page_of

@@ -112,7 +112,7 @@ class P2PChannel:
         self._pg: Any = group if group is not None else dist.group.WORLD
         # Without the records of a user's own messages: the collective that these belong to is recorded.
         kind = dist.ProcessGroup
-        self._send, self._recv = (getattr(each, "__wrapped__", each) for each in (kind.send, kind.recv))
+        self._send, self._recv = (getattr(function, "__wrapped__", function) for function in (kind.send, kind.recv))
         # nccl moves a tensor when both sides have requested it in one batch; gloo at any time.
         self.is_batched = "nccl" in dist.get_backend(group)
         if not self.is_batched:
@@ -195,10 +195,10 @@ class P2PChannel:
     def scratch(self, count: int, like: torch.Tensor, name: str = "") -> torch.Tensor:
         """Return memory for `count` elements like those of `like`; later calls with this name may return the same."""
         needed, key = count * like.element_size(), (name, like.device)
-        held = self.state.scratch.get(key)
-        if held is None or held.numel() < needed:
-            held = self.state.scratch[key] = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        return held[:needed].view(like.dtype)
+        buffer = self.state.scratch.get(key)
+        if buffer is None or buffer.numel() < needed:
+            buffer = self.state.scratch[key] = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        return buffer[:needed].view(like.dtype)
 
     def take_inline(self) -> PendingCheck | None:
         """Return the check that brings data inline with its header, if there is one; once."""

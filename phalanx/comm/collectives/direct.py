@@ -87,7 +87,7 @@ def _mistake(source: torch.Tensor | None, tensor: torch.Tensor, channel: P2PChan
     """Return what is wrong with the source of a scatter; an empty string where it is correct."""
     if source is None:
         return "nothing, where a source is needed"
-    wanted = (channel.size, *tensor.shape)
-    if source.shape == wanted and source.dtype == tensor.dtype:
+    shape = (channel.size, *tensor.shape)
+    if source.shape == shape and source.dtype == tensor.dtype:
         return ""
-    return f"{tuple(source.shape)} {source.dtype}, where {wanted} {tensor.dtype} is needed"
+    return f"{tuple(source.shape)} {source.dtype}, where {shape} {tensor.dtype} is needed"

@@ -49,10 +49,10 @@ def halve_and_double(flat: torch.Tensor, channel: P2PChannel, reduction: Reducti
     while distance:
         middle = low + distance
         is_lower = channel.rank < middle
-        kept, given = ((low, middle), (middle, high)) if is_lower else ((middle, high), (low, middle))
-        out, into = (flat[edges[first] : edges[last]] for first, last in (given, kept))
+        kept_range, given_range = ((low, middle), (middle, high)) if is_lower else ((middle, high), (low, middle))
+        out, into = (flat[edges[first] : edges[last]] for first, last in (given_range, kept_range))
         _swap_and_combine(out, into, channel.rank ^ distance, channel, reduction)
-        low, high = kept
+        low, high = kept_range
         distance //= 2
     reduction.finish(flat[edges[low] : edges[high]], ranks)
     distance = 1

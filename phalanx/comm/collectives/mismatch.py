@@ -31,7 +31,7 @@ _MAX_HEADERS = 256
 
 
 @dataclass(frozen=True)
-class Seen:
+class Announcement:
     """What some ranks are about to do: the description of one rank, and of another rank that differs from it."""
 
     rank: int
@@ -39,13 +39,13 @@ class Seen:
     other: int = _NONE
     other_text: bytes = b""
 
-    def and_also(self, received: Seen) -> Seen:
+    def and_also(self, received: Announcement) -> Announcement:
         """Combine what is known of two sets of ranks."""
         if self.other != _NONE or (received.other == _NONE and received.text == self.text):
             return self
         if received.other != _NONE:
             return received
-        return Seen(self.rank, self.text, received.rank, received.text)
+        return Announcement(self.rank, self.text, received.rank, received.text)
 
 
 def describe(collective: str, tensor: torch.Tensor, op: str | None = None) -> str:
@@ -100,7 +100,7 @@ class MismatchCheck:
     def __init__(self, channel: P2PChannel, description: str, inline: torch.Tensor | None = None) -> None:
         self._channel = channel
         self._inline = inline
-        self._seen = Seen(channel.peers[channel.rank], description.encode()[:_TEXT_BYTES])
+        self._seen = Announcement(channel.peers[channel.rank], description.encode()[:_TEXT_BYTES])
         header = channel.headers.get(description)  # kept, as training repeats its collectives
         if header is None:
             if len(channel.headers) >= _MAX_HEADERS:
@@ -156,15 +156,15 @@ class MismatchCheck:
         if torch.equal(incoming[4:], self._header[4:]):
             return
         rank, other, text, other_text = _LAYOUT.unpack(bytes(incoming.cpu().numpy()))
-        self._seen = self._seen.and_also(Seen(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
+        self._seen = self._seen.and_also(Announcement(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
 
 
-def _packed(seen: Seen, channel: P2PChannel) -> torch.Tensor:
+def _packed(seen: Announcement, channel: P2PChannel) -> torch.Tensor:
     header = bytearray(_LAYOUT.pack(seen.rank, seen.other, seen.text, seen.other_text))
     return torch.frombuffer(header, dtype=torch.uint8).to(channel.device)
 
 
-def _mismatch(seen: Seen) -> CommunicationError:
+def _mismatch(seen: Announcement) -> CommunicationError:
     (first, first_text), (second, second_text) = sorted(
         [(seen.rank, seen.text.decode(errors="replace")), (seen.other, seen.other_text.decode(errors="replace"))]
     )

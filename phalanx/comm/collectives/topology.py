@@ -120,8 +120,8 @@ def find_locations(channel: P2PChannel) -> list[RankLocation]:
     if channel.peers not in known:
         message = json.dumps(asdict(own_location(channel.rank))).encode().ljust(_MESSAGE_BYTES)
         rows = ring.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), channel)
-        found = [json.loads(bytes(row.numpy())) for row in rows]
-        known[channel.peers] = [RankLocation(**{**fields, "switch": tuple(fields["switch"])}) for fields in found]
+        locations = [json.loads(bytes(row.numpy())) for row in rows]
+        known[channel.peers] = [RankLocation(**{**fields, "switch": tuple(fields["switch"])}) for fields in locations]
     return known[channel.peers]
 
 
@@ -142,11 +142,11 @@ def numa_node(cores: set[int], nodes: Path = _NUMA_NODES) -> int | None:
 
 def core_set(text: str) -> set[int]:
     """Parse a list of cores as the kernel writes it: `0-3,8,10-11`."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
-        found |= set(range(int(low), int(high or low) + 1))
-    return found
+        cores |= set(range(int(low), int(high or low) + 1))
+    return cores
 
 
 def switch_path(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -161,10 +161,10 @@ def switch_path(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def hosts(locations: Sequence[RankLocation]) -> list[list[int]]:
     """Return the ranks of each host, hosts in the order of their first rank."""
-    found: dict[str, list[int]] = {}
+    ranks_of_host: dict[str, list[int]] = {}
     for location in locations:
-        found.setdefault(location.host, []).append(location.rank)
-    return list(found.values())
+        ranks_of_host.setdefault(location.host, []).append(location.rank)
+    return list(ranks_of_host.values())
 
 
 def ring_order(locations: Sequence[RankLocation]) -> list[int]:

@@ -48,29 +48,29 @@ class PowerSGD(FeedbackCompressor):
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
-        wanted = residual + bucket.flat
-        matrices, rest = self._split(bucket, wanted)
+        gradient = residual + bucket.flat
+        matrices, rest = self._split(bucket, gradient)
         lefts = [matrix.values @ self._factor(matrix) for matrix in matrices]
         _average_together([*lefts, *rest], exchange)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.values.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
         _average_together(rights, exchange)
-        result = wanted.clone()  # `rest` is views of `wanted`, averaged in place
+        result = gradient.clone()  # `rest` is views of `wanted`, averaged in place
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
             result[matrix.part] = (left @ right.T).flatten()
         bucket.flat.copy_(result)
         if is_finite(result):
-            torch.sub(wanted, result, out=residual)
+            torch.sub(gradient, result, out=residual)
             self._factors.update((matrix.name, right) for matrix, right in zip(matrices, rights, strict=True))
 
-    def _split(self, bucket: Bucket, wanted: torch.Tensor) -> tuple[list[_Matrix], list[torch.Tensor]]:
+    def _split(self, bucket: Bucket, corrected: torch.Tensor) -> tuple[list[_Matrix], list[torch.Tensor]]:
         matrices, rest = [], []
         for (name, part), gradient in zip(slices(bucket), bucket.parts, strict=True):
             rows = gradient.shape[0] if gradient.dim() > 1 else 0
             if rows and self.rank <= largest_rank(rows, gradient.numel() // rows):
-                matrices.append(_Matrix(name, part, wanted[part].view(rows, -1)))
+                matrices.append(_Matrix(name, part, corrected[part].view(rows, -1)))
             else:
-                rest.append(wanted[part])
+                rest.append(corrected[part])
         return matrices, rest
 
     def _factor(self, matrix: _Matrix) -> torch.Tensor:

@@ -119,9 +119,9 @@ class Sign(FeedbackCompressor):
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
-        wanted = residual + bucket.flat
-        result, decoded, lost = average_in_two_phases(wanted, exchange, _SignCodec())
+        gradient = residual + bucket.flat
+        result, decoded, lost = average_in_two_phases(gradient, exchange, _SignCodec())
         bucket.flat.copy_(result)
         if is_finite(result):
             # This rank adds the second phase's error next time, times the ranks, as the average divides by them.
-            torch.sub(wanted, decoded, out=residual).add_(lost, alpha=exchange.size)
+            torch.sub(gradient, decoded, out=residual).add_(lost, alpha=exchange.size)

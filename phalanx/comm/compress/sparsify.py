@@ -36,19 +36,19 @@ class TopK(_Sparse):
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
-        wanted = residual + bucket.flat
+        gradient = residual + bucket.flat
         # NaN counts as largest, so all ranks get it in the sum.
-        indices = wanted.abs().topk(count_kept(self.ratio, wanted.numel()), sorted=False).indices
-        values = wanted[indices].to(bucket.flat.dtype)
-        gathered = exchange.all_gather(_packed(values, indices, wanted.numel()))
-        total = torch.zeros_like(wanted)
+        indices = gradient.abs().topk(count_kept(self.ratio, gradient.numel()), sorted=False).indices
+        values = gradient[indices].to(bucket.flat.dtype)
+        gathered = exchange.all_gather(_packed(values, indices, gradient.numel()))
+        total = torch.zeros_like(gradient)
         for message in gathered:  # by rank: indices are unique within one, so the order of additions is the same
-            their_values, their_indices = _unpacked(message, values.dtype, wanted.numel())
+            their_values, their_indices = _unpacked(message, values.dtype, gradient.numel())
             total[their_indices] += their_values
         bucket.flat.copy_(total.div_(exchange.size))
         if is_finite(bucket.flat):
-            wanted[indices] -= values
-            residual.copy_(wanted)
+            gradient[indices] -= values
+            residual.copy_(gradient)
 
 
 def count_kept(ratio: float, count: int) -> int:
@@ -67,8 +67,8 @@ def _packed(values: torch.Tensor, indices: torch.Tensor, count: int) -> torch.Te
 
 def _unpacked(message: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     index_type = _index_type(count)
-    kept = message.numel() // (dtype.itemsize + index_type.itemsize)
-    cut = kept * dtype.itemsize
+    length = message.numel() // (dtype.itemsize + index_type.itemsize)
+    cut = length * dtype.itemsize
     return message[:cut].clone().view(dtype), message[cut:].clone().view(index_type).long()
 
 
@@ -79,22 +79,22 @@ class RandomK(_Sparse):
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
-        wanted = residual + bucket.flat
-        count = wanted.numel()
-        indices = _draw(count, count_kept(self.ratio, count), (self.seed, self.steps, bucket.index)).to(wanted.device)
+        gradient = residual + bucket.flat
+        count = gradient.numel()
+        indices = _draw(count, count_kept(self.ratio, count), (self.seed, self.steps, bucket.index)).to(gradient.device)
         # Zero, or NaN where any value is not finite: all ranks must see it, also where it is not drawn.
-        mark = torch.linalg.vector_norm(wanted, math.inf) * 0
-        values = (wanted[indices] + mark).to(bucket.flat.dtype)
+        mark = torch.linalg.vector_norm(gradient, math.inf) * 0
+        values = (gradient[indices] + mark).to(bucket.flat.dtype)
         sent = values.clone()
         average(values, exchange)
         bucket.flat.zero_()[indices] = values
         if is_finite(values):
-            wanted[indices] -= sent
-            residual.copy_(wanted)
+            gradient[indices] -= sent
+            residual.copy_(gradient)
 
 
-def _draw(count: int, kept: int, key: tuple[int, ...]) -> torch.Tensor:
+def _draw(count: int, chosen: int, key: tuple[int, ...]) -> torch.Tensor:
     """Draw one index from each of `kept` equal ranges: all differ, and the cost depends on `kept` only."""
-    edges = torch.arange(kept + 1) * count // kept
-    within = torch.rand(kept, generator=generator(torch.device("cpu"), *key), dtype=torch.float64)
+    edges = torch.arange(chosen + 1) * count // chosen
+    within = torch.rand(chosen, generator=generator(torch.device("cpu"), *key), dtype=torch.float64)
     return edges[:-1] + (within * edges.diff()).long()

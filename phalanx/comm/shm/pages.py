@@ -81,14 +81,14 @@ class SharedPages:
         """
         self.rank, self.size, self.nbytes = rank, size, nbytes
         self._fd = -1
-        made = problem = ""
+        name = problem = ""
         try:
-            made = self._create(later) if rank == 0 else ""
+            name = self._create(later) if rank == 0 else ""
         except OSError as error:
             problem = error.strerror or str(error)
-        made = gather_text(made)[0]
-        if made and rank != 0:
-            problem = self._open(made)
+        name = gather_text(name)[0]
+        if name and rank != 0:
+            problem = self._open(name)
         problems = [text for text in gather_text(problem) if text]
         if problems:
             self.close()
@@ -165,14 +165,14 @@ class SymmetricTensors:
     def find(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Return the corresponding tensors of all ranks, if this flat, contiguous tensor is in shared pages."""
         key = (flat.data_ptr(), flat.numel(), flat.dtype)
-        found = self._found.get(key)
-        if found is None:
+        tensors = self._found.get(key)
+        if tensors is None:
             for _, by_rank in self._made:
                 offset = flat.data_ptr() - by_rank[self._rank].data_ptr()
                 if offset >= 0 and offset + flat.nbytes <= by_rank[self._rank].nbytes:
-                    found = [one[offset : offset + flat.nbytes].view(flat.dtype) for one in by_rank]
-                    self._found[key] = found
-        return found
+                    tensors = [one[offset : offset + flat.nbytes].view(flat.dtype) for one in by_rank]
+                    self._found[key] = tensors
+        return tensors
 
     def close(self) -> None:
         """Close the files; the memory remains as long as tensors use it."""

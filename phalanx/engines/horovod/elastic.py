@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.engines.horovod.rendezvous import horovod, note_new_rank
 from phalanx.host.lost_peers import lost_peers
-from phalanx.loop.trainer import TrainLoop
+from phalanx.loop.train_loop import TrainLoop
 from phalanx.recovery import Survivor
 from phalanx.world.env import read_rank_env
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import DistributedConfig
 from phalanx.engines.tensorflow.backup import OwnBackup, first_epoch, size_of
 from phalanx.errors import PreemptedError
-from phalanx.loop.notices import EpochControl
+from phalanx.loop.tuning_trial import EpochControl
 from phalanx.observe.events import CheckpointSaved, EpochDone, Message, MetricsReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream

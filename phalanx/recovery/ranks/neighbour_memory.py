@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import group
+from phalanx.checkpoint import collectives
 from phalanx.checkpoint.fetch import read_boxes
-from phalanx.checkpoint.files import LEAF_BYTES, Leaf
+from phalanx.checkpoint.hashed_files import LEAF_BYTES, Leaf
 from phalanx.checkpoint.index import Index, StoredTensor
 from phalanx.checkpoint.layout import FileLayout, Staging, StatePlan, shard_name
 from phalanx.checkpoint.manifest import Snapshot
-from phalanx.checkpoint.place import Reader
 from phalanx.checkpoint.plain import from_plain, rank_content
-from phalanx.checkpoint.read import Loaded, plan_reads
+from phalanx.checkpoint.read import LoadedState, plan_reads
+from phalanx.checkpoint.storage import Reader
 
 
 class _Key(NamedTuple):
@@ -79,22 +79,22 @@ class NeighbourMemory:
     def keep(self, snapshot: Snapshot, *, wait: bool = True) -> None:
         """Keep a step; collective. Without `wait` shards travel in the background, until `finish`."""
         self.finish()
-        with group.over(self._group):
+        with collectives.over(self._group):
             token = self._plan.update(snapshot.tensors)
         while len(self._held) > 1:
             self._drop(next(iter(self._held)))
         staging = next(one for one in self._stagings if one not in self._used.values())
         staging.fill(self._plan.layout, self._plan.tensors())
         about = {**rank_content(self._plan.values(), snapshot.rank_state), "epoch": snapshot.epoch}
-        if group.rank() == 0:  # equal on all ranks, or that of rank 0 counts
+        if collectives.rank() == 0:  # equal on all ranks, or that of rank 0 counts
             about["shared"] = snapshot.shared
         if self._planned is not self._plan.layout:
-            self._planned, self._part = self._plan.layout, self._plan.own_part(group.rank())
+            self._planned, self._part = self._plan.layout, self._plan.own_part(collectives.rank())
         self._plan.forget()
-        own = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8), self._part)
-        key = _Key(snapshot.step, token, group.world_size())
+        shard = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8), self._part)
+        key = _Key(snapshot.step, token, collectives.world_size())
         self._used[key] = staging
-        self._thread = threading.Thread(target=self._exchange, args=(key, own), name="phalanx-memory", daemon=True)
+        self._thread = threading.Thread(target=self._exchange, args=(key, shard), name="phalanx-memory", daemon=True)
         self._thread.start()
         if wait:
             self.finish()
@@ -115,24 +115,24 @@ class NeighbourMemory:
             self._thread = None
         self._error = None
 
-    def _exchange(self, key: _Key, own: _Shard) -> None:
+    def _exchange(self, key: _Key, shard: _Shard) -> None:
         """Send this rank's shard to the rank `shift` behind it, and receive one from the rank `shift` before it."""
         try:
             rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-            shards = {rank: own}
+            shards = {rank: shard}
             if size > 1:
                 source = (rank - self._shift) % size
-                shards[source] = self._swap(own, (rank + self._shift) % size, source)
+                shards[source] = self._swap(shard, (rank + self._shift) % size, source)
             self._held[key] = shards
         except Exception as error:  # noqa: BLE001 - raised again by `finish`
             self._used.pop(key)
             self._error = error
 
-    def _swap(self, own: _Shard, target: int, source: int) -> _Shard:
+    def _swap(self, shard: _Shard, target: int, source: int) -> _Shard:
         """Send a shard to a rank and receive one: the sizes of two messages, a description, and the data."""
-        part = None if own.part is self._sent else own.part
-        described = torch.frombuffer(bytearray(pickle.dumps((own.about, part))), dtype=torch.uint8)
-        sent = (torch.tensor([described.numel(), own.data.numel()]), described, own.data)
+        part = None if shard.part is self._sent else shard.part
+        described = torch.frombuffer(bytearray(pickle.dumps((shard.about, part))), dtype=torch.uint8)
+        sent = (torch.tensor([described.numel(), shard.data.numel()]), described, shard.data)
         sending = [dist.isend(one, group=self._group, group_dst=target) for one in sent]
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, group=self._group, group_src=source)
@@ -143,7 +143,7 @@ class NeighbourMemory:
             assert work is not None
             work.wait()
         about, part = pickle.loads(description.numpy().tobytes())
-        self._sent, self._received = own.part, part or self._received
+        self._sent, self._received = shard.part, part or self._received
         assert self._received is not None, "sent with the first shard"
         return _Shard(about, data, self._received)
 
@@ -153,15 +153,15 @@ class NeighbourMemory:
 
     def newest(self) -> int | None:
         """Return the newest step of which all shards are with the ranks of the group; collective."""
-        found = self._complete()
-        return None if found is None else found[0].step
+        complete = self._complete()
+        return None if complete is None else complete[0].step
 
-    def load(self, template: dict[str, Any]) -> Loaded | None:
+    def load(self, template: dict[str, Any]) -> LoadedState | None:
         """Fill `template` from the newest complete step, as `checkpoint.load` does; None without one. Collective."""
-        found = self._complete()
-        if found is None:
+        complete = self._complete()
+        if complete is None:
             return None
-        key, holders = found
+        key, holders = complete
         mine = self._held.get(key, {})
         rank = dist.get_rank(self._group)
         sent = {r: (mine[r].about, mine[r].part) for r, holder in holders.items() if holder == rank}
@@ -180,13 +180,13 @@ class NeighbourMemory:
         state = from_plain(about[rank]["state"]) if same else None
         for other in [other for other in self._held if other != key]:
             self._drop(other)
-        return Loaded(key.step, about[0]["epoch"], about[0]["shared"], state, notes)
+        return LoadedState(key.step, about[0]["epoch"], about[0]["shared"], state, notes)
 
     def _complete(self) -> tuple[_Key, dict[int, int]] | None:
         """Return the newest complete step, and for each of its shards a rank that holds it."""
-        held = self._gathered({key: sorted(shards) for key, shards in self._held.items()})
-        for key in sorted({key for part in held for key in part}, reverse=True):
-            holders = {r: rank for rank, part in reversed(list(enumerate(held))) for r in part.get(key, ())}
+        shards_of_ranks = self._gathered({key: sorted(shards) for key, shards in self._held.items()})
+        for key in sorted({key for part in shards_of_ranks for key in part}, reverse=True):
+            holders = {r: rank for rank, part in reversed(list(enumerate(shards_of_ranks))) for r in part.get(key, ())}
             if holders.keys() >= set(range(key.world_size)):
                 return key, holders
         return None
@@ -195,15 +195,15 @@ class NeighbourMemory:
         """Return the shards that this rank needs; each that it does not hold is sent by its holder."""
         rank = dist.get_rank(self._group)
         data = {r: shard.data for r, shard in mine.items()}
-        wanted = self._gathered(sorted(needed - data.keys()))
+        requests = self._gathered(sorted(needed - data.keys()))
         sizes = {r: n for part in self._gathered({r: d.numel() for r, d in data.items()}) for r, n in part.items()}
         sending = [
             dist.isend(data[r], group=self._group, group_dst=receiver, tag=r)
-            for receiver, shards in enumerate(wanted)
+            for receiver, shards in enumerate(requests)
             for r in shards
             if holders[r] == rank
         ]
-        for r in wanted[rank]:
+        for r in requests[rank]:
             data[r] = torch.empty(sizes[r], dtype=torch.uint8)
             dist.recv(data[r], group=self._group, group_src=holders[r], tag=r)
         for work in sending:
@@ -212,9 +212,9 @@ class NeighbourMemory:
         return data
 
     def _gathered(self, item: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, item, group=self._group)
-        return found
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, item, group=self._group)
+        return gathered
 
 
 class _MemoryReader(Reader):
@@ -236,8 +236,8 @@ class _MemoryReader(Reader):
 def _indexed(parts: list[Index]) -> Index:
     """Return the index of all shards from that of each, with leaves that have no hash."""
     tensors: dict[str, StoredTensor] = {}
-    for each in parts:
-        for name, one in each.tensors.items():
+    for shard_part in parts:
+        for name, one in shard_part.tensors.items():
             tensors.setdefault(name, StoredTensor(one.shape, one.dtype, [])).parts.extend(one.parts)
     ends: dict[str, int] = {}
     for one in tensors.values():
@@ -248,7 +248,7 @@ def _indexed(parts: list[Index]) -> Index:
         name: [Leaf(at, min(LEAF_BYTES, end - at), "") for at in range(0, end, LEAF_BYTES)]
         for name, end in ends.items()
     }
-    return Index(tensors, {name: rank for each in parts for name, rank in each.objects.items()}, leaves)
+    return Index(tensors, {name: rank for shard_part in parts for name, rank in shard_part.objects.items()}, leaves)
 
 
 def _shift(hosts: list[str]) -> int:

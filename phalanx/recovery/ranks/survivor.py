@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from phalanx.checkpoint.group import gather_to_all
+from phalanx.checkpoint.collectives import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
 from phalanx.host.processes import STOPS
 from phalanx.loop.hooks import Callback
 from phalanx.loop.run_state import RunState, StepBoundary, capture, restore
 from phalanx.loop.step_info import StepInfo
-from phalanx.loop.trainer import TrainLoop
+from phalanx.loop.train_loop import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
 from phalanx.recovery.ranks import member as membership

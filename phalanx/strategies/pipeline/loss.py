@@ -15,11 +15,11 @@ def cut_rows(batch: Any, start: int, end: int) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:end], batch)
 
 
-def fill_rows(batch: Any, rows: int, wanted: int) -> Any:
+def fill_rows(batch: Any, rows: int, count: int) -> Any:
     """Pad a short batch with its last row."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, tensor[-1:].expand(wanted - rows, *tensor.shape[1:])])
+        return torch.cat([tensor, tensor[-1:].expand(count - rows, *tensor.shape[1:])])
 
     return tuple(pytree.tree_map_only(torch.Tensor, fill, item) for item in batch)
 

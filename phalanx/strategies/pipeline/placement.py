@@ -97,10 +97,10 @@ def cut_evenly(units: Sequence[str], costs: Sequence[float], stages: int) -> lis
     return parts
 
 
-def drop_units(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> None:
+def drop_units(model: nn.Module, units: Sequence[str], kept_units: Sequence[str]) -> None:
     """Set the units that are not kept to None, or remove them from an nn.Sequential."""
     for unit in units:
-        if unit in kept:
+        if unit in kept_units:
             continue
         parent, _, name = unit.rpartition(".")
         holder = model.get_submodule(parent)
@@ -110,7 +110,7 @@ def drop_units(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> N
             setattr(holder, name, None)
 
 
-def part_of(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> nn.Module:
+def part_of(model: nn.Module, units: Sequence[str], kept_units: Sequence[str]) -> nn.Module:
     """Return a copy of the modules around these units, which are not copied."""
     part = _hollow_copy(model)
     for parent in {unit.rpartition(".")[0] for unit in units} - {""}:
@@ -118,17 +118,17 @@ def part_of(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> nn.M
         for name in parent.split("."):
             setattr(holder, name, _hollow_copy(getattr(holder, name)))
             holder = getattr(holder, name)
-    drop_units(part, units, kept)
+    drop_units(part, units, kept_units)
     return part
 
 
 def _hollow_copy(module: nn.Module) -> nn.Module:
     """Copy a module and its dicts of hooks and children, but not the children."""
-    made = copy.copy(module)
-    for name, value in list(made.__dict__.items()):
+    hollow = copy.copy(module)
+    for name, value in list(hollow.__dict__.items()):
         if isinstance(value, dict):
-            made.__dict__[name] = value.copy()
-    return made
+            hollow.__dict__[name] = value.copy()
+    return hollow
 
 
 _ROUNDS = 3
@@ -153,8 +153,8 @@ def measured_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
         )
     costs: list[Any] = [_time_units(model, units, model.example_inputs()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(costs, src=0)
-    found: list[float] = costs[0]
-    return found
+    costs_of_first: list[float] = costs[0]
+    return costs_of_first
 
 
 @torch.no_grad()
@@ -191,7 +191,7 @@ def _time_units(model: nn.Module, units: Sequence[str], example: Sequence[torch.
 
 
 @dataclass(frozen=True)
-class Placed:
+class RankStages:
     """This rank's part of a model."""
 
     row: Row
@@ -201,10 +201,10 @@ class Placed:
     """The smallest possible microbatch: a batch norm needs two samples."""
 
 
-def placed_before(model: nn.Module) -> Placed | None:
+def placed_before(model: nn.Module) -> RankStages | None:
     """Return how an earlier run placed this model."""
-    placed: Placed | None = model.__dict__.get(PLACED)
-    return placed
+    stages: RankStages | None = model.__dict__.get(PLACED)
+    return stages
 
 
 class StagePlan(NamedTuple):
@@ -230,37 +230,37 @@ def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -
     return StagePlan(row, units, parts, has_batch_norm)
 
 
-def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
+def place_stages(model: nn.Module, plan: StagePlan, world: World) -> RankStages:
     """Keep the units of this rank's stages only. All ranks must call this."""
     row, units, parts = plan.row, plan.units, plan.parts
     ties = _find_ties(model, parts, row, world)
     mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.position, row.size)}
-    drop_units(model, units, [unit for kept in mine.values() for unit in kept])
-    stages = {stage: part_of(model, units, kept) for stage, kept in mine.items()}
-    placed = Placed(row, stages, ties, 2 if plan.has_batch_norm else 1)
-    for part in placed.stages.values():
+    drop_units(model, units, [unit for kept_units in mine.values() for unit in kept_units])
+    stages = {stage: part_of(model, units, kept_units) for stage, kept_units in mine.items()}
+    rank_stages = RankStages(row, stages, ties, 2 if plan.has_batch_norm else 1)
+    for part in rank_stages.stages.values():
         if implements(part, SequenceShards):  # hidden states between stages are slices of the sequence
             part.sequence_shards = world.mesh.tp
-    model.__dict__[PLACED] = placed  # not by setattr: the stages are not submodules, their units are
-    return placed
+    model.__dict__[PLACED] = rank_stages  # not by setattr: the stages are not submodules, their units are
+    return rank_stages
 
 
 def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
     """Take the buffers outside of units from the stages, in which they were allocated."""
     for name, buffer in list(model.named_buffers()):
-        found = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
-        if buffer.is_meta and found:
+        buffers = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
+        if buffer.is_meta and buffers:
             holder, _, key = name.rpartition(".")
-            torch_compat.own_buffers(model.get_submodule(holder))[key] = found[0]
+            torch_compat.own_buffers(model.get_submodule(holder))[key] = buffers[0]
 
 
 def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Gather the state of all stages; for a model without stages, return it unchanged."""
-    placed = placed_before(model)
-    if placed is None:
+    rank_stages = placed_before(model)
+    if rank_stages is None:
         return state
-    parts: list[Any] = [None] * placed.row.size
-    dist.all_gather_object(parts, state, group=placed.row.group)
+    parts: list[Any] = [None] * rank_stages.row.size
+    dist.all_gather_object(parts, state, group=rank_stages.row.group)
     return {name: value for part in parts for name, value in part.items()}
 
 

@@ -85,7 +85,7 @@ class Pipeline(nn.Module):
         self.stages = dict(stages)  # a dict is not registered: the parameters are those of `module`
         self.row = row
         self.sync = True
-        self.tied: list[Tied] = []
+        self.tied: list[TiedParameter] = []
         self.finishing: list[Callable[[], None]] = []
         """Called after the last batch of a step, to complete the gradients."""
         self.aliases: dict[str, str] = {}
@@ -131,7 +131,7 @@ class Pipeline(nn.Module):
 
     def tie(self, ties: Sequence[Tie]) -> None:
         """Keep copies of one matrix equal from now on."""
-        self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]
+        self.tied = [TiedParameter(self.module.get_parameter(tie.name), tie) for tie in ties]
         self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
         self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
 
@@ -156,10 +156,10 @@ class Pipeline(nn.Module):
         rows = count_rows(batch)
         self._largest = max(rows, self._largest)
         # Shorter batches are filled up, so that shapes stay the same; but batch norms would count what fills them.
-        wanted = rows if self._has_batch_norm else self._largest
-        count = self._microbatches(wanted)
-        size = wanted // count
-        padded = self._cut(tuple(batch) if rows == wanted else fill_rows(batch, rows, wanted))
+        rows_needed = rows if self._has_batch_norm else self._largest
+        count = self._microbatches(rows_needed)
+        size = rows_needed // count
+        padded = self._cut(tuple(batch) if rows == rows_needed else fill_rows(batch, rows, rows_needed))
         weight = passes.weigh(cut_rows(padded, 0, rows))
         if self.slices is not None:
             weight = self.slices.mean(weight, self._device)
@@ -229,8 +229,8 @@ class Pipeline(nn.Module):
 
     def _microbatches(self, batch_size: int) -> int:
         row = self.row
-        wanted = self._wanted if batch_size == self._largest else None  # a short batch is cut as it can be
-        return choose_microbatches(wanted, batch_size, row.size, row.schedule, smallest=self._smallest)
+        number = self._wanted if batch_size == self._largest else None  # a short batch is cut as it can be
+        return choose_microbatches(number, batch_size, row.size, row.schedule, smallest=self._smallest)
 
     @property
     def _has_batch_norm(self) -> bool:
@@ -250,14 +250,16 @@ class Pipeline(nn.Module):
 @contextmanager
 def _copied_buffers(stage: nn.Module) -> Iterator[None]:
     """Let a forward pass change copies. Writing the values back would change what its backward pass has saved."""
-    kept = [(own, dict(own)) for own in map(torch_compat.own_buffers, stage.modules())]
+    copies = [
+        (module_buffers, dict(module_buffers)) for module_buffers in map(torch_compat.own_buffers, stage.modules())
+    ]
     try:
-        for own, buffers in kept:
-            own.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
+        for module_buffers, buffers in copies:
+            module_buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
         yield
     finally:
-        for own, buffers in kept:
-            own.update(buffers)
+        for module_buffers, buffers in copies:
+            module_buffers.update(buffers)
 
 
 class _Runner:
@@ -267,11 +269,11 @@ class _Runner:
         self._stages = stages
         self._count = count
         self._microbatch_loss: MicrobatchLoss | None = None
-        made = [
+        schedule_stages = [
             PipelineStage(module, number, row.num_stages, device, group=row.group) for number, module in stages.items()
         ]
         kind = get_schedule_class(row.schedule.torch_name)
-        several: Any = made if row.schedule.stages_per_rank > 1 else made[0]
+        several: Any = schedule_stages if row.schedule.stages_per_rank > 1 else schedule_stages[0]
         self._schedule = kind(several, n_microbatches=count, loss_fn=self._loss, scale_grads=False)
 
     def run(self, batch: tuple[Any, ...], microbatch_loss: MicrobatchLoss) -> None:
@@ -289,7 +291,7 @@ class _Runner:
         return self._microbatch_loss(output, int(number))
 
 
-class Tied:
+class TiedParameter:
     """A parameter that stages on several ranks use: each has a copy, and the gradients are added up."""
 
     def __init__(self, parameter: nn.Parameter, tie: Tie) -> None:

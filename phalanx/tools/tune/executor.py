@@ -191,7 +191,7 @@ def control_of(trial: Trial, points: Points | None) -> TrialControl | None:
     """Return the file through which a trial receives its scheduler's verdicts."""
     if points is None:
         return None
-    return TrialControl(trial.folder.absolute() / "gate.json", points.at, points.first, points.every)
+    return TrialControl(trial.folder.absolute() / "control.json", points.at, points.first, points.every)
 
 
 def run_trial(subject: Trainable, start: TrialStart, threads_per_rank: int | None) -> Ending:

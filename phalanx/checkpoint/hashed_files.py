@@ -259,7 +259,7 @@ def write_failed(error: OSError, *, rank: int, path: Path, needed: int) -> Check
     """Return the error of a failed write, with a remedy; where space is missing, also how much."""
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
-        existing = next((place for place in (path, *path.parents) if place.exists()), None)
+        existing = next((folder for folder in (path, *path.parents) if folder.exists()), None)
         free = shutil.disk_usage(existing).free if existing is not None else 0
         reason += f" ({readable_size(free)} free, {readable_size(needed)} needed by this rank)"
         hint = "Free some space, keep fewer checkpoints with keep_last=2, or set checkpoint_dir to a larger disk."

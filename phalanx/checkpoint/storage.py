@@ -1,6 +1,6 @@
-"""Where checkpoints are: a `Place` is a directory of checkpoints, in a file system or behind a URL.
+"""Where checkpoints are: a `Storage` is a directory of checkpoints, in a file system or behind a URL.
 
-An unfinished checkpoint is a `Writing`. Rank 0 begins it, the other ranks join it by its token, every rank creates its
+An unfinished checkpoint is a `Draft`. Rank 0 begins it, the other ranks join it by its token, every rank creates its
 own files, and rank 0 publishes it with the manifest, after which it counts as a checkpoint.
 """
 
@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import (
+from phalanx.checkpoint import collectives
+from phalanx.checkpoint.hashed_files import (
     FileRecord,
     HashedFile,
     hashed_file,
@@ -73,7 +73,7 @@ _VECTORS = 512
 """Buffers per system call: Linux allows 1024."""
 
 
-class Writing:
+class Draft:
     """A checkpoint that is being written and does not count yet: a hidden directory, which one rename publishes."""
 
     def __init__(self, path: Path, token: str) -> None:
@@ -107,30 +107,30 @@ class Writing:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class Place:
+class Storage:
     """A directory of checkpoints: a folder that all ranks see."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def begin(self, step: int) -> Writing:
+    def begin(self, step: int) -> Draft:
         """Start a checkpoint of this step, after removing what failed saves left."""
         make_private(self.directory)
         clear_leftovers(self.directory, older_than=time.time())
         token = writing_name(step)
         (self.directory / token).mkdir()
-        return Writing(self.directory / token, token)
+        return Draft(self.directory / token, token)
 
-    def join(self, token: str) -> Writing:
+    def join(self, token: str) -> Draft:
         """Return the unfinished checkpoint that another rank has begun; FileNotFoundError where it is not visible."""
         (self.directory / token).stat()
-        return Writing(self.directory / token, token)
+        return Draft(self.directory / token, token)
 
-    def resume_copy(self, token: str, name: str) -> Writing:
+    def resume_copy(self, token: str, name: str) -> Draft:
         """Return the unfinished copy of a checkpoint, which may hold files already."""
         make_private(self.directory)
         (self.directory / token).mkdir(exist_ok=True)
-        return Writing(self.directory / token, token)
+        return Draft(self.directory / token, token)
 
     def names(self) -> list[str]:
         """Return the names of the entries, checkpoints and others."""
@@ -168,7 +168,7 @@ class Place:
     def list(self, name: str) -> list[str]:
         """Return the files of an entry; none of a link: what is listed may be removed, and is elsewhere."""
         folder = self.directory / name
-        return [] if folder.is_symlink() else Place(folder).names()
+        return [] if folder.is_symlink() else Storage(folder).names()
 
     def delete(self, name: str, file: str) -> None:
         """Remove one file, if it exists."""
@@ -179,29 +179,30 @@ class Place:
         remove(self.directory / name)
 
 
-def place_at(directory: Path | str) -> Place:
+def storage_at(directory: Path | str) -> Storage:
     """Return the place that a user names, in a folder or at a URL."""
     path = as_path(directory)
     if not isinstance(path, RemotePath):
-        return Place(path)
-    from phalanx.checkpoint.remote import RemotePlace
+        return Storage(path)
+    from phalanx.checkpoint.remote import RemoteStorage
 
-    return RemotePlace(path)
+    return RemoteStorage(path)
 
 
-def located(path: Path | str) -> tuple[Place, str]:
+def storage_and_name(path: Path | str) -> tuple[Storage, str]:
     """Return the place and the name of the checkpoint at `path`."""
     path = as_path(path)
-    return place_at(path.parent), path.name
+    return storage_at(path.parent), path.name
 
 
 def check_writable(directory: Path | str) -> None:
     """Check before training that checkpoints can be written: create the directory, and a file in it."""
     directory = as_path(directory)
     if isinstance(directory, RemotePath):
-        if directory.protocol == "memory" and group.world_size() > 1:
+        if directory.protocol == "memory" and collectives.world_size() > 1:
             raise CheckpointError(
-                f"checkpoint_dir is {directory}, the memory of one process, and there are {group.world_size()} ranks",
+                f"checkpoint_dir is {directory}, the memory of one process, and there are "
+                f"{collectives.world_size()} ranks",
                 hint="Set checkpoint_dir to a folder, or to a URL that all ranks reach: s3://bucket/folder",
             )
         directory.check_writable()
@@ -219,7 +220,7 @@ def check_writable(directory: Path | str) -> None:
     except (FileExistsError, NotADirectoryError):
         raise not_a_directory(directory) from None
     except OSError as error:
-        raise write_failed(error, rank=group.rank(), path=directory, needed=0) from error
+        raise write_failed(error, rank=collectives.rank(), path=directory, needed=0) from error
 
 
 def not_a_directory(directory: Path) -> CheckpointError:

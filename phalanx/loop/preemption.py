@@ -1,7 +1,6 @@
-"""Ends of a run that others decide: notices of a scheduler or a cloud provider, and the tuner's verdict on a trial.
+"""Notices that a run has to end soon: a Slurm time limit, or a file that an agent of the cloud provider creates.
 
-Notices say that a run has to end soon: a Slurm time limit, or a file that an agent of the cloud provider creates. A
-thread watches for them and asks all ranks to stop, as SIGTERM does: a checkpoint at the next step, exit code 75.
+A thread watches for them and asks all ranks to stop, as SIGTERM does: a checkpoint at the next step, exit code 75.
 """
 
 from __future__ import annotations
@@ -18,75 +17,10 @@ from typing import TYPE_CHECKING
 from phalanx.config import DistributedConfig
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import LAUNCHED_AT
-from phalanx.observe.trial_control import TrialControl
-from phalanx.world.abort import raise_if_aborted
-from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-_POLL_SECONDS = 0.02
-
-
-class EpochControl:
-    """Decides after epochs whether a tuning trial continues."""
-
-    def __init__(self, store: dist.Store | None, *, asks: bool, given_up: Callable[[], bool] = lambda: False) -> None:
-        """`store`: shares the answer of the rank that `asks` (None: one rank); `given_up`: the run ends anyway."""
-        self._control = TrialControl.from_environment()
-        self._store = store
-        self._asks = asks
-        self._given_up = given_up
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this run is a trial that may be stopped."""
-        return self._control is not None
-
-    def start_after(self, epochs: int) -> None:
-        """Note the epochs that a resumed run has completed."""
-        if self._control is not None:
-            self._control.start_after(epochs)
-
-    @property
-    def decided(self) -> int:
-        """After how many epochs the tuner has answered last."""
-        return 0 if self._control is None else self._control.asked
-
-    def should_continue(self, epochs: int) -> bool:
-        """Whether training continues after this many epochs; every rank calls this, and gets the same answer.
-
-        Raises if ranks are lost meanwhile; those that go on ask again.
-        """
-        before = self.decided
-        if self._control is None or not self._control.is_due(epochs):
-            return True
-        try:
-            return self._answer(self._control, epochs)
-        except BaseException:
-            self._control.start_after(before)
-            raise
-
-    def _answer(self, control: TrialControl, epochs: int) -> bool:
-        if self._store is None:
-            return control.wait(epochs, given_up=self._has_to_leave)
-        env = read_rank_env()
-        key = f"trial_control/{env.attempt if env is not None else 0}/{epochs}"
-        if self._asks:
-            goes_on = control.wait(epochs, given_up=self._has_to_leave)
-            self._store.set(key, "on" if goes_on else "stop")
-            return goes_on
-        # Not store.get, which has a timeout: the answer may take hours, until other trials have come this far.
-        while not self._store.check([key]):
-            raise_if_aborted()
-            time.sleep(_POLL_SECONDS)
-        return bool(self._store.get(key) == b"on")
-
-    def _has_to_leave(self) -> bool:
-        raise_if_aborted()
-        return self._given_up()
-
+    pass
 
 _NOTICE_SECONDS = 1.0
 _ASK_SECONDS = 10.0
@@ -135,8 +69,8 @@ class StopNotices:
     def _run(self, before: int | None) -> None:
         stop_at, margin = None, self._margin
         if self._watches_limit and (ends := job_end(self._environ)) is not None:
-            left = max(0.0, ends - time.time())
-            margin = margin if margin < left else left / 2  # a job of a minute trains, too
+            seconds_left = max(0.0, ends - time.time())
+            margin = margin if margin < seconds_left else seconds_left / 2  # a job of a minute trains, too
             stop_at = ends - margin
         while not self._ended.wait(_NOTICE_SECONDS):
             if stop_at is not None and time.time() >= stop_at:
@@ -157,15 +91,15 @@ def _changed(path: Path | None) -> int | None:
 
 def job_end(environ: Mapping[str, str]) -> float | None:
     """Return when the Slurm job of this process ends, in seconds since the epoch; None without a limit."""
-    if (given := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
-        return float(given)
+    if (end_time := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+        return float(end_time)
     command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no squeue in this container, or a controller that is down
         return None
-    left = _LEFT.fullmatch(asked.stdout.strip())
-    if left is None:  # UNLIMITED, NOT_SET, or an error
+    remaining = _LEFT.fullmatch(asked.stdout.strip())
+    if remaining is None:  # UNLIMITED, NOT_SET, or an error
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in left.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in remaining.groups())
     return time.time() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds

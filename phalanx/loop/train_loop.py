@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint import group
+from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.features import feature
 from phalanx.loop.checkpoint_policy import CheckpointPolicy
@@ -296,7 +296,7 @@ class TrainLoop:
         logged = {setting: watched.name for setting, watched in settings.items() if watched and watched.is_logged}
         if not logged:
             return
-        values = group.from_rank_zero(lambda: {name: values[name] for name in logged.values() if name in values})
+        values = collectives.from_rank_zero(lambda: {name: values[name] for name in logged.values() if name in values})
         if values:
             self.evaluation.judge(values)
         for setting, name in logged.items() if measured is not None and epoch == 0 and self.formation.is_main else ():
@@ -329,12 +329,12 @@ class TrainLoop:
     def _losses(self) -> Losses:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
         losses = self.report.loss_log.read()
-        bad = next((step for step, each in losses.items() if not math.isfinite(each.loss)), None)
+        bad = next((step for step, step_loss in losses.items() if not math.isfinite(step_loss.loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
             raise self.saving.failed(f"the loss is {losses[bad].loss} at step {bad}", bad)
         if self.state.last_finite is not None:
             self.state.last_finite.keep(self.step)
-        return {step: each for step, each in losses.items() if math.isfinite(each.loss)}
+        return {step: step_loss for step, step_loss in losses.items() if math.isfinite(step_loss.loss)}
 
     def losses_checked(self) -> None:
         """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""

@@ -74,9 +74,9 @@ def largest(number: int) -> int:
     if world_size() == 1:
         return number
     device = "cuda" if dist.get_backend(_used) == "nccl" else "cpu"
-    found = torch.tensor([number], dtype=torch.int64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=_used)
-    number = int(found)
+    number_here = torch.tensor([number], dtype=torch.int64, device=device)
+    dist.all_reduce(number_here, dist.ReduceOp.MAX, group=_used)
+    number = int(number_here)
     raise_if_aborted()
     return number
 
@@ -93,7 +93,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
     return unwrapped(outcome[0])  # type: ignore[no-any-return]
 
 
-class Failed:
+class RankFailure:
     """An error of one rank, on its way to the others."""
 
     def __init__(self, error: Exception) -> None:
@@ -101,17 +101,17 @@ class Failed:
         self.error = error if known else CheckpointError(f"rank {rank()} failed: {type(error).__name__}: {error}")
 
 
-def tried(action: Callable[[], T]) -> T | Failed:
+def tried(action: Callable[[], T]) -> T | RankFailure:
     """Run `action`; return its result, or its error for `unwrapped` on another rank."""
     try:
         return action()
     except Exception as error:  # noqa: BLE001 - raised again by `unwrapped`
-        return Failed(error)
+        return RankFailure(error)
 
 
-def unwrapped(outcome: T | Failed) -> T:
+def unwrapped(outcome: T | RankFailure) -> T:
     """Return the result of `tried`, or raise its error."""
-    if isinstance(outcome, Failed):
+    if isinstance(outcome, RankFailure):
         raise outcome.error
     return outcome
 
@@ -119,7 +119,7 @@ def unwrapped(outcome: T | Failed) -> T:
 def on_all(action: Callable[[], T]) -> T:
     """Run `action` on every rank; return this rank's result, or raise the error of the first that failed on all."""
     outcome = tried(action)
-    for failed in gather_to_all(outcome if isinstance(outcome, Failed) else None):
+    for failed in gather_to_all(outcome if isinstance(outcome, RankFailure) else None):
         unwrapped(failed)
     return unwrapped(outcome)
 
@@ -130,8 +130,8 @@ def scatter_from_zero(action: Callable[[], list[T]]) -> T:
         return action()[0]
     outcome: list[Any] | None = None
     if rank() == 0:
-        made = tried(action)
-        outcome = [made] * world_size() if isinstance(made, Failed) else made
+        items = tried(action)
+        outcome = [items] * world_size() if isinstance(items, RankFailure) else items
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, outcome, src=0, group=_used)
     return unwrapped(mine[0])  # type: ignore[no-any-return]

@@ -70,11 +70,11 @@ class HeldParameters:
         if self._group_sizes == sizes:
             return
         everything = {id(p): p for wrapped in self._models for p in wrapped.parameters()}
-        held = {id(parameter) for group in groups for parameter in group}
+        ids = {id(parameter) for group in groups for parameter in group}
         if self._strategy.owns_step or not self._optimizers:
-            held = set(everything)
-        self._trained = [p for key, p in everything.items() if key in held]
-        self._strays = [p for key, p in everything.items() if key not in held]
+            ids = set(everything)
+        self._trained = [p for key, p in everything.items() if key in ids]
+        self._strays = [p for key, p in everything.items() if key not in ids]
         self._group_sizes = sizes
 
     def part(self, of: nn.Module | torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -84,8 +84,8 @@ class HeldParameters:
                 f"strategy = {self._strategy.name!r} clips all gradients together",
                 hint="Leave the model or optimizer out: f.clip_grad_norm(max_norm).",
             )
-        held = _ids(of) if isinstance(of, torch.optim.Optimizer) else {id(parameter) for parameter in of.parameters()}
-        return [parameter for parameter in self.trained if id(parameter) in held]
+        ids = _ids(of) if isinstance(of, torch.optim.Optimizer) else {id(parameter) for parameter in of.parameters()}
+        return [parameter for parameter in self.trained if id(parameter) in ids]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, raise for parameters that no model has, and for those without a gradient."""
@@ -107,10 +107,10 @@ class HeldParameters:
 
     def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for a parameter of no prepared model: ranks would train it separately, and no checkpoint has it."""
-        known = {id(parameter) for wrapped in self._models for parameter in wrapped.parameters()}
+        ids = {id(parameter) for wrapped in self._models for parameter in wrapped.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in ids:
                     raise UsageError(
                         f"a parameter of shape {list(parameter.shape)} in group {number} of the optimizer "
                         f"({type(optimizer).__name__}) belongs to no prepared model",
@@ -118,7 +118,7 @@ class HeldParameters:
                     )
 
 
-class KeptGradients:
+class GradientCopy:
     """An optimizer's gradients at its last call of `step` between two boundaries, after `passes` backward passes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
@@ -141,7 +141,7 @@ class UnfinishedSteps:
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()
-        self._kept: dict[int, KeptGradients] = {}
+        self._kept: dict[int, GradientCopy] = {}
         """Where several optimizers share gradients: those of each at its last call of `step` between boundaries."""
 
     def __bool__(self) -> bool:
@@ -153,15 +153,15 @@ class UnfinishedSteps:
 
     def keep(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
         """Keep the gradients that an optimizer has after this many backward passes."""
-        self._kept[id(optimizer)] = KeptGradients(optimizer, passes)
+        self._kept[id(optimizer)] = GradientCopy(optimizer, passes)
 
     def put_back(self, optimizer: torch.optim.Optimizer, passes: int) -> bool:
         """Drop what was added since its gradients were kept; return whether the optimizer waits for its step."""
         if id(optimizer) not in self._waiting:
             return False
-        kept = self._kept.get(id(optimizer))
-        if kept is not None and kept.passes != passes:
-            kept.put_back()
+        copy = self._kept.get(id(optimizer))
+        if copy is not None and copy.passes != passes:
+            copy.put_back()
         return True
 
     def discard(self, optimizer: torch.optim.Optimizer) -> None:

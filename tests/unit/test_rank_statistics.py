@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from phalanx.observe import rank_table
+from phalanx.observe import rank_statistics
 from phalanx.observe.heartbeat import Beat, Gauges, HeartbeatBoard, board_path, read_beats
 from phalanx.observe.step_clock import StepClock
 
@@ -39,16 +39,16 @@ def test_beats_of_all_machines_are_read_together_and_gauges_survive(tmp_path):
     [((0.1, 0.1, 0.2, 0.1), 2), ((0.1, 0.105, 0.11, 0.1), None), ((0.3,), None), ((math.nan, 0.1, 0.3), 2)],
 )
 def test_the_slowest_rank_is_named_only_where_it_is_clearly_slower(own, slowest):
-    assert rank_table.slowest_of(beats(*own)) == (None if len(own) == 1 else slowest)
+    assert rank_statistics.slowest_of(beats(*own)) == (None if len(own) == 1 else slowest)
 
 
 def test_ten_thousand_ranks_become_percentiles_in_little_time():
     many = beats(*(0.1 + rank / 1e5 for rank in range(10_000)))
     many[77] = Beat(6, 1.0, 0, Gauges(step_seconds=0.5, own_seconds=0.1))
     began = time.process_time()
-    event = rank_table.report(many)
+    event = rank_statistics.report(many)
     assert time.process_time() - began < 1.0
-    assert (event.counted, len(event.ranks), event.slowest) == (10_000, rank_table.SHOWN_RANKS, 9_999)
+    assert (event.counted, len(event.ranks), event.slowest) == (10_000, rank_statistics.SHOWN_RANKS, 9_999)
     assert 77 in event.ranks, "a rank that is behind is shown"
     assert event.percentiles["own_seconds"] == pytest.approx([0.1, 0.15, 0.19, 0.199, 0.2], abs=1e-3)
     assert "memory" not in event.values, "what no rank knows is left out"
