@@ -222,7 +222,7 @@ def test_a_recorded_step_is_dropped_where_the_size_changes():
     call._begun = True
     call._captured = SimpleNamespace(check=lambda: None, drop=lambda: dropped.append(loop.epoch))  # type: ignore[assignment]
     for loop.epoch in range(5):
-        call.begin_epoch()
+        call.begin_epoch(is_watched=False)
     assert dropped == [2]
 
 
