@@ -290,11 +290,11 @@ class Settings(
 ENGINE_GROUPS = tuple(backend.options for backend in BACKENDS.values() if backend.options is not None)
 """The classes with the settings of engines."""
 
-GROUPS: tuple[Any, ...] = (*Settings.__bases__, *ENGINE_GROUPS)
-"""The groups of fields, in the order in which they are shown."""
+GROUPS: list[Any] = [*Settings.__bases__, *ENGINE_GROUPS]
+"""The groups of fields, in the order in which they are shown; that of another package's engine once it is chosen."""
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {}
-"""Every field by name, in the order of the groups; with those of other packages' engines, once these are chosen."""
+"""Every field by name, in the order of the groups."""
 
 
 def title_of(group: Any) -> str:
@@ -326,6 +326,7 @@ def _add_engine(name: str) -> Any:
         if taken := group.__dataclass_fields__.keys() & FIELDS.keys():
             raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(taken))}")
         add_fields(group)
+        GROUPS.append(group)
     return group
 
 
