@@ -38,6 +38,7 @@ def option(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     above: float | None = None,
+    maximum: float | None = None,
     below: float | None = None,
     entry_points: str | None = None,
     scope: str = "",
@@ -60,7 +61,14 @@ def option(
     "value" (a number that the user's code may read from a config). `ways` derives from it where a setting counts.
     `in_loop`: what to write in a loop of the user's instead.
     """
-    allowed = {"choices": choices, "minimum": minimum, "above": above, "below": below, "entry_points": entry_points}
+    allowed = {
+        "choices": choices,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+        "entry_points": entry_points,
+    }
     users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "needs": needs}
     users |= {"expects": expects, "used_by": used_by.split(), "in_loop": in_loop}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
@@ -163,6 +171,8 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
             return f"{field.name} = {value!r}: must be {minimum} or more."
         if above is not None and value <= above:
             return f"{field.name} = {value!r}: must be greater than {above}."
+        if (maximum := field.metadata["maximum"]) is not None and value > maximum:
+            return f"{field.name} = {value!r}: must be {maximum} or less."
         if (below := field.metadata["below"]) is not None and value >= below:
             return f"{field.name} = {value!r}: must be below {below}."
     return None

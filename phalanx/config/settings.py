@@ -25,7 +25,7 @@ from phalanx.config.fields import (
 from phalanx.config.option import load_entry_point, parse_frequency, read_hosts
 from phalanx.config.rows import StrategyFacts
 from phalanx.config.run_fields import Advanced, Checkpointing, Elasticity, Monitoring
-from phalanx.config.strategies import TABLE, facts_of
+from phalanx.config.strategies import AXES, TABLE, facts_of
 from phalanx.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -181,6 +181,11 @@ class Settings(
         if self.backend not in BACKENDS or not BACKENDS[self.backend].replaces_ranks:
             return "restart"
         return "replace" if max(axes) > 1 else self.facts.recovery
+
+    @property
+    def axis(self) -> str:
+        """The first setting that splits a model over ranks, with its value; empty if there is none."""
+        return next((f"{axis} = {size}" for axis in AXES if (size := getattr(self, axis)) > 1), "")
 
     @property
     def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:
