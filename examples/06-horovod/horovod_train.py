@@ -4,7 +4,7 @@
     phalanx train --script horovod_train.py --backend horovod --num-workers 2    # so does this
     horovodrun -np 2 python horovod_train.py                                     # and so do you
     phalanx train --script horovod_train.py --backend horovod --num-workers 2 --min-workers 1 \\
-        --engine-options host_discovery_script=./hosts.sh                        # ranks may be lost, and others come
+        --host-discovery-script ./hosts.sh                        # ranks may be lost, and others come
 
 Horovod has to be built once: make horovod, or python tools/build_horovod.py.
 """

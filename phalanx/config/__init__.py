@@ -1,8 +1,9 @@
 """The configuration of a run: a field is a Python argument, a flag, an environment variable and a TOML key.
 
-fields (all settings) -> settings (`Settings`: values and what follows from them) -> rules, run_rules, backend_rules
-(each rule yields a field and a message; engines bring theirs) -> checking (`check`: all rules in order) -> distributed
-(`DistributedConfig`: checked settings) -> sources (files, variables, arguments). A rank loads no rules.
+fields, run_fields, engines/<name>/declaration.py (all settings) -> settings (`Settings`: values and what follows from
+them) -> pairs (a table), rules, backend_rules (each yields a field and a message; engines bring theirs) -> checking
+(`check`: all rules in order) -> distributed (`DistributedConfig`: checked settings) -> sources (files, variables,
+arguments). A rank loads no rules.
 """
 
 from typing import TYPE_CHECKING

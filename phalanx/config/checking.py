@@ -12,23 +12,13 @@ from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.names import like
 from phalanx.config.option import plain, problem
+from phalanx.config.pairs import PAIR_RULES
 from phalanx.config.rank_counts import count_ranks, ranges
-from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings, add_engine
 from phalanx.config.strategies import facts_of
 from phalanx.errors import nearest
 
-_RULES = (
-    rules.sharding,
-    rules.zero_stage,
-    *rules.COMMON_RULES,
-    *BACKEND_RULES,
-    rules.split_adapters,
-    rules.parameter_servers,
-    rules.staleness,
-    rules.rank_counts,
-    *RUN_RULES,
-)
+_RULES = (rules.sharding, *rules.COMMON_RULES, *BACKEND_RULES, *PAIR_RULES)
 """In this order, after those of the engines: a rule does not run where an earlier one found a field wrong that it
 needs."""
 _OF_TRAINERS = ("loss_fn", "scheduler", "training_step", "metrics", "callbacks", "augment", "hooks")

@@ -436,7 +436,7 @@ class Synchronisation:
     compression: str = option(
         "none", "ddp, ring: compress gradients before they are sent", choices=COMPRESSORS, scope="layout"
     )
-    compression_ratio: float = option(0.01, "topk, randomk: the share of the gradient that is sent, up to 1", above=0)
+    compression_ratio: float = option(0.01, "topk, randomk: the share of the gradient that is sent", above=0, maximum=1)
     powersgd_rank: int = option(4, "powersgd: rank of the two thin matrices that approximate a gradient", minimum=1)
     sync_every: int = option(
         16,

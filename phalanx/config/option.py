@@ -7,17 +7,20 @@ environment variables and flags alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from phalanx.errors import UsageError
 
 Options = TypeVar("Options")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
 _NO_URLS = (
@@ -38,6 +41,7 @@ def option(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     above: float | None = None,
+    maximum: float | None = None,
     below: float | None = None,
     entry_points: str | None = None,
     scope: str = "",
@@ -60,10 +64,51 @@ def option(
     "value" (a number that the user's code may read from a config). `ways` derives from it where a setting counts.
     `in_loop`: what to write in a loop of the user's instead.
     """
-    allowed = {"choices": choices, "minimum": minimum, "above": above, "below": below, "entry_points": entry_points}
+    allowed = {
+        "choices": choices,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+        "entry_points": entry_points,
+    }
     users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "needs": needs}
     users |= {"expects": expects, "used_by": used_by.split(), "in_loop": in_loop}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
+
+
+class Limits(TypedDict, total=False):
+    """What `option` allows of a value."""
+
+    choices: tuple[Any, ...] | None
+    minimum: float | None
+    above: float | None
+    maximum: float | None
+    below: float | None
+
+
+def limited(**limits: Limits) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare what a function's arguments may be, as `option` does of a setting; a wrong one raises UsageError."""
+
+    def declare(function: Callable[P, R]) -> Callable[P, R]:
+        import inspect  # the command line does not need it
+
+        signature = inspect.signature(function)
+        fields = {name: option(signature.parameters[name].default, "", **allowed) for name, allowed in limits.items()}
+        for name, field in fields.items():
+            field.name, field.type = name, signature.parameters[name].annotation
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            wrong = [problem(fields[name], plain(value)) for name, value in given.items() if name in fields]
+            if found := [text.rstrip(".") for text in wrong if text]:
+                raise UsageError("\n  ".join(found))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return declare
 
 
 def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:
@@ -163,9 +208,18 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
             return f"{field.name} = {value!r}: must be {minimum} or more."
         if above is not None and value <= above:
             return f"{field.name} = {value!r}: must be greater than {above}."
+        if (maximum := field.metadata["maximum"]) is not None and value > maximum:
+            return f"{field.name} = {value!r}: must be {maximum} or less."
         if (below := field.metadata["below"]) is not None and value >= below:
             return f"{field.name} = {value!r}: must be below {below}."
     return None
+
+
+def problems_of(values: Any) -> list[str]:
+    """Return what is wrong with the values of a data class whose fields are declared by `option`."""
+    declared = [field for field in dataclasses.fields(values) if "choices" in field.metadata]
+    found = (problem(field, plain(getattr(values, field.name))) for field in declared)
+    return [text.rstrip(".") for text in found if text]
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rules between settings: reject values that contradict each other or have no effect.
+"""Rules between settings that need more than a row of the table in `pairs`.
 
 A rule is a function of `Settings` that yields (field, message). `@rule` names the fields that must be correct before it
 can judge: with a wrong one it would only report what follows from that mistake. `checking` runs the rules in order
@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from phalanx.config.backends import BACKENDS
-from phalanx.config.fields import HYBRID, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.config.strategies import AXES, ROWS
@@ -83,27 +82,6 @@ def sharding(settings: Settings) -> Mistakes:
             )
 
 
-@rule(*STRATEGY)
-def zero_stage(settings: Settings) -> Mistakes:
-    """Check zero_stage against the settings with the same meaning."""
-    stage = settings.zero_stage
-    if stage is None or settings.facts.shards_by_engine:
-        return
-    meant, strategy = ZERO_SHARDING[stage], settings.strategy
-    if settings.facts.replicates and settings.facts.axes:  # one without axes is refused together with them
-        yield (
-            "zero_stage",
-            f"zero_stage = {stage} shards, but strategy = {strategy!r} replicates: leave strategy out, or write "
-            "'fsdp'.",
-        )
-    elif settings.sharding in TORCH_SHARDING.values() and settings.sharding not in (meant, HYBRID[meant]):
-        yield (
-            "zero_stage",
-            f"zero_stage = {stage} means sharding = {meant!r}, but sharding = {settings.sharding!r} was given: leave "
-            "one of them out.",
-        )
-
-
 @rule()
 def pipeline_cuts(settings: Settings) -> Mistakes:
     """Check the list of modules."""
@@ -116,26 +94,10 @@ def pipeline_cuts(settings: Settings) -> Mistakes:
         )
 
 
-@rule("pipeline_parallel", "pipeline_schedule", "activation_checkpointing")
-def pipeline(settings: Settings) -> Mistakes:
-    """Report what the schedule of a pipeline cannot run."""
-    splits_backward = settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble"
-    if splits_backward and settings.activation_checkpointing is not False:
-        yield settings.mistake(
-            "activation_checkpointing",
-            " with pipeline_schedule = 'zero-bubble', which computes the gradient of every weight apart and would "
-            "recompute the block for each: write pipeline_schedule = 'interleaved', or leave one of them out.",
-        )
-
-
-@rule("optimizer", "mixed_precision", *STRATEGY)
+@rule("optimizer", *STRATEGY)
 def optimizer(settings: Settings) -> Mistakes:
     """Report an optimizer of this package where an engine or server takes the steps."""
     facts, is_foreign = settings.facts, settings.framework != "torch"
-    if settings.mixed_precision == "fp8" and is_foreign:
-        yield settings.mistake(
-            "mixed_precision", f" with {settings.backend}, which has no products in fp8: write bf16."
-        )
     own = settings.optimizer in ("adamw8bit", "lars", "lamb")
     if own and (facts.shards_by_engine or facts.has_servers or is_foreign):
         engine = settings.backend if is_foreign else settings.resolved_strategy
@@ -155,13 +117,6 @@ def companions(settings: Settings) -> Mistakes:
         needed = FIELDS[name].metadata["needs"]
         if needed and not settings.changed(needed):
             yield settings.mistake(name, f" without {needed}: set {needed}, or leave {name} out.")
-
-
-@rule("compression_ratio")
-def compression_ratio(settings: Settings) -> Mistakes:
-    """Check the upper limit."""
-    if settings.compression_ratio > 1:
-        yield settings.mistake("compression_ratio", ": a share of the gradient, above 0 and up to 1.")
 
 
 @rule("compression")
@@ -222,97 +177,6 @@ def strategy_settings(settings: Settings) -> Mistakes:
         )
 
 
-@rule("strategy", "backend", "fixed_order", *RANKS)
-def fixed_order(settings: Settings) -> Mistakes:
-    """Check what an order of additions that all numbers of ranks share excludes."""
-    if not settings.fixed_order or settings.resolved_strategy not in FIELDS["fixed_order"].metadata["strategies"]:
-        return
-    if settings.compression != "none":
-        yield settings.mistake(
-            "compression",
-            " with fixed_order: what is rounded off depends on the number of ranks, so the bits would too. Leave one "
-            "of them out.",
-        )
-    ranks = settings.total_ranks
-    if ranks is not None and ranks.bit_count() != 1:
-        yield (
-            "fixed_order",
-            f"fixed_order needs 1, 2, 4, 8, ... ranks, and num_workers = {ranks}: the order of additions is a tree "
-            "that is halved with every doubling.",
-        )
-
-
-@rule("momentum")
-def momentum(settings: Settings) -> Mistakes:
-    """Check the upper limit."""
-    if settings.optimizer in ("adam", "adamw", "lamb") and settings.momentum >= 1:
-        yield settings.mistake("momentum", f": it is beta1 of {settings.optimizer}, and must be below 1.")
-    elif settings.optimizer == "lars" and settings.momentum >= 1:
-        yield settings.mistake("momentum", ": with lars it must be below 1.")
-
-
-@rule("strategy", "backend", "server_mode")
-def parameter_servers(settings: Settings) -> Mistakes:
-    """Report settings of parameter servers without them, and what cannot be combined with them."""
-    if not settings.facts.has_servers:
-        for name in settings.changed("num_servers", "server_mode", "staleness"):
-            yield settings.mistake(
-                name, f" without parameter servers: write strategy = 'parameter-server', or leave {name} out."
-            )
-        return
-    for axis in settings.changed(*AXES, "zero_stage"):
-        yield settings.mistake(
-            axis,
-            " does not go with strategy = 'parameter-server', whose shards hold whole parameters for ranks that each "
-            "run the whole model: leave one of them out.",
-        )
-    if settings.mixed_precision == "fp16":
-        yield (
-            "mixed_precision",
-            "mixed_precision = 'fp16' needs loss scaling, which parameter servers do not have: write 'bf16', or leave "
-            "it out.",
-        )
-    if settings.loss_weighting == "tokens" and settings.resolved_server_mode != "sync":
-        yield (
-            "loss_weighting",
-            f"loss_weighting = 'tokens' synchronizes all ranks in every step, which server_mode = "
-            f"{settings.resolved_server_mode!r} avoids: write 'samples', or server_mode = 'sync'.",
-        )
-
-
-@rule("strategy", "backend", "server_mode", "staleness")
-def staleness(settings: Settings) -> Mistakes:
-    """Check how many steps workers may be ahead of each other."""
-    if not settings.facts.has_servers:
-        return
-    mode = settings.server_mode
-    if mode in ("sync", "async") and settings.staleness is not None:
-        meaning = "all workers step together" if mode == "sync" else "workers do not wait for each other"
-        yield settings.mistake(
-            "staleness",
-            f" with server_mode = {mode!r}, in which {meaning}: write server_mode = 'bounded', or leave staleness out.",
-        )
-    if mode == "bounded" and settings.staleness is None:
-        yield "server_mode", "server_mode = 'bounded' needs a bound: write staleness = 2, for example."
-
-
-@rule("lora_rank", "lora_base", "tensor_parallel", "pipeline_parallel")
-def split_adapters(settings: Settings) -> Mistakes:
-    """Report LoRA together with tensor parallelism."""
-    if settings.lora_rank is not None and settings.tensor_parallel > 1:
-        yield settings.mistake(
-            "lora_rank",
-            f" with tensor_parallel = {settings.tensor_parallel}: adapters are not split over ranks. Use strategy = "
-            "'fsdp', which shards the frozen model.",
-        )
-    if settings.lora_base is not None and settings.pipeline_parallel > 1:
-        yield settings.mistake(
-            "lora_base",
-            f" with pipeline_parallel = {settings.pipeline_parallel}: a stage is sent weights, not their 4 bits. Use "
-            "strategy = 'fsdp', which shards them.",
-        )
-
-
 @rule("backend")
 def folders(settings: Settings) -> Mistakes:
     """Report URLs where a path is expected; checkpoints may be at URLs, except those of other frameworks."""
@@ -320,14 +184,6 @@ def folders(settings: Settings) -> Mistakes:
         wrong = url_problem(name, getattr(settings, name))
         if wrong is not None:
             yield name, wrong
-
-
-@rule("warmup")
-def warmup(settings: Settings) -> Mistakes:
-    """Check that it is a share or a number of steps."""
-    given = settings.warmup
-    if isinstance(given, float) and given >= 1 and not given.is_integer():
-        yield "warmup", f"warmup = {given}: a share of the run is below 1 (0.1), a number of steps is whole (500)."
 
 
 @rule("num_workers", "num_nodes", "node_rank")
@@ -340,44 +196,79 @@ def rank_counts(settings: Settings) -> Mistakes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")
 
 
-@rule("device", "communication_backend", *STRATEGY)
-def shared_gpus(settings: Settings) -> Mistakes:
-    """Report share_gpus where ranks do not use nccl on GPUs."""
-    if not settings.share_gpus:
+@rule("keep_best", "early_stopping", "eval_every")
+def watched_metrics(settings: Settings) -> Mistakes:
+    """Check the names of metrics, and that they are measured."""
+    for name in ("keep_best", "early_stopping"):
+        given = getattr(settings, name)
+        if given is True:  # keep_best follows early_stopping, which is checked too
+            continue
+        try:
+            watched = settings.best_metric if name == "keep_best" else settings.stopping_metric
+        except ValueError as error:
+            yield settings.mistake(name, f": {error}")
+            continue
+        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.evaluate_every is None:
+            yield settings.mistake(
+                name, f" with eval_every = 0, which never measures it: leave eval_every out, or {name}."
+            )
+
+
+@rule("profile", "max_steps", *RANKS)
+def profile(settings: Settings) -> Mistakes:
+    """Check the words, and that the run has these steps and ranks where that is known."""
+    try:
+        wanted = settings.profiling
+    except ValueError as error:
+        yield settings.mistake("profile", f": {error}")
         return
-    if settings.device == "cpu":
-        ranks = settings.total_ranks or 2
-        yield (
-            "share_gpus",
-            f"share_gpus = True with device = 'cpu': leave it out, --num-workers {ranks} --device cpu is enough.",
+    if wanted is None:
+        return
+    if settings.max_steps is not None and wanted.first > settings.max_steps:
+        yield settings.mistake(
+            "profile",
+            f" records from step {wanted.first} on, but the run has {settings.max_steps} steps (max_steps): write "
+            f"steps=1:{settings.max_steps}, for example.",
         )
-    elif settings.communication_backend not in (None, "nccl"):
-        yield (
-            "share_gpus",
-            f"share_gpus = True with communication_backend = {settings.communication_backend!r}: it is for nccl; gloo "
-            "needs nothing for several ranks on one GPU. Leave one of them out.",
+    ranks = settings.total_ranks
+    if ranks is not None and wanted.ranks and wanted.ranks[-1] >= ranks:
+        yield settings.mistake(
+            "profile", f": there is no rank {wanted.ranks[-1]}; the {ranks} ranks of this run are 0 to {ranks - 1}."
         )
-    elif settings.facts.shards_by_engine:
-        strategy = settings.resolved_strategy
-        yield (
-            "share_gpus",
-            f"share_gpus = True with strategy = {strategy!r}: not tried. The same stages on shared GPUs: leave it out "
-            "and set zero_stage.",
-        )
+
+
+_TEXTS = {
+    "checkpoint_frequency": "checkpoint_every",
+    "eval_every": "evaluate_every",
+    "max_time": "max_seconds",
+    "metrics_port": "metrics_address",
+    "activation_checkpointing": "recompute",
+}
+"""Settings that are read from text, and the property that reads one: its ValueError says what to write."""
+
+
+def _text_rule(name: str) -> Rule:
+    """Return the rule that a setting's text can be read."""
+
+    def check(settings: Settings) -> Mistakes:
+        try:
+            getattr(settings, _TEXTS[name])
+        except ValueError as error:
+            yield settings.mistake(name, f": {error}")
+
+    return Rule(check, frozenset({name}))
 
 
 COMMON_RULES = (
     pipeline_cuts,
-    pipeline,
     optimizer,
     companions,
-    compression_ratio,
     compressor_settings,
     compression,
     strategy_settings,
-    fixed_order,
-    momentum,
     folders,
-    warmup,
-    shared_gpus,
+    rank_counts,
+    *map(_text_rule, _TEXTS),
+    watched_metrics,
+    profile,
 )

@@ -25,7 +25,7 @@ from phalanx.config.fields import (
 from phalanx.config.option import load_entry_point, parse_frequency, read_hosts
 from phalanx.config.rows import StrategyFacts
 from phalanx.config.run_fields import Advanced, Checkpointing, Elasticity, Monitoring
-from phalanx.config.strategies import TABLE, facts_of
+from phalanx.config.strategies import AXES, TABLE, facts_of
 from phalanx.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -175,6 +175,11 @@ class Settings(
         return "replace" if max(axes) > 1 else self.facts.recovery
 
     @property
+    def axis(self) -> str:
+        """The first setting that splits a model over ranks, with its value; empty if there is none."""
+        return next((f"{axis} = {size}" for axis in AXES if (size := getattr(self, axis)) > 1), "")
+
+    @property
     def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:
         """The mode of parameter servers, with "auto" resolved."""
         if self.server_mode == "async":
@@ -277,11 +282,11 @@ class Settings(
 ENGINE_GROUPS = tuple(backend.options for backend in BACKENDS.values() if backend.options is not None)
 """The classes with the settings of engines."""
 
-GROUPS: tuple[Any, ...] = (*Settings.__bases__, *ENGINE_GROUPS)
-"""The groups of fields, in the order in which they are shown."""
+GROUPS: list[Any] = [*Settings.__bases__, *ENGINE_GROUPS]
+"""The groups of fields, in the order in which they are shown; that of another package's engine once it is chosen."""
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {}
-"""Every field by name, in the order of the groups; with those of other packages' engines, once these are chosen."""
+"""Every field by name, in the order of the groups."""
 
 
 def title_of(group: Any) -> str:
@@ -313,6 +318,7 @@ def _add_engine(name: str) -> Any:
         if taken := group.__dataclass_fields__.keys() & FIELDS.keys():
             raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(taken))}")
         add_fields(group)
+        GROUPS.append(group)
     return group
 
 

@@ -27,7 +27,7 @@ NAMES_OF_OTHERS = {
     "seq_len",  # models
     *("ranks", "slots", "pool", "partition", "big_memory", "uniform"),  # inside of a value or a line of a file
 }
-OWN_ARGUMENTS = ("bench", "data", "models", "plan", "tune")
+OWN_ARGUMENTS = ("bench", "data", "models", "pack", "plan", "tune")
 """Parts of the package with functions for users, whose messages name the arguments of these functions."""
 
 FLAG = re.compile(r"(?<![\w.-])--[a-z][a-z0-9-]*[a-z0-9]")
@@ -74,7 +74,7 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 def part_arguments(name: str) -> set[str]:
     """The arguments of functions and the fields of classes in the part of the package that a module belongs to."""
-    part = ".".join(name.split(".")[: 3 if name.startswith("phalanx.tools.") else 2])
+    part = ".".join(name.split(".")[: 3 if name.startswith(("phalanx.tools.", "phalanx.zoo.")) else 2])
     nodes = [node for other in modules() if other.startswith(part) for node in ast.walk(parsed(other))]
     names = {node.arg for node in nodes if isinstance(node, ast.arg)}
     names |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command import COMMAND, installed_package, phalanx
 
-from phalanx.config import FIELDS, settings
+from phalanx.config import FIELDS, GROUPS, settings
 
 ENGINE = '''
 import json
@@ -133,10 +133,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None
         "[phalanx.strategies]\ntoy-average = toy_strategy:Average\ntoy-ring = toy_ring:ToyRing\n"
     )
     modules = {"toy_engine": ENGINE, "toy_strategy": STRATEGY, "toy_ring": RING}
-    known = set(FIELDS)
+    known, groups = set(FIELDS), [*GROUPS]
     with installed_package(tmp_path / "site", modules, entry_points) as environment:
         yield environment
     settings._add_engine.cache_clear()
+    GROUPS[:] = groups
     for name in FIELDS.keys() - known:
         del FIELDS[name]
 

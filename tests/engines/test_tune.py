@@ -253,8 +253,8 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path):
     )
     (tmp_path / "space.toml").write_text("learning_rate = { uniform = [0.01, 0.1] }\n")
     answer = phalanx("tune", "digits", "--space", "space.toml", "--scheduler", "hyperban", "--search", "optna")
-    assert "unknown scheduler 'hyperban'" in answer.err
-    assert "unknown search 'optna'. Did you mean 'optuna'?" in answer.err
+    assert "scheduler = 'hyperban': not one of 'asha', 'pbt'" in answer.err
+    assert "search = 'optna': not one of 'random', 'grid', 'optuna'. Did you mean 'optuna'?" in answer.err
     assert (
         "checkpoint_dir: every trial has its own"
         in phalanx("tune", "digits", "--space", "space.toml", "--checkpoint-dir", "x").err

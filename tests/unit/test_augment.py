@@ -255,12 +255,12 @@ def test_mixed_labels_without_a_loss_are_refused():
         ({"crop": 0}, "expected a size"),
         ({"randaugment": "2"}, "number of operations and a magnitude"),
         ({"randaugment": "2,31"}, "a magnitude from 0 to 30"),
-        ({"mixup": 2.0, "classes": 3}, "augment.mixup = 2.0: it is from 0"),
+        ({"mixup": 2.0, "classes": 3}, "augment.mixup = 2.0: must be 1 or less"),
         ({"cutmix": 1.0}, "need the number of labels"),
         ({"scale": (0.5, 0.1)}, "expected two shares"),
         ({"scale": [0.5]}, "expected two shares"),
         ({"std": (1.0, 1.0)}, "a positive value for each of 3 means"),
-        ({"eval_share": 0.0}, "above 0 and up to 1"),
+        ({"eval_share": 0.0}, "augment.eval_share = 0.0: must be greater than 0"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str):

@@ -6,6 +6,10 @@ import pytest
 
 from phalanx import DistributedConfig
 from phalanx.cli import main
+from phalanx.config import FIELDS
+from phalanx.config.pairs import PAIRS
+from phalanx.engines.deepspeed.rules import PAIRS as DEEPSPEED
+from phalanx.engines.horovod.rules import PAIRS as HOROVOD
 from phalanx.errors import ConfigError
 from phalanx.tools.verify.proofs import _ONE_PROCESS
 from phalanx.world.mesh import Mesh, plan_mesh
@@ -110,7 +114,7 @@ def test_verify_has_one_process_for_every_layout(layout):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"compression": "topk", "compression_ratio": 1.5}, "compression_ratio = 1.5: a share of the gradient"),
+        ({"compression": "topk", "compression_ratio": 1.5}, "compression_ratio = 1.5: must be 1 or less"),
         ({"compression": "topk", "compression_ratio": 0.0}, "compression_ratio = 0.0: must be greater than 0"),
         ({"compression_ratio": 0.1}, "compression_ratio = 0.1 with compression = 'none': .* 'topk' or 'randomk'"),
         ({"compression": "sign", "compression_ratio": 0.1}, "compression_ratio = 0.1 with compression = 'sign'"),
@@ -174,3 +178,18 @@ def test_an_option_is_set_back_by_its_own_name():
     config = DistributedConfig(keep_every=5, stop_grace=2.0)
     again = config.replace(keep_every=None)
     assert (config.keep_every, again.keep_every, again.stop_grace) == (5, None, 2.0)
+
+
+def test_every_row_of_the_table_of_pairs_can_be_read():
+    """Names and paths exist, and the text is one sentence, also for settings that the row does not refuse."""
+    settings = DistributedConfig()
+    for pair in [*PAIRS, *HOROVOD, *DEEPSPEED]:
+        rule = pair.rule()
+        assert rule.needs <= FIELDS.keys(), pair
+        assert pair.when, pair
+        for path in pair.when:
+            assert hasattr(settings, path.partition(".")[0]), path
+        assert not list(rule.check(settings)), "defaults go together"
+        text = f"{pair.because}{pair.write}".format(s=settings)
+        assert text[0] in " :", pair
+        assert text[-1] != ".", pair

@@ -99,7 +99,7 @@ def test_pieces_of_a_word_belong_together(pieces):
 
 
 def test_bad_options_are_said(tmp_path):
-    with pytest.raises(UsageError, match=r"rate = 1.5: the share of tokens to hide"):
+    with pytest.raises(UsageError, match=r"rate = 1.5: must be below 1"):
         masked(rate=1.5)
     with pytest.raises(UsageError, match="tokenizer is for texts of your own"):
         masked(tokenizer="folder")

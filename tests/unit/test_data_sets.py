@@ -80,7 +80,7 @@ def test_synthetic_tasks_can_be_learnt():
 def test_synthetic_mistakes():
     with pytest.raises(UsageError, match="Did you mean 'regression'"):
         load("synthetic", task="regresion")
-    with pytest.raises(UsageError, match="length=0"):
+    with pytest.raises(UsageError, match="length = 0: must be 1 or more"):
         load("synthetic", length=0)
 
 

@@ -476,7 +476,7 @@ def test_mistakes_are_answered(tmp_path, packed, monkeypatch):
         load("shards", root=tmp_path)
     with pytest.raises(UsageError, match="Did you mean 'shards'"):
         load("shards", root=packed, shuffle="shard")
-    with pytest.raises(UsageError, match="size=0"):
+    with pytest.raises(UsageError, match="size = 0: must be 1 or more"):
         load("shards", root=packed, size=0)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UsageError, match=r"pip install 'phalanx\[data\]'"):

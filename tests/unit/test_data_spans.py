@@ -148,7 +148,7 @@ def test_wrong_options_of_pairs(options, said):
 
 
 def test_wrong_options_of_spans_and_files_without_the_columns(tmp_path):
-    with pytest.raises(UsageError, match=r"rate = 1.5: the share of tokens to hide"):
+    with pytest.raises(UsageError, match=r"rate = 1.5: must be below 1"):
         spans(rate=1.5)
     with pytest.raises(UsageError, match=r"mean_length = 0.5"):
         spans(mean_length=0.5)

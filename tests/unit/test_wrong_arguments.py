@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,8 +10,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, DistributedConfig, DistributedTuner, Formation, Trainer
+from phalanx.config.option import limited
 from phalanx.errors import DataError, ModelError, PhalanxError, UsageError
 from phalanx.loop.metrics import LOSSES, find_loss
+from phalanx.recipes.imports import call_with
 from phalanx.zoo.data import load
 
 
@@ -226,3 +229,18 @@ def test_a_trainer_follows_the_backend_of_the_command_line_or_says_what_it_uses(
     said = f"phalanx: backend = '{backend}' is not used by Trainer, whose own settings in the script have "
     said += "backend = 'pytorch-ddp': it trains with ring.\n"
     assert capsys.readouterr().err == (said if strategy != "ddp" else "")  # Ray says only what starts the ranks
+
+
+def test_what_a_function_declares_of_its_arguments_is_checked_in_every_call():
+    @limited(size={"minimum": 1}, kind={"choices": ("small", "large")}, rate={"above": 0, "maximum": 1})
+    def make(root: str, size: int = 2, kind: str = "small", *, rate: float = 0.5) -> tuple[object, ...]:
+        return root, size, kind, rate
+
+    assert make("here", np.int64(3), rate=1) == ("here", 3, "small", 1)
+    assert call_with(make, {"root": "here"}, "data set 'x'") == ("here", 2, "small", 0.5)
+    with pytest.raises(UsageError, match="size = 0: must be 1 or more\n  kind = 'big': not one of 'small', 'large'"):
+        make("here", 0, "big")
+    with pytest.raises(UsageError, match="rate = 1.5: must be 1 or less"):
+        call_with(make, {"root": "here", "rate": 1.5}, "data set 'x'")
+    with pytest.raises(UsageError, match="data set 'x' needs the option root"):
+        call_with(make, {}, "data set 'x'")

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any
 
 from phalanx.config.option import options_of, problem
+from phalanx.config.pairs import Pair, other_than
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.engines.deepspeed.declaration import DeepSpeedSettings
@@ -258,8 +259,6 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
 def engine_conflicts(settings: Settings) -> Mistakes:
     """Report settings that DeepSpeed's engine excludes, and those that only it has."""
     if settings.resolved_strategy != "deepspeed":
-        if settings.offload == "nvme":
-            yield "offload", "offload = 'nvme' is DeepSpeed's: add strategy = 'deepspeed' and zero_stage = 3."
         return
     for name in settings.changed(*_EXCLUDED):
         value = getattr(settings, name)
@@ -277,13 +276,6 @@ def engine_conflicts(settings: Settings) -> Mistakes:
         yield (
             "nvme_path",
             f"nvme_path = {path!r}, but deepspeed_config says {_NVME_PATH} = {said!r}: leave one out.",
-        )
-    elif settings.offload == "cpu" and settings.zero_stage is None:
-        yield "offload", "offload = 'cpu' needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."
-    if settings.mixed_precision is not False and settings.zero_stage is None:
-        yield settings.mistake(
-            "mixed_precision",
-            " with DeepSpeed needs one of ZeRO's stages, which keep fp32 weights to step on: write zero_stage = 1.",
         )
 
 
@@ -319,6 +311,22 @@ def batch_size_for(settings: Settings, dp_size: int) -> int | None:
     return int(total) // parts
 
 
-RULES = (engine_conflicts, other_strategy)
+_HERE = {"resolved_strategy": "deepspeed", "zero_stage": None}
+PAIRS = (
+    Pair(
+        "offload",
+        {"offload": "nvme", "resolved_strategy": other_than("deepspeed")},
+        " is DeepSpeed's",
+        "add strategy = 'deepspeed' and zero_stage = 3",
+    ),
+    Pair("offload", {"offload": "cpu", **_HERE}, " needs DeepSpeed's ZeRO", "write zero_stage = 2, or 3"),
+    Pair(
+        "mixed_precision",
+        _HERE,
+        " with DeepSpeed needs one of ZeRO's stages, which keep fp32 weights to step on",
+        "write zero_stage = 1",
+    ),
+)
+RULES = (engine_conflicts, other_strategy, *(pair.rule() for pair in PAIRS))
 FILLS_FROM = "deepspeed_config"
 """The setting that `reconcile` fills in others from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.config.option import options_of
+from phalanx.config.pairs import Pair, on, other_than
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 from phalanx.engines.horovod.declaration import HorovodSettings
@@ -60,33 +61,21 @@ def adasum(settings: Settings) -> Mistakes:
         )
 
 
-@rule("ema_decay", "min_workers")
-def average_of_weights(settings: Settings) -> Mistakes:
-    """Report averaged weights in an elastic run."""
-    if settings.ema_decay is not None and settings.min_workers is not None:
-        text = " with min_workers: elastic Horovod does not keep the average. Leave one out."
-        yield settings.mistake("ema_decay", text)
-
-
-@rule("compression")
-def compression(settings: Settings) -> Mistakes:
-    """Report compressors that Horovod does not have."""
-    if settings.compression not in ("none", "fp16"):
-        yield settings.mistake("compression", " with backend = 'horovod', which has 'fp16' only.")
-
-
-@rule("strategy", "backend")
-def buckets(settings: Settings) -> Mistakes:
-    """Report the size of a buffer that Horovod has instead."""
-    if settings.changed("bucket_cap_mb"):
-        yield settings.mistake(
-            "bucket_cap_mb",
-            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD (bytes) in the "
-            "environment instead.",
-        )
-
-
-RULES = (horovod_hosts, several_hosts, adasum, average_of_weights, compression, buckets)
+PAIRS = (
+    Pair(
+        "ema_decay", {"min_workers": on}, " with min_workers: elastic Horovod does not keep the average. Leave one out"
+    ),
+    Pair(
+        "compression", {"compression": other_than("none", "fp16")}, " with backend = 'horovod', which has 'fp16' only"
+    ),
+    Pair(
+        "bucket_cap_mb",
+        {"backend": "horovod"},
+        " with backend = 'horovod', which has its own buffer",
+        "set HOROVOD_FUSION_THRESHOLD (bytes) in the environment instead",
+    ),
+)
+RULES = (horovod_hosts, several_hosts, adasum, *(pair.rule() for pair in PAIRS))
 FOR_SCRIPTS = frozenset({"min_workers"})
 """Horovod goes on with fewer ranks by itself, those of scripts too."""
 

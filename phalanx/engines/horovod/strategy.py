@@ -199,7 +199,7 @@ def _check_build(hvd: Any, config: DistributedConfig) -> None:
     if not hvd.mpi_enabled():
         raise UsageError(
             "adasum = true: Adasum needs MPI, and these ranks were started with gloo",
-            hint="Write: phalanx train --backend horovod --engine-options adasum=true, horovodrun --mpi, or mpirun.",
+            hint="Write: phalanx train --backend horovod --adasum, horovodrun --mpi, or mpirun.",
         )
     if hvd.size().bit_count() != 1:
         raise UsageError(

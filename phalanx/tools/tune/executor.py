@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config import DistributedConfig
+from phalanx.config.option import limited
 from phalanx.errors import EXIT_PREEMPTED, PhalanxError, UsageError, error_line, first_line
 from phalanx.host.gpus import count_gpus
 from phalanx.host.processes import SignalInbox
@@ -66,6 +67,7 @@ class Slots:
     summary: str
 
 
+@limited(trials_per_gpu={"minimum": 1}, parallel={"minimum": 1}, num_gpus={"minimum": 1})
 def plan_slots(
     config: DistributedConfig,
     *,
@@ -77,9 +79,6 @@ def plan_slots(
     """Divide this machine into slots; `parallel` sets how many run at once."""
     here = count_gpus() if gpus_here is None else gpus_here
     ranks = config.total_ranks or 1
-    for name, value in (("trials_per_gpu", trials_per_gpu), ("parallel", parallel), ("num_gpus", num_gpus)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} = {value}: must be 1 or more")
     if config.device == "cpu" or here == 0:
         return _on_cpu(config, ranks, parallel, asked_gpus=num_gpus)
     if num_gpus is not None and num_gpus > here:

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.config import FIELDS
 from phalanx.config.aliases import NAMES
+from phalanx.config.option import option, problems_of
 from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
@@ -50,18 +51,18 @@ class SearchRequest:
 
     metric: str | None
     mode: str | None = None
-    trials: int | None = None
-    scheduler: str = "none"
-    search: str = "random"
-    engine: str = "auto"
+    trials: int | None = option(None, "how many points", minimum=1)
+    scheduler: str = option("none", "what ends trials early", choices=tuple(SCHEDULERS))
+    search: str = option("random", "what draws the points", choices=tuple(SEARCHES))
+    engine: str = option("auto", "what runs the trials", choices=ENGINES)
     address: str | None = None
     """The Ray cluster to search on."""
-    parallel: int | None = None
-    num_gpus: int | None = None
-    trials_per_gpu: int = 1
-    grace: int = 1
-    eta: int = 3
-    interval: int = 1
+    parallel: int | None = option(None, "trials at once", minimum=1)
+    num_gpus: int | None = option(None, "GPUs for all trials", minimum=1)
+    trials_per_gpu: int = option(1, "trials that share a GPU", minimum=1)
+    grace: int = option(1, "evaluations before a trial may end", minimum=1)
+    eta: int = option(3, "asha: one of this many goes on", minimum=2)
+    interval: int = option(1, "pbt: evaluations between two exchanges", minimum=1)
     mutate: tuple[str, ...] | None = None
     study_dir: str | None = None
     resume: bool = False
@@ -70,17 +71,7 @@ class SearchRequest:
 
     def check(self, space: SearchSpace) -> None:
         """Raise for unknown names and numbers out of range, all at once."""
-        wrong = [
-            unknown_name(kind, name, allowed)
-            for kind, name, allowed in (
-                ("scheduler", self.scheduler, SCHEDULERS),
-                ("search", self.search, SEARCHES),
-                ("engine", self.engine, ENGINES),
-            )
-            if name not in allowed
-        ]
-        if self.trials is not None and self.trials < 1:
-            wrong.append(f"trials = {self.trials}: must be 1 or more.")
+        wrong = problems_of(self)
         if self.scheduler == "pbt" and self.trials == 1:
             wrong.append("scheduler = 'pbt' with trials = 1: a population has 2 members or more, better 4.")
         if self.scheduler == "pbt" and self.search == "optuna":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phalanx.config.option import option, problems_of
 from phalanx.data.order import SampleKey
 from phalanx.errors import DataError, UsageError
 from phalanx.world.seed import derive_seed
@@ -46,12 +47,12 @@ class Augment:
     scale: tuple[float, float] = (0.08, 1.0)
     flip: bool = True
     randaugment: str = ""
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    erasing: float = 0.0
+    mixup: float = option(0.0, "alpha of mixed images; 0: off", minimum=0, maximum=1)
+    cutmix: float = option(0.0, "alpha of pasted images; 0: off", minimum=0, maximum=1)
+    erasing: float = option(0.0, "the chance of a grey box; 0: off", minimum=0, maximum=1)
     classes: int | None = None
     eval_crop: int | None = None
-    eval_share: float = 0.875
+    eval_share: float = option(0.875, "the part of the shorter side that evaluation keeps", above=0, maximum=1)
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     sizes: tuple[tuple[int, int], ...] = field(init=False)
@@ -66,14 +67,10 @@ class Augment:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.mean) != len(self.std) or min(self.std, default=0) <= 0:
             raise UsageError(f"augment.std = {self.std}: expected a positive value for each of {len(self.mean)} means")
-        for name in ("mixup", "cutmix", "erasing"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise UsageError(f"augment.{name} = {value!r}: it is from 0 (off) to 1")
+        if wrong := problems_of(self):
+            raise UsageError("\n  ".join(f"augment.{text}" for text in wrong))
         if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise UsageError(f"augment.scale = {self.scale!r}: expected two shares of an image, such as [0.08, 1.0]")
-        if not 0 < self.eval_share <= 1:
-            raise UsageError(f"augment.eval_share = {self.eval_share!r}: it is above 0 and up to 1")
         if self.mixes and self.classes is None:
             raise UsageError("mixup and cutmix need the number of labels", hint="Write augment.classes = 1000.")
 

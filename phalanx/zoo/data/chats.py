@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.config.fields import IGNORED_LABEL
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
-from phalanx.errors import DataError, UsageError, unknown_name
+from phalanx.errors import DataError
 from phalanx.zoo.data.chat_template import Encoded, Messages, read_template
 from phalanx.zoo.data.files import read_rows
 from phalanx.zoo.data.places import Root
@@ -30,6 +31,7 @@ _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model
 """ShareGPT's names of roles, and what they mean."""
 
 
+@limited(seq_len={"minimum": 1}, packing={"choices": _PACKINGS}, train_on={"choices": _LEARNED})
 def chats(
     split: str = "train",
     root: Root | None = None,
@@ -46,12 +48,7 @@ def chats(
     `tokenizer`. `packing`: "documents" puts several conversations into a sequence, kept apart by masks; "none" fills
     each up. `train_on`: "assistant", or "all" to learn every token.
     """
-    for name, value, allowed in (("packing", packing, _PACKINGS), ("train_on", train_on, _LEARNED)):
-        if value not in allowed:
-            raise UsageError(unknown_name(name, value, allowed))
     check_fraction(val_fraction, split)
-    if seq_len < 1:
-        raise UsageError(f"seq_len = {seq_len}: must be 1 or more")
     form = read_template(tokenizer, template)
     rows = {number: messages_of(row, number) for number, row in read_rows(root, split, val_fraction)}
     answered = {number: messages for number, messages in rows.items() if _answers(messages)}

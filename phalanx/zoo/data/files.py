@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError
 from phalanx.zoo.data.image_files import IMAGE_ENDINGS, find_images
@@ -247,10 +248,9 @@ class TextDataset(GatherDataset):
         return [windows[:, :-1].contiguous(), windows[:, 1:].contiguous()]
 
 
+@limited(seq_len={"minimum": 1}, max_bytes={"minimum": 1})
 def text(split: str = "train", seq_len: int = 128, max_bytes: int = 4_000_000) -> TextDataset:
     """Return the corpus cut into windows. Every tenth file is for validation; no file is in both splits."""
-    if seq_len < 1 or max_bytes < 1:
-        raise UsageError(f"seq_len={seq_len} and max_bytes={max_bytes} must be 1 or more.")
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _sources(root)
     if not files:

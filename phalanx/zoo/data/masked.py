@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.option import Limits, limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError
 from phalanx.zoo.data.files import TextDataset, files, text
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.tables import VOCABULARY, read_tokenizer
 
+_RATE: Limits = {"above": 0, "below": 1}
 _MASKED, _RANDOM = 0.8, 0.1
 """Of the tokens of hidden words: so many become the mask, so many any token; the rest stays, as in BERT."""
 _SPECIAL = 3
@@ -242,6 +244,7 @@ def window_length(seq_len: int, rate: float, mean_length: float) -> int:
     return time
 
 
+@limited(rate=_RATE)
 def masked(
     split: str = "train",
     root: Root | None = None,
@@ -253,12 +256,13 @@ def masked(
     seed: int = 0,
 ) -> MaskedTokens:
     """Return texts with hidden words: the files in `root`, or Python's own sources; bytes, or a tokenizer's tokens."""
-    _check_rate(rate, tokenizer, root)
+    _check_tokenizer(tokenizer, root)
     words = byte_words() if tokenizer is None else tokenizer_words(read_tokenizer(tokenizer), tokenizer)
     windows = _windows(split, root, tokenizer, seq_len, max_bytes, val_fraction)
     return MaskedTokens(windows, words, rate=rate, seed=seed, is_fixed=split == "val")
 
 
+@limited(rate=_RATE, mean_length={"minimum": 1}, seq_len={"minimum": 8})
 def spans(
     split: str = "train",
     root: Root | None = None,
@@ -271,18 +275,14 @@ def spans(
     seed: int = 0,
 ) -> CorruptedSpans:
     """Return texts with hidden spans for a T5: the files in `root`, or Python's own sources; bytes, or tokens."""
-    _check_rate(rate, tokenizer, root)
-    if mean_length < 1 or seq_len < 8:
-        raise UsageError(f"mean_length = {mean_length!r} and seq_len = {seq_len}: at least 1, and at least 8")
+    _check_tokenizer(tokenizer, root)
     sentinels = byte_sentinels() if tokenizer is None else tokenizer_sentinels(read_tokenizer(tokenizer), tokenizer)
     windows = _windows(split, root, tokenizer, window_length(seq_len, rate, mean_length), max_bytes, val_fraction)
     options = {"rate": rate, "seed": seed, "is_fixed": split == "val"}
     return CorruptedSpans(windows, sentinels, seq_len=seq_len, mean_length=mean_length, **options)
 
 
-def _check_rate(rate: float, tokenizer: str | None, root: Root | None) -> None:
-    if not 0 < rate < 1:
-        raise UsageError(f"rate = {rate!r}: the share of tokens to hide is above 0 and below 1")
+def _check_tokenizer(tokenizer: str | None, root: Root | None) -> None:
     if tokenizer is not None and root is None:
         raise UsageError("tokenizer is for texts of your own", hint="Write: --data ./my-texts, as well.")
 

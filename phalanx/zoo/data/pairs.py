@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError, unknown_name
 from phalanx.zoo.data.chats import counted_rows
@@ -106,6 +107,7 @@ class _Columns(Sequence[tuple[str, str]]):
         return f"{self._prefix}{row[self._source]}", str(row[self._target])
 
 
+@limited(seq_len={"minimum": 2}, target_len={"minimum": 2})  # one token for the end
 def pairs(
     split: str = "train",
     root: Root | None = None,
@@ -124,8 +126,6 @@ def pairs(
 
     `prefix` comes before each given text ("translate: "); tokens are bytes, or those of the T5 tokenizer in a folder.
     """
-    if seq_len < 2 or (target_len is not None and target_len < 2):
-        raise UsageError(f"seq_len = {seq_len}, target_len = {target_len}: must be 2 or more, one for the end")
     check_fraction(val_fraction, split)
     if root is not None:
         rows = _Columns(rows_of(root, split, [source, target], val_fraction), source, target, prefix)

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.config.fields import IGNORED_LABEL
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError
 from phalanx.zoo.data.chat_template import Encoded, Messages, read_template
 from phalanx.zoo.data.chats import as_messages, counted_rows
 from phalanx.zoo.data.files import read_rows
@@ -21,6 +22,7 @@ from phalanx.zoo.data.splits import check_fraction
 _SIDES = ("chosen", "rejected")
 
 
+@limited(seq_len={"minimum": 1})
 def preferences(
     split: str = "train",
     root: Root | None = None,
@@ -31,8 +33,6 @@ def preferences(
 ) -> PreferenceDataset:
     """Return one split of the preferences in a file or folder; `tokenizer` and `template` as those of `chats`."""
     check_fraction(val_fraction, split)
-    if seq_len < 1:
-        raise UsageError(f"seq_len = {seq_len}: must be 1 or more")
     form = read_template(tokenizer, template)
     rows = {number: _conversations(row, number) for number, row in read_rows(root, split, val_fraction)}
     encoded = form.encode([messages for pair in rows.values() for messages in pair])

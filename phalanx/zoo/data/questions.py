@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError
 from phalanx.zoo.data.files import of_split
@@ -182,6 +183,7 @@ class AnswerScores:
         return "" if abstains else self._data.answer_text(window, first, last)
 
 
+@limited(stride={"minimum": 1}, longest_answer={"minimum": 1})
 def questions(
     split: str = "train",
     root: Root | None = None,
@@ -200,11 +202,8 @@ def questions(
     if root is None:
         raise UsageError("the data set 'questions' needs a file in SQuAD's format", hint="Write: --data ./squad")
     stride = max(1, seq_len // 2) if stride is None else stride
-    if not 1 <= stride <= seq_len or longest_answer < 1:
-        raise UsageError(
-            f"stride = {stride}, longest_answer = {longest_answer}: both are 1 or more, and stride is at most seq_len "
-            f"({seq_len})"
-        )
+    if stride > seq_len:
+        raise UsageError(f"stride = {stride}: at most seq_len, which is {seq_len}")
     check_fraction(val_fraction, split)
     place = find_files(root)
     folder = place.folder

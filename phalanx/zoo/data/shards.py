@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from phalanx.config.option import limited
 from phalanx.data.hints import LoaderHints
-from phalanx.errors import DataError, UsageError, unknown_name
+from phalanx.errors import DataError, UsageError
 from phalanx.world.env import read_rank_env
 from phalanx.zoo.data.files import of_split
 from phalanx.zoo.data.image_files import (
@@ -125,6 +126,7 @@ class _Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+@limited(size={"minimum": 1}, window={"minimum": 1}, workers={"minimum": 0}, shuffle={"choices": (None, *_SHUFFLES)})
 def shards(
     split: str = "train",
     root: Root | None = None,
@@ -148,10 +150,6 @@ def shards(
     if root is None:
         raise UsageError("shards needs the folder with the images.", hint="Write: --data path/to/images")
     check_fraction(val_fraction, split)
-    if size < 1 or window < 1 or (workers or 0) < 0:
-        raise UsageError(f"size={size}, window={window}, workers={workers}: sizes are 1 or more, workers 0 or more.")
-    if shuffle is not None and shuffle not in _SHUFFLES:
-        raise UsageError(unknown_name("shuffle", shuffle, _SHUFFLES))
     import_pillow()
     found = _find(root, split, class_names, needs_target=needs_target)
     by_parts = shuffle == "shards" or (shuffle is None and found.window > 0)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError
 from phalanx.world.seed import derive_seed
 
 _TASKS = ("classification", "regression", "tokens")
@@ -61,6 +62,7 @@ class SyntheticDataset(GatherDataset):
         return target.unsqueeze(1)
 
 
+@limited(length={"minimum": 1}, classes={"minimum": 1}, task={"choices": _TASKS})
 def synthetic(
     split: str = "train",
     length: int = 10_000,
@@ -73,13 +75,8 @@ def synthetic(
 
     The validation split follows the training split in the same endless sequence, so the two never share a sample.
     """
-    if task not in _TASKS:
-        raise UsageError(unknown_name("synthetic task", task, _TASKS))
-    if length < 1 or classes < 1 or not shape or any(size < 1 for size in shape):
-        raise UsageError(
-            f"length={length}, classes={classes} and shape={tuple(shape)} must all be 1 or more.",
-            hint="Write for example length=1000, shape=(3, 32, 32), classes=10.",
-        )
+    if not shape or any(size < 1 for size in shape):
+        raise UsageError(f"shape = {tuple(shape)}: every size must be 1 or more", hint="Write: shape = (3, 32, 32)")
     first = 0 if split == "train" else 1 << 40
     return SyntheticDataset(length, shape, task=task, classes=classes, first=first, seed=seed)
 

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.config.fields import IGNORED_LABEL
+from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
-from phalanx.errors import DataError, UsageError, unknown_name
+from phalanx.errors import DataError, UsageError
 from phalanx.world.seed import derive_seed
 from phalanx.zoo.data.splits import check_fraction
 from phalanx.zoo.data.token_shards import TokenManifest, TokenStream, tokenizer_digest
@@ -27,6 +28,7 @@ _PACKINGS = ("windows", "documents")
 _GOLDEN = (5**0.5 - 1) / 2
 
 
+@limited(seq_len={"minimum": 1}, packing={"choices": _PACKINGS})
 def tokens(
     split: str = "train",
     root: str | Path | None = None,
@@ -43,11 +45,7 @@ def tokens(
     next to each other, with what keeps them apart). Without shards for validation the last documents are held out.
     `tokenizer`, if given, must be the one that the shards were made with. `seed` decides where a mixture begins.
     """
-    if packing not in _PACKINGS:
-        raise UsageError(unknown_name("packing", packing, _PACKINGS))
     check_fraction(val_fraction, split)
-    if seq_len < 1:
-        raise UsageError(f"seq_len = {seq_len}: must be 1 or more")
     places, weights = _places(root, sources)
     manifests = [TokenManifest.read(place) for place in places]
     _check_tokenizers(manifests, tokenizer)
