@@ -8,6 +8,8 @@ from phalanx.config.option import option, read_options
 from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 
+STARTED_BY = "horovodrun"
+
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodOptions:

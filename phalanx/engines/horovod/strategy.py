@@ -11,9 +11,8 @@ from torch import nn
 
 from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
-from phalanx.engines.horovod import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
-from phalanx.engines.horovod.rules import options_of
+from phalanx.engines.horovod.rules import STARTED_BY, options_of
 from phalanx.errors import ModelError, UsageError, frozen_later
 from phalanx.strategies.base import Strategy, newly_trained
 from phalanx.strategies.tensors import is_meta, materialise

@@ -8,10 +8,8 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
+from phalanx.engines.ray.rules import UNDER_RAY
 from phalanx.launch.spec import PlannedRanks, Starter
-
-UNDER_RAY = "PHALANX_UNDER_RAY"
-"""Set in ranks that were started through Ray Train."""
 
 
 class Ray(Engine):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.engines.ray.cluster import RayCluster
-from phalanx.engines.ray.controller import RayMessage
+from phalanx.engines.ray.fit_order import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.processes import SignalInbox
 from phalanx.launch.error_file import record_path

@@ -20,7 +20,8 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.config.option import read_options, without_options
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
-from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
+from phalanx.engines.ray.controller import Controller
+from phalanx.engines.ray.fit_order import RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.rules import RayClusterOptions, read_resources
 from phalanx.engines.ray.sources import pack

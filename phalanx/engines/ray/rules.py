@@ -9,6 +9,9 @@ from phalanx.config.option import option, read_options
 from phalanx.config.rules import Mistakes, rule
 from phalanx.config.settings import Settings
 
+UNDER_RAY = "PHALANX_UNDER_RAY"
+"""Set in ranks that were started through Ray Train."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RayClusterOptions:

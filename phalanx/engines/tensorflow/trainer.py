@@ -12,7 +12,8 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import check_folder
 from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
-from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
+from phalanx.engines.tensorflow.job import KerasJob
+from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch_peers
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
