@@ -10,6 +10,7 @@ from phalanx.checkpoint.collectives import from_rank_zero
 from phalanx.errors import NonFiniteLossError
 from phalanx.host.remote import as_path
 from phalanx.loop.evaluate import Evaluation
+from phalanx.loop.nonfinite import give_back, nonfinite_error
 from phalanx.loop.run_state import loop_state
 from phalanx.loop.state import expected_bytes, restore_snapshot
 from phalanx.loop.train_state import TrainState
@@ -216,8 +217,6 @@ class CheckpointWriter:
 
     def failed(self, what: str, step: int | None = None) -> NonFiniteLossError:
         """Report that the run failed, and return the error to raise; `step`: that of a loss; all ranks call this."""
-        from phalanx.loop.nonfinite import give_back, nonfinite_error  # few runs need it
-
         self.publish()
         error = nonfinite_error(self._state, what, step, self.last_path)
         if self.gives_back and not self._formation.weights_are_finite():
