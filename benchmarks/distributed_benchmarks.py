@@ -25,7 +25,8 @@ from rank_group import measure
 from report import describe, environment, ratio, table, write_json
 
 from phalanx.launch import PlainConsole
-from phalanx.tools.bench.comm.plan import BenchPlan, parse_sizes, run_bench
+from phalanx.tools.bench.comm.plan import BenchPlan, parse_sizes
+from phalanx.tools.bench.comm.run import run_bench
 
 ALGORITHMS = ("gloo", "shm", "shm-copy", "ring", "copy")
 IN_TRAINING = ("raw", "phalanx", "phalanx-ring", "raw-on-phalanx")

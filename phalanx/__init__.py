@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
     from phalanx.loop.hooks import Callback
     from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.script import log
     from phalanx.loop.step_info import StepInfo
-    from phalanx.loop.values import log
     from phalanx.observe.history import History
     from phalanx.observe.performance import PerformanceMonitor
     from phalanx.run.trainer import PyTorchDDPTrainer, Trainer
@@ -74,7 +74,7 @@ _NAMES = {
     "phalanx.loop.hooks": "Callback",
     "phalanx.loop.running_trainer": "RunningTrainer",
     "phalanx.loop.step_info": "StepInfo",
-    "phalanx.loop.values": "log",
+    "phalanx.loop.script": "log",
     "phalanx.zoo.models.lora": "lora merge_lora remove_lora unmerge_lora",
     "phalanx.zoo.models.lora.files": "load_adapter save_adapter",
     "phalanx.observe.history": "History",

@@ -11,13 +11,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from phalanx.checkpoint.find import list_checkpoints, read_index, survey
 from phalanx.checkpoint.lock import safe_name
-from phalanx.checkpoint.publish import COPYING
-from phalanx.checkpoint.storage import Storage, storage_at
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.storage import Storage
 
 _PREFIX = ".chunks-"
 
@@ -97,31 +93,3 @@ def prune(storage: Storage, folder: str, used: Iterable[str]) -> None:
 def is_folder(name: str) -> bool:
     """Whether an entry of a checkpoint directory has the chunks of a run."""
     return name.startswith(_PREFIX)
-
-
-def remove_unused(directory: Path, folders: Iterable[str]) -> list[str]:
-    """Remove the chunks in these folders that no checkpoint uses; return why where this was not possible."""
-    storage = storage_at(directory)
-    used: dict[str, set[str]] = {folder: set() for folder in folders}
-    try:
-        for checkpoint in list_checkpoints(directory):
-            if checkpoint.manifest.kind == "incremental":
-                index = read_index(checkpoint)
-                if index.chunk_folder in used:
-                    used[index.chunk_folder] |= {leaf.hash for of in index.leaves.values() for leaf in of}
-        for folder, hashes in used.items():
-            prune(storage, folder, hashes)
-    except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
-        return [f"unused chunks in {directory} were not removed: {error}"]
-    return []
-
-
-def prune_chunks(directory: Path) -> list[str]:
-    """Remove all chunks in a directory that no checkpoint uses; return why where this was not possible."""
-    names = storage_at(directory).names()
-    folders = [name for name in names if is_folder(name)]
-    # The chunks of a copy are there before its manifest, and those of a newer Phalanx are named where this cannot read.
-    others = [name for name in names if name.startswith(COPYING)] + [path.name for path, _ in survey(directory)[1]]
-    if folders and others:
-        return [f"unused chunks in {directory} were not removed: {others[0]} may use them"]
-    return remove_unused(directory, folders) if folders else []

@@ -18,12 +18,13 @@ from phalanx.checkpoint.find import Checkpoint, problem_of, read_index, verify
 from phalanx.checkpoint.hashed_files import FileRecord, Leaf
 from phalanx.checkpoint.index import INDEX, Index, Part, StoredTensor
 from phalanx.checkpoint.layout import Extent, FileLayout, lay_out, shard_name
+from phalanx.checkpoint.locations import storage_and_name, storage_at
 from phalanx.checkpoint.lock import safe_name
 from phalanx.checkpoint.manifest import MANIFEST, manifest_at
 from phalanx.checkpoint.plain import rank_file_name
 from phalanx.checkpoint.publish import COPYING
 from phalanx.checkpoint.read import data_opener
-from phalanx.checkpoint.storage import Draft, Storage, storage_and_name, storage_at
+from phalanx.checkpoint.storage import Draft, Storage
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.observe.best_mark import MARK
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint import collectives
+from phalanx.checkpoint.chunks import is_whole
 from phalanx.checkpoint.hashed_files import FileRecord, hash_bytes, hash_file
 from phalanx.checkpoint.index import INDEX, DamagedError, Index, parse_index
+from phalanx.checkpoint.locations import storage_and_name, storage_at
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.publish import is_published
-from phalanx.checkpoint.storage import storage_and_name, storage_at
 from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import Best, latest_mark
@@ -44,8 +45,6 @@ def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) 
     """Return what is wrong with a share of an incremental checkpoint's chunks."""
     if checkpoint.manifest.kind != "incremental":
         return {}
-    from phalanx.checkpoint.chunks import is_whole
-
     try:
         index = read_index(checkpoint)
     except CheckpointError as error:

@@ -1,13 +1,24 @@
-"""Remove old checkpoints of the same run."""
+"""Remove old checkpoints of the same run, and chunks that no checkpoint uses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match
+from phalanx.checkpoint import chunks
+from phalanx.checkpoint.find import (
+    Checkpoint,
+    Stamp,
+    list_checkpoints,
+    read_index,
+    read_stamps,
+    sizes_match,
+    survey,
+)
+from phalanx.checkpoint.locations import storage_and_name, storage_at
 from phalanx.checkpoint.lock import is_under_way
 from phalanx.checkpoint.manifest import manifest_at
-from phalanx.checkpoint.storage import storage_and_name
+from phalanx.checkpoint.publish import COPYING
 from phalanx.errors import CheckpointError
 from phalanx.observe.best_mark import MARK
 
@@ -69,9 +80,7 @@ def keep_newest(
         except OSError as error:
             notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
     if any(one.kind == "incremental" for one in stamps):
-        from phalanx.checkpoint import chunks
-
-        notes += chunks.remove_unused(published.path.parent, {chunks.folder_of(run_id) for run_id in run_ids})
+        notes += remove_unused_chunks(published.path.parent, {chunks.folder_of(run_id) for run_id in run_ids})
     return notes
 
 
@@ -113,3 +122,31 @@ def _continued(published: Checkpoint, stamps: list[Stamp]) -> set[str]:
         if not later and not is_under_way(published.path.parent, run_id):
             ended.add(run_id)
     return ended
+
+
+def remove_unused_chunks(directory: Path, folders: Iterable[str]) -> list[str]:
+    """Remove the chunks in these folders that no checkpoint uses; return why where this was not possible."""
+    storage = storage_at(directory)
+    used: dict[str, set[str]] = {folder: set() for folder in folders}
+    try:
+        for checkpoint in list_checkpoints(directory):
+            if checkpoint.manifest.kind == "incremental":
+                index = read_index(checkpoint)
+                if index.chunk_folder in used:
+                    used[index.chunk_folder] |= {leaf.hash for of in index.leaves.values() for leaf in of}
+        for folder, hashes in used.items():
+            chunks.prune(storage, folder, hashes)
+    except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
+        return [f"unused chunks in {directory} were not removed: {error}"]
+    return []
+
+
+def prune_chunks(directory: Path) -> list[str]:
+    """Remove all chunks in a directory that no checkpoint uses; return why where this was not possible."""
+    names = storage_at(directory).names()
+    folders = [name for name in names if chunks.is_folder(name)]
+    # The chunks of a copy are there before its manifest, and those of a newer Phalanx are named where this cannot read.
+    others = [name for name in names if name.startswith(COPYING)] + [path.name for path, _ in survey(directory)[1]]
+    if folders and others:
+        return [f"unused chunks in {directory} were not removed: {others[0]} may use them"]
+    return remove_unused_chunks(directory, folders) if folders else []

@@ -18,9 +18,10 @@ from phalanx.checkpoint.fetch import Box, Opener, read_boxes
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_file, read_index
 from phalanx.checkpoint.hashed_files import Leaf
 from phalanx.checkpoint.index import DamagedError, Index
+from phalanx.checkpoint.locations import storage_and_name
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
 from phalanx.checkpoint.plain import from_plain, rank_file_name
-from phalanx.checkpoint.storage import Reader, storage_and_name
+from phalanx.checkpoint.storage import Reader
 from phalanx.errors import CheckpointError, nearest
 
 

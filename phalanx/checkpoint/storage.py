@@ -179,22 +179,6 @@ class Storage:
         remove(self.directory / name)
 
 
-def storage_at(directory: Path | str) -> Storage:
-    """Return the place that a user names, in a folder or at a URL."""
-    path = as_path(directory)
-    if not isinstance(path, RemotePath):
-        return Storage(path)
-    from phalanx.checkpoint.remote import RemoteStorage
-
-    return RemoteStorage(path)
-
-
-def storage_and_name(path: Path | str) -> tuple[Storage, str]:
-    """Return the place and the name of the checkpoint at `path`."""
-    path = as_path(path)
-    return storage_at(path.parent), path.name
-
-
 def check_writable(directory: Path | str) -> None:
     """Check before training that checkpoints can be written: create the directory, and a file in it."""
     directory = as_path(directory)

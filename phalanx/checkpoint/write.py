@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint import collectives
+from phalanx.checkpoint import chunks, collectives
+from phalanx.checkpoint.fetch import write_full
 from phalanx.checkpoint.find import Checkpoint, Stamp, read_stamps, sizes_match, stamp_of
 from phalanx.checkpoint.hashed_files import FileRecord, Leaf, write_failed
 from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, Staging, StatePlan, model_tensors, shard_name
+from phalanx.checkpoint.locations import storage_at
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
 from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to_json
-from phalanx.checkpoint.storage import Draft, Storage, not_a_directory, storage_at
+from phalanx.checkpoint.storage import Draft, Storage, not_a_directory
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
 from phalanx.observe.heartbeat import current as current_heartbeat
@@ -264,8 +266,6 @@ class _Job(threading.Thread):
             with draft.create(name) as stream:
                 torch.save(self._rank_file, stream)  # type: ignore[arg-type]
             if self._layout.pieces and self._request.kind == "incremental":
-                from phalanx.checkpoint import chunks
-
                 folder, view = chunks.folder_of(self._request.run_id), self._staging.view()
                 leaves, written = chunks.write(
                     self._place, folder, view, self._layout.cuts(), self._known_chunks, self._advance
@@ -301,8 +301,6 @@ class _Job(threading.Thread):
         index = self._completed_index(parts, records)
         try:
             if request.kind == "full":
-                from phalanx.checkpoint.fetch import write_full
-
                 index = write_full(draft, index, records)
             with draft.create(INDEX) as stream:
                 stream.write(index.dump())
@@ -348,8 +346,6 @@ class _Job(threading.Thread):
     def _completed_index(self, parts: list[dict[str, Any]], records: dict[str, FileRecord]) -> Index:
         assert self._index is not None
         if self._request.kind == "incremental":
-            from phalanx.checkpoint import chunks
-
             cut = {shard_name(rank): part["leaves"] for rank, part in enumerate(parts) if part["leaves"]}
             leaves = {name: [Leaf(*leaf) for leaf in listed] for name, listed in cut.items()}
             return dataclasses.replace(self._index, leaves=leaves, chunk_folder=chunks.folder_of(self._request.run_id))

@@ -9,51 +9,14 @@ import select
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
+from phalanx.cli.verbs import GROUPS, VERBS, run_verb
 from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError
 from phalanx.host.processes import process_began
 from phalanx.observe.guard import discard_output, say_to_user
 from phalanx.version import __version__
 
-GROUPS = {
-    "train": {
-        "train": "train a recipe, a script or a module on N ranks",
-        "resume": "continue a run from its last checkpoint",
-        "tune": "search for the best hyperparameters, many trials at once",
-        "init": "write a small project (model, data, recipe, test) that trains at once",
-        "data": "pack images into shards, tokenize texts into shards, draw a set of images",
-        "config": "show every setting, its value and where it comes from",
-    },
-    "watch": {
-        "top": "show the ranks of a run while it trains: speed, waiting, memory, the slowest",
-        "ui": "show runs as a web page or one file: curves compared, ranks, time, events, settings",
-        "report": "show where the time of a run went, or of its profiled steps",
-        "stacks": "print where every rank of a run is, ranks with equal stacks together",
-    },
-    "use what was trained": {
-        "runs": "list, show, compare, name, tag, follow, stop, scale and remove runs",
-        "evaluate": "measure a trained model on data",
-        "predict": "write a trained model's outputs for data, or continue a text",
-        "serve": "answer requests for texts over HTTP, in the words of OpenAI's API",
-        "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
-        "ckpt": "list, inspect, check, compare, reshard, prune and copy checkpoints, in folders and at URLs",
-    },
-    "clusters": {
-        "submit": "hand a run to Slurm, Kubernetes, Kubeflow, Ray, docker-compose or hosts by ssh",
-        "jobs": "list, show, follow and end submitted jobs",
-    },
-    "choose, prove and learn": {
-        "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
-        "strategies": "list how ranks can share the work, and when to use each way",
-        "verify": "prove that a layout gives the result of one process, or that a run survives faults",
-        "doctor": "check GPUs, network, memory, limits and versions of machines, and print a fix for each finding",
-        "bench": "measure collectives, links and this machine",
-        "learn": "build distributed training yourself: templates, graders on real ranks, hints, algorithms played",
-    },
-}
-VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}
 _RUN_USERS_CODE = ("evaluate", "predict", "serve", "export")
 """Verbs that run the model and data of the user in this process: what these raise is shown without our frames."""
 
@@ -142,8 +105,7 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_USAGE
     if {"-h", "--help", "--help-all"} & set(words[1 : words.index("--") if "--" in words else None]):
         print_help(words[0], words[1:])
-    result: int = import_module(f"phalanx.cli.{words[0].replace('-', '_')}").run(words[1:])
-    return result
+    return run_verb(words[0], words[1:])
 
 
 def print_help(verb: str, words: list[str]) -> None:

@@ -14,15 +14,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import PlainConsole, prestart
-from phalanx.tools.bench.comm.plan import (
-    ALGORITHMS_OF,
-    DTYPE_BYTES,
-    OPS,
-    BenchPlan,
-    parse_algorithms,
-    parse_sizes,
-    run_bench,
-)
+from phalanx.tools.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
 from phalanx.tools.bench.comm.report import (
     gpu_links,
     link_table,
@@ -33,6 +25,7 @@ from phalanx.tools.bench.comm.report import (
     plot_rows,
     side_by_side,
 )
+from phalanx.tools.bench.comm.run import run_bench
 from phalanx.world.env import read_rank_env
 from phalanx.world.mesh import plan_layout
 

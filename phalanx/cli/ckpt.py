@@ -207,9 +207,8 @@ def _reshard(namespace: argparse.Namespace) -> _Answer:
 
 
 def _prune(namespace: argparse.Namespace) -> _Answer:
-    from phalanx.checkpoint.chunks import prune_chunks
     from phalanx.checkpoint.find import survey
-    from phalanx.checkpoint.keep import beyond, remove
+    from phalanx.checkpoint.keep import beyond, prune_chunks, remove
     from phalanx.checkpoint.lock import runs_under_way
     from phalanx.cli.ckpt_target import directory_of
 

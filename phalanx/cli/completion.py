@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli import VERBS
 from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
+from phalanx.cli.verbs import VERBS
 from phalanx.config.aliases import NAMES
 from phalanx.recipes import TABLES, Recipe, load_recipe, recipe_names
 

@@ -130,8 +130,9 @@ def _measure() -> Iterator[CheckResult]:
     from phalanx.host.files import scratch_folder
     from phalanx.host.gpus import count_gpus
     from phalanx.launch.output import PlainConsole
-    from phalanx.tools.bench.comm.plan import BenchPlan, run_bench
+    from phalanx.tools.bench.comm.plan import BenchPlan
     from phalanx.tools.bench.comm.report import gpu_links, make_row
+    from phalanx.tools.bench.comm.run import run_bench
 
     gpus = count_gpus()
     shared = gpus == 1  # nccl's choices are shown by two ranks on it; their speed means nothing

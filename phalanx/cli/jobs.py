@@ -12,8 +12,8 @@ from pathlib import Path
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.cli.runs import OF_JOBS
-from phalanx.cli.runs import run as run_runs
 from phalanx.cli.submit import target_of
+from phalanx.cli.verbs import run_verb
 from phalanx.errors import PhalanxError, UsageError, unknown_name
 from phalanx.observe.format import of_total, table
 from phalanx.run.stored import StoredRun, find_run, is_run, list_runs
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(unknown_name("action", action, ACTIONS, of="phalanx jobs"), hint=hint)
     namespace = parser(action).parse_all(words)
     if action != "list" and _is_run(namespace.job):
-        return run_runs([next(name for name, own in OF_JOBS.items() if own == action), *words])
+        return run_verb("runs", [next(name for name, own in OF_JOBS.items() if own == action), *words])
     {"list": _list, "show": _show, "logs": _logs, "cancel": _cancel}[action](namespace)
     return 0
 

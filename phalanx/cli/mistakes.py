@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from phalanx.config.names import is_known_elsewhere, like_flag, like_option, like_verb
 from phalanx.errors import PhalanxError, nearest, unknown_name
@@ -29,6 +29,9 @@ _EXAMPLES = {
     "N": ("4",),
 }
 """Values of required arguments, by their metavars: of the first such argument, and of the second."""
+
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {}
+"""The parsers of the verbs with many flags, which `parsers.py` adds: it is above this file."""
 
 
 def unknown_verb(word: str, rest: Sequence[str], verbs: Iterable[str]) -> str:
@@ -128,7 +131,5 @@ def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
 
 def _verb_with(flag: str) -> str:
     """Return the command that has a flag which another one lacks, or an empty text."""
-    from phalanx.cli.parsers import PARSERS  # it imports this file
-
     verbs = (verb for verb, make in PARSERS.items() if any(flag in known.option_strings for known in make()._actions))
     return f"phalanx {verb}" if (verb := next(verbs, "")) else ""

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.cli import mistakes
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag
 from phalanx.recipes import load_recipe, recipe_names
@@ -197,3 +198,4 @@ def ckpt_parser(action: str = "ls") -> FlagParser:
 
 PARSERS: dict[str, Callable[[], FlagParser]] = {"train": train_parser, "tune": tune_parser, "verify": verify_parser}
 """By verb; the other verbs have a function `parser` in their own files."""
+mistakes.PARSERS.update(PARSERS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.verbs import run_verb
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.events import RunEnded, RunStarted, from_dict
 from phalanx.observe.format import duration, of_total, rate, size, summary_rows, table
@@ -59,9 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser(action).parse_all(words)
     ended = action == "stop" and namespace.ended
     if action in OF_JOBS and not ended and (job := _job_of(namespace.run, Path(namespace.runs_dir), action)):
-        from phalanx.cli.jobs import run as run_jobs  # it imports this file, too
-
-        return run_jobs([OF_JOBS[action], *(job if word == namespace.run else word for word in words)])
+        return run_verb("jobs", [OF_JOBS[action], *(job if word == namespace.run else word for word in words)])
     acts = {"list": _list, "show": _show, "diff": _diff, "name": _name, "tag": _tag, "note": _note, "logs": _logs}
     {**acts, "stop": _stop, "scale": _scale, "rm": _remove}[action](namespace)
     return 0

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from phalanx import torch_compat
-from phalanx.comm import BACKEND
 from phalanx.comm.reduction import find_reduction
 from phalanx.comm.shm import SharedGroup, share_memory
 from phalanx.comm.shm.pages import text_gatherer
@@ -50,7 +49,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         """Return the name of this backend."""
-        return BACKEND
+        return "phalanx"  # as `register_backend` registers it
 
     def _path(self, tensor: torch.Tensor) -> SharedGroup | None:
         """Return the shared memory where it can be used for a tensor; None: use gloo."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from phalanx import torch_compat
+from phalanx.data.ahead import fetch_ahead, group_size, holds_data_only, worker_count
 from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.hints import describe_problems, hints_of
 from phalanx.data.order import BatchSplit, Cut, DrawnOrder, EpochPlan, GroupedOrder, MicroInfo, Order
@@ -203,8 +204,6 @@ class MappedBatches(Batches):
 
     def fetch_ahead(self, ranks_here: int) -> None:
         """Fetch batches in worker processes from here on where that makes no difference but time."""
-        from phalanx.data.ahead import holds_data_only, worker_count  # few runs need it
-
         if self.num_workers == 0 and not self._fetcher.is_fast and holds_data_only(self._source.dataset):
             self._ahead = worker_count(ranks_here)
 
@@ -225,8 +224,6 @@ class MappedBatches(Batches):
             batch = fetch(BatchRequest(indices, epoch, info.offset))
             yield info, batch
             if self._ahead > 0:
-                from phalanx.data.ahead import fetch_ahead, group_size
-
                 batches_left = plan.micro_batches - start // self._layout.micro_step - number
                 if batches_left > _WORTH_WORKERS and group_size(batch):
                     generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))

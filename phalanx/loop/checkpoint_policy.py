@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,7 @@ from phalanx import checkpoint
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.loop.best import BestCheckpoint
 from phalanx.loop.formation import Formation
-
-if TYPE_CHECKING:
-    from phalanx.loop.interval import AutoInterval
+from phalanx.loop.interval import AutoInterval
 
 
 class CheckpointPolicy:
@@ -34,8 +31,6 @@ class CheckpointPolicy:
             self.every = (1, "epochs")
         self.auto: AutoInterval | None = None
         if self.every is not None and self.every[1] == "auto":
-            from phalanx.loop.interval import AutoInterval
-
             self.auto = AutoInterval(formation)
 
     def check_directory(self) -> None:

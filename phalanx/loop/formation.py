@@ -37,6 +37,7 @@ from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.features import feature
 from phalanx.host.remote import as_path
+from phalanx.loop.ema import WeightAverage
 from phalanx.loop.forward import BatchPasses, Forward, decide_forward
 from phalanx.loop.gather import gather, gather_samples
 from phalanx.loop.gradients import Gradients
@@ -58,7 +59,6 @@ from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings
-    from phalanx.loop.ema import WeightAverage
 
 _FORMATIONS = itertools.count(1)
 
@@ -152,8 +152,6 @@ class Formation:
     def start_average(self, model: nn.Module) -> None:
         """Average the weights of a model that was prepared, whole or by its parts, where `ema_decay` is set."""
         if self.config.ema_decay is not None:
-            from phalanx.loop.ema import WeightAverage
-
             self.average = WeightAverage(self.strategy.unwrap(model), self.config.ema_decay)
 
     def _followed(self) -> None:

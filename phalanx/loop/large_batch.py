@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.loop.optim import GroupOptimizer
+from phalanx.loop.group_optimizer import GroupOptimizer
 from phalanx.strategies.base import local
 from phalanx.torch_compat import (
     foreach_add_,

@@ -14,35 +14,10 @@ from torch.distributed.tensor import DTensor
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.features import feature
+from phalanx.loop.large_batch import LAMB, LARS
 
 _BETA2 = 0.999
 """torch's default, as is a momentum of 0.9."""
-
-
-class GroupOptimizer(torch.optim.Optimizer):
-    """What the optimizers of this package share: states that are made at the first step, and a step group by group."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step; parameters without a gradient stay."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
-                if not self.state[parameter]:
-                    self.state[parameter] |= self._new_state(parameter)
-            if trained:
-                self._step_group(group, trained)
-        return loss
-
-    def _new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        raise NotImplementedError  # each optimizer has its own
-
-    def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        raise NotImplementedError  # each optimizer has its own
 
 
 def build_optimizer(
@@ -69,8 +44,6 @@ def build_optimizer(
         case "adamw8bit":
             return feature("adamw8bit")(trained, betas=betas, **settings)  # type: ignore[no-any-return]
         case "lamb" | "lars":
-            from phalanx.loop.large_batch import LAMB, LARS
-
             if config.optimizer == "lamb":
                 return LAMB(trained, betas=betas, **settings)
             return LARS(trained, momentum=config.momentum, **settings)

@@ -1,4 +1,4 @@
-"""The record of a script with a torch loop of its own, that `phalanx train --script` has started.
+"""`phalanx.log`, and the record of a script with a torch loop of its own, that `phalanx train --script` has started.
 
 Steps are counted by the optimizer that steps first; losses and other values are what the script logs (`phalanx.log`).
 """
@@ -16,8 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import get_worker_info
 
-from phalanx.loop.values import OWN_CURVES, Number, ValueLog, Values, as_events, checked, checked_step, reduce_op
+from phalanx.errors import UsageError
+from phalanx.loop.values import (
+    OWN_CURVES,
+    Number,
+    ValueLog,
+    ValueLogger,
+    Values,
+    as_events,
+    checked,
+    checked_step,
+    loop_under_way,
+    reduce_op,
+)
 from phalanx.observe.events import Event, StepDone
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
@@ -152,3 +165,19 @@ def continue_at(step: int) -> None:
 def stop_counting() -> None:
     """Leave counting to the loop of Phalanx that the script has begun."""
     script_record().stop()
+
+
+def log(values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
+    """Record numbers of your own: `log({"critic": loss})` or `log("critic", loss)`.
+
+    It goes to the loop under way: a trainer's, a `Formation`'s, or the script that `phalanx train --script` started.
+    `step`: the loop's own by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which then call
+    this; by default the main rank's numbers count.
+    """
+    if get_worker_info() is not None:
+        raise UsageError(
+            "log was called in a worker process of a DataLoader, from which no number reaches the run",
+            hint="Return the number with the sample and log it in the loop, or set num_workers=0.",
+        )
+    loop: ValueLogger = loop_under_way() or script_record()
+    loop.log(values, value, step=step, reduce=reduce)

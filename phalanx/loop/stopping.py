@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PreemptedError
 from phalanx.host.processes import stop_reason
 from phalanx.loop.best import MetricWatch
+from phalanx.loop.preemption import StopNotices
+from phalanx.loop.tuning_trial import EpochControl
 from phalanx.observe.format import duration
 from phalanx.observe.guard import say_to_user
 from phalanx.world.abort import raise_if_aborted
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from phalanx.loop.formation import Formation
-    from phalanx.loop.preemption import StopNotices
-    from phalanx.loop.tuning_trial import EpochControl
 
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
@@ -182,8 +182,6 @@ class RunControl:
     def _trial_control(self) -> EpochControl | None:
         if "PHALANX_TRIAL_CONTROL" not in os.environ:
             return None
-        from phalanx.loop.tuning_trial import EpochControl
-
         world = self._formation.world
         return EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
 
@@ -196,8 +194,6 @@ class RunControl:
         config = self._formation.config
         if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
             return None
-        from phalanx.loop.preemption import StopNotices
-
         return StopNotices(config, self._formation.world, self.stop.ask, say)
 
     def end_early(self, reason: str, status: str = "finished") -> None:

@@ -1,4 +1,4 @@
-"""What keeps a run's state in a process while the ranks around it change (`phalanx.recovery`, engines that are elastic)."""
+"""What keeps a run's state in a process while the ranks around it change (`phalanx.recovery`, elastic engines)."""
 
 from __future__ import annotations
 

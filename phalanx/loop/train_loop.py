@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.features import feature
 from phalanx.loop.checkpoint_policy import CheckpointPolicy
+from phalanx.loop.checks import RankChecks
 from phalanx.loop.evaluate import Evaluation, begin_training, validation_loader
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import decide_forward
@@ -31,9 +32,6 @@ from phalanx.loop.values import Values, checked_step, enter_loop, leave_loop, ne
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
-
-if TYPE_CHECKING:
-    from phalanx.loop.checks import RankChecks
 
 
 class TrainLoop:
@@ -435,8 +433,6 @@ def _make_checks(formation: Formation, model: Any, events: EventStream) -> RankC
     config = formation.config
     if formation.world_size == 1 or (config.check_replicas_every or config.straggler_factor) is None:
         return None
-    from phalanx.loop.checks import RankChecks
-
     return RankChecks(formation, model, events.emit)
 
 

@@ -25,8 +25,9 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 from phalanx.loop.loss_log import LossLog
+from phalanx.loop.script import log
 from phalanx.loop.step import StepOutcome
-from phalanx.loop.values import Values, log
+from phalanx.loop.values import Values
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import get_worker_info
 
 from phalanx.errors import UsageError, nearest
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone
@@ -249,22 +248,7 @@ def leave_loop(entered: weakref.ref[ValueLogger]) -> None:
         _LOOPS.remove(entered)
 
 
-def log(values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
-    """Record numbers of your own: `log({"critic": loss})` or `log("critic", loss)`.
-
-    It goes to the loop under way: a trainer's, a `Formation`'s, or the script that `phalanx train --script` started.
-    `step`: the loop's own by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which then call
-    this; by default the main rank's numbers count.
-    """
-    if get_worker_info() is not None:
-        raise UsageError(
-            "log was called in a worker process of a DataLoader, from which no number reaches the run",
-            hint="Return the number with the sample and log it in the loop, or set num_workers=0.",
-        )
-    for entered in reversed(_LOOPS):
-        if (loop := entered()) is not None:
-            loop.log(values, value, step=step, reduce=reduce)
-            return
-    from phalanx.loop.script import script_record  # a trainer or a Formation has no use for it
-
-    script_record().log(values, value, step=step, reduce=reduce)
+def loop_under_way() -> ValueLogger | None:
+    """Return the loop that `phalanx.log` goes to, if one is under way."""
+    loops = (entered() for entered in reversed(_LOOPS))
+    return next((loop for loop in loops if loop is not None), None)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
+from phalanx.config.option import load_entry_point
 from phalanx.errors import UsageError, nearest
 from phalanx.host.files import make_private, replace_file
 from phalanx.observe.events import Event, Message, StepDone
@@ -240,8 +241,6 @@ def check_sinks(config: DistributedConfig) -> None:
 
 def outside_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
     """Make the sinks that the setting names."""
-    from phalanx.config.option import load_entry_point  # ranks of plain scripts load this file, and no settings
-
     sinks: list[Sink] = []
     for name in _names(config):
         factory = load_entry_point(SINKS_GROUP, name)

@@ -10,6 +10,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.backends import DEFAULT_STRATEGY
 from phalanx.config.settings import settings_with
+from phalanx.features import feature
 from phalanx.host.gpus import count_gpus, gpu_memory, ranks_per_gpu
 from phalanx.host.processes import host_memory
 from phalanx.world.env import read_rank_env
@@ -49,8 +50,6 @@ def settle_strategy(
     memory = rank_bytes(device, ranks_here)
     if not memory or not is_large(model, memory):
         return StrategyChoice(config)
-    from phalanx.features import feature
-
     return StrategyChoice(*feature("choose-strategy")(config, model, train, device, ranks, memory))
 
 

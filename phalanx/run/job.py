@@ -19,12 +19,13 @@ from phalanx.engine import engines_here
 from phalanx.errors import PhalanxError, PreemptedError
 from phalanx.features import feature
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
+from phalanx.loop.faults import OBJECTS, FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.recorders import agree_run_dir, open_events, save_config
 from phalanx.loop.stopping import BY_CTRL_C, preempted_error
-from phalanx.loop.task import TrainTask
+from phalanx.loop.task import TrainTask, add_objects
 from phalanx.loop.train_loop import TrainLoop
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.history import History
@@ -35,12 +36,12 @@ from phalanx.run.conductor import recorded_run
 from phalanx.run.record import FILE as RECORD
 from phalanx.run.record import RunRecord, keep_recipe
 from phalanx.run.result import JobResult
+from phalanx.run.weights import whole_state, whole_weights
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
-    from phalanx.loop.faults import FaultPlan
     from phalanx.loop.survival import Survival
 
 
@@ -98,8 +99,6 @@ def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:
         if return_weights and not by_engine:
             _take_trained(result, formation, job.task, keep=keep)
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
-        from phalanx.run.weights import whole_state, whole_weights
-
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
             state = whole_state(job.task.optimizer.state_dict(), keep=keep)
@@ -112,8 +111,6 @@ def _take_trained(result: JobResult, formation: Formation, task: TrainTask, *, k
 
     All ranks call this, for sharded tensors are gathered from all of them; `keep`: whether this one keeps them.
     """
-    from phalanx.run.weights import whole_state, whole_weights
-
     result.weights = whole_weights(task.model, keep=keep)
     result.trained = {name: p.requires_grad for name, p in task.model.named_parameters()}
     # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
@@ -211,8 +208,6 @@ def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | N
                     loop.report.ended("interrupted", BY_CTRL_C, loop.step, loop.saving.last_path)
                 raise
         if plan is not None and plan.weights_path is not None:
-            from phalanx.run.weights import whole_weights
-
             weights = whole_weights(job.task.model, keep=formation.is_main)
             if formation.is_main:
                 torch.save(weights, plan.weights_path)
@@ -261,9 +256,6 @@ def _fault_plan(job: Job, formation: Formation) -> FaultPlan | None:
     """Return the faults that the environment asks for, if any."""
     if not any(name.startswith("PHALANX_FAULTS") for name in os.environ):
         return None
-    from phalanx.loop.faults import OBJECTS, FaultPlan
-    from phalanx.loop.task import add_objects
-
     if os.environ.get(OBJECTS):
         add_objects(job.task, job.config, formation.device)
     return FaultPlan.from_environment()

@@ -24,7 +24,9 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import PhalanxError, RankFailedError, UsageError
 from phalanx.host.files import close_scratch, open_scratch, replace_file
+from phalanx.host.gpus import driver_version, gpu_names
 from phalanx.host.processes import began_at
+from phalanx.host.versions import cuda_of_torch, installed_packages
 from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.observe.run_folder import note_written
 from phalanx.version import __version__
@@ -121,8 +123,6 @@ class RunRecord:
             changes_of_record |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **changes_of_record).write(run_dir)
         _keep_model_files(self.recipe or {}, run_dir / MODEL_FILES)
-        from phalanx.host.versions import installed_packages
-
         lines = "".join(f"{name}=={version}\n" for name, version in installed_packages().items())
         (run_dir / PACKAGES).write_text(lines, encoding="utf-8")
         if self.commit and (changes := _git("diff", "HEAD", "--no-color", "--no-ext-diff")):
@@ -212,9 +212,6 @@ def _git(*words: str) -> str | None:
 
 def _environment() -> dict[str, str]:
     """Return what the ranks compute with."""
-    from phalanx.host.gpus import driver_version, gpu_names  # a rank, whose launcher wrote the record, needs neither
-    from phalanx.host.versions import cuda_of_torch, installed_packages
-
     values = {"torch": installed_packages().get("torch", ""), "CUDA of torch": cuda_of_torch() or ""}
     names = gpu_names()
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

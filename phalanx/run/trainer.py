@@ -35,8 +35,10 @@ from phalanx.observe.history import History
 from phalanx.observe.run_folder import make_run_dir
 from phalanx.run.auto_strategy import settle_strategy
 from phalanx.run.conductor import recorded_run
+from phalanx.run.export import export_model
 from phalanx.run.job import Job, came_back
 from phalanx.run.preflight import check_before_start
+from phalanx.run.rate_finder import RateSweep, find_rate
 from phalanx.run.record import RunRecord
 from phalanx.run.result import JobResult
 from phalanx.run.weights import load_weights, return_weights, save_weights
@@ -47,7 +49,6 @@ from phalanx.world.mesh import plan_layout
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TrainerSettings
-    from phalanx.run.rate_finder import RateSweep
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
 _REPORTS_OFF: dict[str, Any] = {"metrics_port": None, "sinks": None, "mlflow": False, "wandb": False}
@@ -166,8 +167,6 @@ class TorchTrainer:
         It ends where the loss diverges. The model, the optimizer and ./runs stay as they are.
         """
         __tracebackhide__ = True
-        from phalanx.run.rate_finder import find_rate  # few trainers need it
-
         return find_rate(self, train, low, high, steps)
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -206,8 +205,6 @@ class TorchTrainer:
         return path
 
     def _save_onnx(self, path: Path, data: Any) -> Path:
-        from phalanx.run.export import export_model
-
         if read_rank_env() is not None:
             raise UsageError(
                 "save('x.onnx') on a rank that a launcher started: the model may be sharded here",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from phalanx.loop.optim import GroupOptimizer
+from phalanx.loop.group_optimizer import GroupOptimizer
 from phalanx.strategies.base import local
 from phalanx.torch_compiler import has_triton
 

@@ -14,6 +14,7 @@ from phalanx.recipes import CONVERSATIONS, Recipe
 from phalanx.run.export import whole_model
 from phalanx.run.record import TEXT_FILES
 from phalanx.zoo.data.chat_template import PLAIN, read_template
+from phalanx.zoo.data.token_shards import read_tokenizer
 from phalanx.zoo.models.hf import save_pretrained
 from phalanx.zoo.models.hf.files import end_tokens_of, read_json
 from phalanx.zoo.token_data import read_token_manifest
@@ -58,8 +59,6 @@ def _copy_tokenizer(source: Path, target: Path, *, replace: bool = False) -> Non
             if file.is_file() and (replace or not (target / file.name).exists()):
                 shutil.copy(file, target / file.name)
     if (document := read_token_manifest(source)) is not None and not (target / _TOKENIZER_CONFIG).exists():
-        from phalanx.zoo.data.token_shards import read_tokenizer  # few exports need it
-
         end = read_tokenizer(source / "tokenizer.json").id_to_token(document["tokenizer"]["end"])
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         (target / _TOKENIZER_CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -25,8 +25,8 @@ from phalanx.checkpoint import (
 from phalanx.checkpoint.copy import copy_checkpoint
 from phalanx.checkpoint.differences import compare
 from phalanx.checkpoint.hashed_files import FileRecord
+from phalanx.checkpoint.locations import storage_at
 from phalanx.checkpoint.manifest import dump_manifest
-from phalanx.checkpoint.storage import storage_at
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import Best

@@ -11,11 +11,9 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
-from phalanx.engines.horovod.rules import names_machines
+from phalanx.engines.horovod.rules import STARTED_BY, names_machines
 from phalanx.errors import UsageError
 from phalanx.launch.spec import PlannedRanks, Starter
-
-STARTED_BY = "horovodrun"
 
 
 class Horovod(Engine):

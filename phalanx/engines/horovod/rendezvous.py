@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.engines.horovod.engine import STARTED_BY
+from phalanx.engines.horovod.rules import STARTED_BY
 from phalanx.errors import UsageError
 from phalanx.host.addresses import VARIABLE, address_of_card, default_interface
 from phalanx.world.env import RankEnv, write_horovod_env

@@ -8,6 +8,8 @@ from phalanx.config.rules import RANKS, Mistakes, rule
 from phalanx.config.settings import Settings, parse_hosts
 from phalanx.engines.horovod.declaration import HorovodSettings
 
+STARTED_BY = "horovodrun"
+
 
 def names_machines(settings: Settings) -> bool:
     """Whether a list or a script says which machines there are."""

@@ -13,8 +13,8 @@ from phalanx.comm.reducer import BackwardHooks
 from phalanx.config import DistributedConfig
 from phalanx.config.option import options_of
 from phalanx.engines.horovod.declaration import HorovodSettings
-from phalanx.engines.horovod.engine import STARTED_BY
 from phalanx.engines.horovod.rendezvous import horovod
+from phalanx.engines.horovod.rules import STARTED_BY
 from phalanx.errors import ModelError, UsageError, frozen_later
 from phalanx.strategies.base import Strategy, newly_trained
 from phalanx.strategies.tensors import is_meta, materialise

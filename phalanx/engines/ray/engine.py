@@ -10,10 +10,8 @@ from phalanx.config import DistributedConfig
 from phalanx.config.option import options_of
 from phalanx.engine import Engine
 from phalanx.engines.ray.declaration import RaySettings
+from phalanx.engines.ray.rules import UNDER_RAY
 from phalanx.launch.spec import PlannedRanks, Starter
-
-UNDER_RAY = "PHALANX_UNDER_RAY"
-"""Set in ranks that were started through Ray Train."""
 
 
 class Ray(Engine):

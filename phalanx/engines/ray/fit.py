@@ -14,7 +14,7 @@ from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig  # ray.train shows type checkers V1's
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer as RaysTrainer
 
-from phalanx.engines.ray.controller import RankOrder, RayRunSpec
+from phalanx.engines.ray.fit_order import RankOrder, RayRunSpec
 from phalanx.engines.ray.worker import run_rank
 
 _RESIZE_SECONDS = 20.0

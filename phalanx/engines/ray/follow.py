@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.diagnosis import RankExit, explain, find_first_cause
 from phalanx.engines.ray.cluster import RayCluster
-from phalanx.engines.ray.controller import RayMessage
+from phalanx.engines.ray.fit_order import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.processes import SignalInbox
 from phalanx.launch.error_file import record_path

@@ -21,8 +21,9 @@ from phalanx.config import DistributedConfig
 from phalanx.config.option import options_of
 from phalanx.config.settings import ENV_PREFIX
 from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
-from phalanx.engines.ray.controller import Controller, RankOrder, RayRunSpec
+from phalanx.engines.ray.controller import Controller
 from phalanx.engines.ray.declaration import RaySettings
+from phalanx.engines.ray.fit_order import RankOrder, RayRunSpec
 from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.rules import read_resources
 from phalanx.engines.ray.sources import pack

@@ -11,6 +11,9 @@ from phalanx.config.rules import Mistakes, rule
 from phalanx.config.settings import Settings
 from phalanx.engines.ray.declaration import RaySettings
 
+UNDER_RAY = "PHALANX_UNDER_RAY"
+"""Set in ranks that were started through Ray Train."""
+
 
 def read_resources(text: object) -> dict[str, float]:
     """Read 'GPU=0.5,big_memory=1'; ValueError says what to write."""

@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.engines.ray.controller import RankOrder
-from phalanx.engines.ray.engine import UNDER_RAY
+from phalanx.engines.ray.fit_order import RankOrder
+from phalanx.engines.ray.rules import UNDER_RAY
 from phalanx.engines.ray.sources import PAYLOAD_NAME, UnpackedSources, unpack
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host import messages

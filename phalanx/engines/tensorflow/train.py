@@ -6,7 +6,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
@@ -14,8 +14,8 @@ from phalanx.engines.tensorflow import backup, callbacks
 from phalanx.engines.tensorflow.callbacks import KerasReport
 from phalanx.engines.tensorflow.cluster import open_store
 from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, validation_feed
-from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
 from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
+from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import ModelError, UsageError
 from phalanx.host.files import make_private
@@ -25,6 +25,9 @@ from phalanx.observe.run_folder import make_run_dir
 from phalanx.observe.sinks import EventStream
 from phalanx.run.conductor import outcome_of
 from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    from phalanx.engines.tensorflow.job import KerasJob
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import check_folder
 from phalanx.engines.tensorflow.cluster import quiet_environment
-from phalanx.engines.tensorflow.data import check_data
-from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
+from phalanx.engines.tensorflow.data import check_data, validation_feed
+from phalanx.engines.tensorflow.job import KerasJob
+from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch_peers
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
@@ -150,8 +151,6 @@ class TensorFlowDistributedTrainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss and metrics over `data`, in this process."""
         check_data(data, "data")
-        from phalanx.engines.tensorflow.data import validation_feed
-
         found = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
         return {name: float(value) for name, value in found.items()}
 

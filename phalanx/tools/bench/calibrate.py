@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.launch import PlainConsole
-from phalanx.tools.bench.comm.plan import BenchPlan, run_bench
+from phalanx.tools.bench.comm.plan import BenchPlan
+from phalanx.tools.bench.comm.run import run_bench
 from phalanx.tools.plan import presets
 
 _LONG_SECONDS = 1.0

@@ -1,19 +1,12 @@
-"""What a benchmark measures, checked before any rank starts, and the start of the ranks. No torch here."""
+"""What a benchmark measures, checked before any rank starts. No torch here."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.host.files import scratch_folder
-from phalanx.launch import CallTarget, LaunchSpec, RankConsole
-from phalanx.run.start import run_on_ranks
-from phalanx.world.env import card_environment, export_rank_env, read_rank_env
 
 ALGORITHMS_OF = {
     "all_reduce": (
@@ -165,42 +158,3 @@ def element_count(op: str, nbytes: int, dtype: str, ranks: int) -> int:
 
 
 PLAN_FILE, RESULT_FILE = "plan.json", "result.json"
-
-
-def run_bench(
-    plan: BenchPlan,
-    ranks: int,
-    console: RankConsole,
-    *,
-    threads: int | None = None,
-    env: Mapping[str, str] | None = None,
-) -> dict[str, Any] | None:
-    """Measure on ranks of this machine, or on those that torchrun, srun or mpirun started.
-
-    Return the result of the first rank; None on the other started ranks. `env`: added to the ranks' environment.
-    """
-    started = read_rank_env()
-    if started is not None:
-        from phalanx.tools.bench.comm.rank import leave_group, measure
-
-        export_rank_env(started)
-        os.environ.update(card_environment(started))
-        found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
-        leave_group()
-        return found if started.rank == 0 else None
-    if ranks < 1:
-        raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
-    with scratch_folder("bench") as folder:
-        (folder / PLAN_FILE).write_text(plan.to_json())
-        target = CallTarget("phalanx.tools.bench.comm.rank:run_plan", str(folder))
-        spec = LaunchSpec(
-            target=target,
-            ranks_per_node=ranks,
-            log_dir=folder / "logs",
-            threads_per_rank=threads,
-            ranks_per_gpu=plan.ranks_per_gpu,
-            env=env or {},
-        )
-        run_on_ranks(spec, console=console)
-        left: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
-        return left

@@ -22,6 +22,8 @@ from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.comm.collectives.topology import find_locations, hosts, measure_links
+from phalanx.comm.shm import SharedGroup, on_one_machine
+from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.errors import SharedMemoryUnavailable, UsageError, first_line
 from phalanx.host.gpus import HOST_ID
 from phalanx.observe.format import speed_note
@@ -98,9 +100,6 @@ def _move_collective(
 
 
 def _shared_memory(plan: BenchPlan, channel: P2PChannel, *, in_place: bool) -> Case:
-    from phalanx.comm.shm import SharedGroup, on_one_machine
-    from phalanx.comm.shm.pages import group_text_gatherer
-
     gather = group_text_gatherer(None)
     if not on_one_machine(gather, channel.rank):
         raise CannotRunHere("the ranks are not on one machine")

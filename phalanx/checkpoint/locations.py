@@ -1,0 +1,23 @@
+"""The storage that a path or a URL means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.checkpoint.remote import RemoteStorage
+from phalanx.checkpoint.storage import Storage
+from phalanx.host.remote import RemotePath, as_path
+
+
+def storage_at(directory: Path | str) -> Storage:
+    """Return the storage that a user names, in a folder or at a URL."""
+    path = as_path(directory)
+    if not isinstance(path, RemotePath):
+        return Storage(path)
+    return RemoteStorage(path)
+
+
+def storage_and_name(path: Path | str) -> tuple[Storage, str]:
+    """Return the storage and the name of the checkpoint at `path`."""
+    path = as_path(path)
+    return storage_at(path.parent), path.name

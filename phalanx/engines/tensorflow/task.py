@@ -1,0 +1,31 @@
+"""A Keras task, and the result of its training; without TensorFlow and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.observe.history import History
+
+
+@dataclass
+class KerasTask:
+    """A function that builds the model, the data, and the arguments of `compile` for a model that is not compiled."""
+
+    model_fn: Callable[[], Any]
+    train: Any
+    val: Any = None
+    loss: Any = None
+    optimizer: Any = None
+    metrics: list[Any] | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    name: str = "keras"
+
+
+@dataclass
+class KerasResult:
+    """What the leading rank returns: history and weights in Keras' order."""
+
+    history: History
+    weights: list[Any]
