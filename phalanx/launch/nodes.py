@@ -90,6 +90,8 @@ class NodeGroup:
         self._cut_off = False
         """Whether the machine that led may run still: it did not refuse, it did not answer."""
         self._unread: list[Mail] = []
+        self._last_name = ""
+        """The name of the machine that came last, also if it was lost: a later one gets another."""
         node_rank, ranks = request["node_rank"], request["ranks_per_node"]
         self._entry: Entry = {"node_rank": node_rank, "host": socket.gethostname(), "ranks": ranks}
         if self._may_change:
@@ -136,7 +138,7 @@ class NodeGroup:
         try:
             place = self._lead(gathering, report) if self._leads else gathering.wait(report)
         except MovedError as moved:  # its store stays open: it leads others there, too
-            self._leads, (self._host, self._port) = False, moved.address
+            self._leads, self._round, (self._host, self._port) = False, -1, moved.address
             self._store = open_store(self._host, self._port, self._silence, is_master=False)
             return self._gather(send)
         if place is None and not self._may_change:
@@ -208,6 +210,7 @@ class NodeGroup:
         return self._mailbox
 
     def _watch(self) -> None:
+        self._last_name = max([self._last_name, *self._nodes])
         if self._mailbox is not None and self._leads:
             self._mailbox.others.watch(node for node in self._nodes if node != self._own)
 
@@ -334,7 +337,7 @@ class NodeGroup:
         if self._confirm_by is None:
             self._confirmed, self._cut_off = (list(self._nodes), lost), cut_off
         self._leader = candidates[0]
-        news: Message = {"leader": self._leader, "lost": self._nodes.pop(lost)["host"]}
+        news: Message = {"leader": self._leader, "lost": self._nodes.pop(lost)["host"], "ended": sorted(self._ended)}
         self._leads = self._leader == self._own
         self._host, self._port = self._nodes[self._leader]["standby"]
         self._confirm_by = None
@@ -360,7 +363,7 @@ class NodeGroup:
         """Say in the store of this machine, and at the endpoint, that it leads."""
         assert self._attempt_store is not None, "opened before"
         facts = {"run_id": self._run_id, "leader": self._own, "num_nodes": len(self._nodes)}
-        describe_run(self._attempt_store, facts, max(self._nodes))
+        describe_run(self._attempt_store, facts, self._last_name)
         self._signpost = Signpost(self._request, (self._host, self._port), self._signed)
         self._signpost.start()
 

@@ -152,7 +152,7 @@ def test_failures_that_the_lost_launcher_counted_are_not_forgotten():
 def test_a_machine_that_reports_after_another_took_over_is_left_out():
     """Its launcher ends; the others, which it must not stop, go on."""
     launcher = Launcher("00002")
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",), ended=("00001",)))
     launcher.now = 10.0
     launcher.happen(Tick())
     assert launcher.node.leads
@@ -161,6 +161,16 @@ def test_a_machine_that_reports_after_another_took_over_is_left_out():
     late = Launcher("00003")
     late.happen(Mailed("00002", message))
     assert [give_up.alone for give_up in late.kinds(GiveUp)] == [True]
+
+
+def test_a_machine_that_only_it_has_lost_the_leader_does_not_lead_alone():
+    """The other one, which sees the leader still, does not report to it."""
+    launcher = Launcher("00002")
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)))
+    launcher.now = 10.0
+    launcher.happen(Tick())
+    assert not launcher.node.leads
+    assert [give_up.alone for give_up in launcher.kinds(GiveUp)] == [True]
 
 
 def test_reports_that_come_before_a_launcher_knows_that_it_takes_over_are_kept():
@@ -175,7 +185,7 @@ def test_a_new_leader_does_not_count_a_machine_that_was_lost_before():
     launcher = Launcher("00002")
     launcher.happen(Mailed("00001", ViewChange(1, 1, 1, {"00003": None})))
     assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None})]
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1)), Tick())
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ended=("00001",)), Tick())
     assert list(launcher.node.view.nodes) == ["00002"]
     launcher.happen(Finished("r1"), AllHereEnded())
     assert launcher.kinds(AllOver)

@@ -201,11 +201,17 @@ class ElasticControl:
         self._handle(NodeArrived(name, entry["host"], entry["ranks"], tuple(entry["standby"])))
 
     def _on_lost_leader(
-        self, leader: str, lost: str, address: tuple[str, int] | None = None, others: Sequence[str] = ()
+        self,
+        leader: str,
+        lost: str,
+        address: tuple[str, int] | None = None,
+        others: Sequence[str] = (),
+        ended: Sequence[str] = (),
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
         self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
-        self._handle(LeaderLost(leader, (address[0], address[1]) if address is not None else None, tuple(others)))
+        at = (address[0], address[1]) if address is not None else None
+        self._handle(LeaderLost(leader, at, tuple(others), tuple(ended)))
 
     def _ask_for_ranks(self) -> None:
         """Let the node carry out a user's request, or pass it on if the leader does not see this folder."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from phalanx.host.wire import Wire
+from phalanx.launch.mailbox import may_continue
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import Group
 from phalanx.recovery.launcher.protocol import (
@@ -322,7 +323,7 @@ class Node:
 
     def _on_tick(self, _: Tick) -> None:
         if self._takeover is not None and (not self._takeover.missing or self.now > self._takeover.deadline):
-            self._lead(self._takeover)
+            self._lead_or_stop(self._takeover)
         if self.group is None:
             return
         for rank in self.group.late():
@@ -447,7 +448,7 @@ class Node:
         if event.address is not None:
             deadline = self.now + max(_HELLO_SECONDS, self._elastic.silence_seconds)
             missing = set(event.others) - set(self._early)
-            self._takeover = _Takeover(lost, event.address, missing, deadline, self._early)
+            self._takeover = _Takeover(lost, event.address, missing, event.ended, deadline, self._early)
             return
         self._has_said_end = False  # the report of the end may have been lost with the node before
         self._report(self._hello())
@@ -464,6 +465,18 @@ class Node:
             self._send(sender, LeftOut("it reported too late after the machine that decided was lost"))
         else:
             self._early[sender] = message
+
+    def _lead_or_stop(self, takeover: _Takeover) -> None:
+        """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
+        here = [self.own, *takeover.reports]
+        leader_ended = takeover.lost in takeover.ended
+        if leader_ended or may_continue(list(self.view.nodes), here, list(takeover.ended), takeover.lost):
+            self._lead(takeover)
+            return
+        self._takeover = None
+        hosts = ", ".join(self.view.nodes[name].host for name in self.view.nodes if name not in here)
+        cause = f"lost contact with {hosts}, which may continue the run; this machine stops to avoid a split."
+        self._actions.append(GiveUp(cause, alone=True))
 
     def _lead(self, takeover: _Takeover) -> None:
         """Decide from now on; the ranks of the lost node are replaced, or left out."""
@@ -507,6 +520,7 @@ class _Takeover:
     lost: str
     address: tuple[str, int]
     missing: set[str]
+    ended: tuple[str, ...]
     deadline: float
     reports: dict[str, Hello] = dataclasses.field(default_factory=dict)
     waiting: list[tuple[str, Wire]] = dataclasses.field(default_factory=list)

@@ -113,6 +113,8 @@ class LeaderLost:
     address: tuple[str, int] | None = None
     others: tuple[str, ...] = ()
     """The nodes that answered, which will report their ranks."""
+    ended: tuple[str, ...] = ()
+    """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
 
 
 @dataclass(frozen=True)
