@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,15 +24,40 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(end: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one message with copies of `descriptors`."""
+def send(end: socket.socket, message: Message, descriptors: Sequence[int] = (), *, wait: bool = True) -> None:
+    """Send one message with copies of `descriptors`; without `wait` BlockingIOError says that the other end is full."""
     body = os.memfd_create("message", os.MFD_CLOEXEC)
     try:
         with open(body, "wb", closefd=False) as file:
             file.write(json.dumps(message).encode())
-        socket.send_fds(end, [b"+"], [body, *descriptors])
+        socket.send_fds(end, [b"+"], [body, *descriptors], 0 if wait else socket.MSG_DONTWAIT)
     finally:
         os.close(body)
+
+
+class Outbox:
+    """Messages to a process that may be sending, too: none of the two ends waits until the other one reads."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._waiting: deque[Message] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all messages are sent; else `flush` has to be called again."""
+        return not self._waiting
+
+    def send(self, message: Message) -> None:
+        """Send a message now, or as soon as there is room."""
+        self._waiting.append(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what fits; OSError if the other end has closed."""
+        with contextlib.suppress(BlockingIOError):
+            while self._waiting:
+                send(self._end, self._waiting[0], wait=False)
+                self._waiting.popleft()
 
 
 def receive(end: socket.socket) -> tuple[Message, list[int]] | None:

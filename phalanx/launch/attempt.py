@@ -36,6 +36,8 @@ from phalanx.launch.watches import StartupNotices, StartWatch, Watch
 
 _FAILURE_GRACE = 1.0
 _KILL_SECONDS = 5.0
+_FULL_SECONDS = 0.005
+"""How long to wait while the store agent has no room for messages."""
 
 
 class _RunningRanks:
@@ -268,10 +270,13 @@ class Attempt(LauncherLoop):
 
     def _deadlines(self) -> list[float]:
         deadlines = [watch.next_deadline for watch in self._watches] if self._is_watching else []
+        if self._rendezvous.has_unsent:
+            deadlines.append(time.monotonic() + _FULL_SECONDS)
         return [deadline for deadline in deadlines if deadline is not None]
 
     def _check(self) -> None:
         now = time.monotonic()
+        self._rendezvous.flush()
         for watch in self._watches:
             if self._is_watching:
                 watch.check(now)

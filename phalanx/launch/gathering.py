@@ -32,16 +32,30 @@ _WAITING_BEATS_PER_SECOND = 1_000
 _MISSED_BEATS = 5
 """A waiting machine that has missed this many heartbeats does not count; it may have been started again."""
 _ARRIVALS, _PRESENT = "arrivals", "present"
+MOVED = "moved"
+"""A key of a store at the endpoint: where the run goes on, if its first leader was lost and is started again."""
 DECIDED, NODES = "decided", "nodes"
 """Keys of what all machines have in common, and of the entries of those that take part, if their number may change."""
 _NAMED = 8
 """How many machines an error names."""
 
 
+class MovedError(Exception):
+    """The run that began here goes on at another address, where another machine took over."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(f"the run has moved to {address[0]}:{address[1]}")
+        self.address = address
+
+
 class Gathering:
     """One attempt's gathering, from the entry of this machine to its place."""
 
-    def __init__(self, store: Store, request: Message, entry: Entry, endpoint: str) -> None:
+    def __init__(
+        self, store: Store, request: Message, entry: Entry, endpoint: str, look: Callable[[], None] = lambda: None
+    ) -> None:
+        """`look`: called while this machine waits; raises if it need not wait here any more."""
+        self._look = look
         self._store: Any = store  # torch's stubs lack some of its methods
         self._endpoint = endpoint
         self._num_nodes: int = request["num_nodes"]
@@ -72,6 +86,7 @@ class Gathering:
         """Wait for this machine's place; None: the others have begun without it. `report`: how many are present."""
         place = f"place/{self.own}"
         while True:
+            self._look()
             if self._store.check([DECIDED]) and not self._store.check([place]):
                 return None
             report(self._present)
@@ -115,6 +130,7 @@ class Gathering:
         """Return the entries of those that take part: all that are there, if their number may change."""
         reported = 0
         while True:
+            self._look()
             present = self._read_present()
             if len(present) != reported:
                 reported = len(present)
@@ -210,6 +226,15 @@ def check_same(store: Store, identity: dict[str, str]) -> None:
             f"{own['host']} differs from {first['host']}, which came first: {'; '.join(each[:5])}{more}.",
             hint="Start the same command, with the same versions and settings, on every machine.",
         )
+
+
+def describe_run(store: Store, facts: Message, last: str) -> None:
+    """Write into the store of a machine that took over what others find there: the run has begun, with these facts.
+
+    `last`: the name of the machine that came last; those that come from now on get others.
+    """
+    store.add(_ARRIVALS, int(last))
+    store.set(DECIDED, json.dumps(facts))
 
 
 def agree_on_round(store: Store, wanted: int) -> int:

@@ -1,6 +1,6 @@
 """The event loop of every launcher: messages, timers and reminders, what Ctrl-C, SIGTERM and SIGUSR1 do, and restarts.
 
-On the wire a message of a rank or of the fork server is a JSON object. Its first key is the kind, with the first field
+On the wire a message of the fork server is a JSON object. Its first key is the kind, with the first field
 as its value; the other fields follow by their names: `{"exited": "r3", "code": -9, "time": 17.5}` is
 `ProcessExited("r3", code=-9, time=17.5)`.
 """
@@ -19,32 +19,6 @@ from phalanx.host.processes import SignalInbox
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.output import RankConsole
 from phalanx.launch.spec import LaunchResult, LaunchSpec
-
-
-class RankJoined(NamedTuple):
-    """A rank is in its group and has the state of the run; `fixed`: why the number of ranks cannot change, if so."""
-
-    generation: int
-    fixed: str = ""
-
-
-class RankInterrupted(NamedTuple):
-    """A rank has noticed that others were lost, and has not left its group yet."""
-
-    why: str
-
-
-class RankAborted(NamedTuple):
-    """A rank has aborted its collectives."""
-
-    done: bool
-
-
-class RankReady(NamedTuple):
-    """A rank has left its group, or was started, and waits for a position."""
-
-    why: str
-    step: int
 
 
 class ProcessStarted(NamedTuple):
@@ -70,10 +44,6 @@ class ProcessRefused(NamedTuple):
 
 
 _KINDS: dict[str, type[Any]] = {
-    "joined": RankJoined,
-    "interrupted": RankInterrupted,
-    "aborted": RankAborted,
-    "ready": RankReady,
     "started": ProcessStarted,
     "exited": ProcessExited,
     "refused": ProcessRefused,

@@ -7,7 +7,6 @@ notice that.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 import time
@@ -97,6 +96,13 @@ class Mailbox:
         self._closed = False
         self.failed = False
         """Whether the store has ended: its machine is lost, or its launcher has ended."""
+        self._awaited = ""
+        self.has_arrived = False
+        """Whether the key that is waited for has a value."""
+
+    def wait_for(self, key: str) -> None:
+        """Look for a key at every exchange, until `has_arrived`."""
+        self._awaited = key
 
     def start(self) -> None:
         """Exchange messages and heartbeats in a thread from now on."""
@@ -154,6 +160,9 @@ class Mailbox:
         self._expected = [key for key in self._expected if not self._take(key)]
         if self._in:
             self._notify()
+        if self._awaited and self._store.check([self._awaited]):
+            self._awaited, self.has_arrived = "", True
+            self._notify()
         self._read_beats()
 
     def _take(self, key: str) -> bool:
@@ -175,17 +184,6 @@ class Mailbox:
             for key in keys:
                 self._store.compare_set(key, "", "0")
         self.others.take(dict(zip(nodes, self._store.multi_get(keys), strict=True)))
-
-
-def listens(address: tuple[str, int], seconds: float) -> bool | None:
-    """Whether a process listens at an address: False if its machine refuses, None if it does not answer in time."""
-    try:
-        with socket.create_connection(address, timeout=seconds):
-            return True
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
 
 
 def may_continue(members: list[str], alive: list[str], ended: list[str], leader: str) -> bool:

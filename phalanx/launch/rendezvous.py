@@ -31,6 +31,8 @@ from phalanx.launch.spec import LaunchSpec
 _GATHER_SECONDS = 600.0
 _LEAVE_SECONDS = 4.0
 _POLL_SECONDS = 0.2
+_FULL_SECONDS = 0.005
+"""How long to wait while the launcher has no room for messages."""
 
 
 class Rendezvous:
@@ -43,6 +45,7 @@ class Rendezvous:
         self.agent: socket.socket | None = None
         """The connection to the store agent, to wait on for `receive`."""
         self.agent_key = ""
+        self._outbox: messages.Outbox | None = None
         self._node_rank = 0
         self._askers: dict[int, str] = {}
         """The machines that have asked for the collectives of all ranks, by their question's number."""
@@ -84,6 +87,7 @@ class Rendezvous:
 
     def _fork_agent(self, key: str, request: messages.Message, descriptors: list[int]) -> None:
         self.agent, far_end = messages.socket_pair()
+        self._outbox = messages.Outbox(self.agent)
         self.agent_key = key
         with far_end:
             request = {"do": "agent", "key": key, "log": str(self._log), **request}
@@ -93,7 +97,7 @@ class Rendezvous:
         """Return the agent's next message, None when it has ended.
 
         It is one of "arrived", "node", "remote_failure", "silent_nodes", "question", "answer", "all_ended" and "error";
-        where the number of machines may change, also "mail", "lost_nodes" and "leader".
+        if the number of machines may change, also "mail", "arrival", "lost_nodes" and "leader".
         """
         assert self.agent is not None
         received = messages.receive(self.agent)
@@ -126,20 +130,33 @@ class Rendezvous:
 
     def post(self, node: str, message: messages.Message) -> None:
         """Send a message to the launcher of another machine."""
-        self._send({"post": message, "to": node})
+        if self.has_other_nodes:
+            self._send({"post": message, "to": node})
 
     def _send(self, message: messages.Message) -> None:
-        if self.agent is None:
-            return
-        try:
-            messages.send(self.agent, message)
-        except (BrokenPipeError, ConnectionResetError):
-            # The agent has ended; the loop sees the end of its socket.
-            return
+        if self._outbox is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loop sees the end of its socket
+                self._outbox.send(message)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the agent has not had room for all messages: call `flush` soon."""
+        return self._outbox is not None and not self._outbox.is_empty
+
+    def flush(self) -> None:
+        """Send what the agent has room for."""
+        if self._outbox is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._outbox.flush()
+
+    def watch_nodes(self, entries: messages.Message) -> None:
+        """Watch other machines from now on, by their entries; None: not any more."""
+        self._send({"nodes": entries})
 
     def close(self) -> None:
         """Close the connection, which ends the agent."""
         self.agent_key = ""
+        self._outbox = None
         if self.agent is not None:
             self.agent.close()
             self.agent = None
@@ -207,20 +224,23 @@ def _serve_nodes(launcher: socket.socket, request: messages.Message) -> None:
 
 def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
     """Execute the launcher's requests, and send it news of the other machines, until it closes the socket."""
+    outbox = messages.Outbox(launcher)
     with selectors.DefaultSelector() as selector:
         selector.register(launcher, selectors.EVENT_READ)
         selector.register(nodes.wakeup, selectors.EVENT_READ)
         while True:
-            ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS)]
+            ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS if outbox.is_empty else _FULL_SECONDS)]
             if launcher in ready:
                 received = messages.receive(launcher)
                 if received is None:
                     return
                 request, _ = received
                 if "gather" in request:
-                    node = nodes.gather(request["gather"], lambda message: messages.send(launcher, message))
-                    messages.send(launcher, {"node": node})
+                    outbox.send({"node": nodes.gather(request["gather"], outbox.send)})
+                elif "nodes" in request:
+                    nodes.change(request["nodes"])
                 else:
                     nodes.post(request["to"], request["post"])
             for message in nodes.news():
-                messages.send(launcher, message)
+                outbox.send(message)
+            outbox.flush()

@@ -19,7 +19,7 @@ from waiting import until
 
 import phalanx
 from phalanx.errors import RankFailedError
-from phalanx.recovery.launcher.elastic import request_ranks
+from phalanx.recovery import request_ranks
 from phalanx.reliability import Fault
 from phalanx.zoo.models.gpt import gpt
 

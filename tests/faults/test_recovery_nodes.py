@@ -17,7 +17,7 @@ from command import ROOT, clean_environment
 from long_proofs import long_proof
 from network_hosts import HostNamespace, named, network
 
-from phalanx.recovery.launcher.elastic import request_ranks
+from phalanx.recovery import request_ranks
 
 SCRIPT = """
 import os, sys, time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import selectors
 import socket
@@ -13,18 +12,56 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from phalanx.diagnosis.inquiry import Diagnosis
-from phalanx.errors import CommunicationError
+from phalanx.diagnosis import Diagnosis
+from phalanx.errors import EXIT_USAGE, CommunicationError
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.wire import decode, encode
 from phalanx.launch.context import LauncherContext
 from phalanx.launch.environment import NodeInfo
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.group import RankState
 from phalanx.launch.mailbox import Mailbox
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
-from phalanx.recovery.launcher.elastic import ElasticControl, ScaleRequests, TakingOver
-from phalanx.recovery.launcher.roles import MemberRole
-from phalanx.recovery.ranks.member import Position
+from phalanx.recovery.launcher.control import ElasticControl
+from phalanx.recovery.launcher.node import Node
+from phalanx.recovery.launcher.protocol import (
+    AllHereEnded,
+    AllOver,
+    Deliver,
+    Failed,
+    Finished,
+    GiveUp,
+    LeaderLost,
+    Mailed,
+    NodesChanged,
+    Rank,
+    Send,
+    Spoke,
+    Tick,
+    Unsurvived,
+)
+from phalanx.recovery.launcher.requests import ScaleRequests
+from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.messages import (
+    Abort,
+    End,
+    FromRank,
+    Hello,
+    LeaveAtStep,
+    LeftOut,
+    LostRank,
+    NodeView,
+    Orders,
+    Position,
+    RankFacts,
+    RankJoined,
+    RankReady,
+    ResizeAnswer,
+    ResizeAsked,
+    ViewChange,
+)
+from phalanx.recovery.ranks.member import export
 from phalanx.world.env import read_rank_env
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -60,76 +97,146 @@ def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(mail
     assert "that no rank of this job has signed" in capsys.readouterr().err
 
 
-# --- taking over ----------------------------------------------------------------------------------------------------
+# --- nodes: events in, actions out ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def context(tmp_path):
-    """What a launcher with one rank has; `sent` and `failed` note what it does."""
-    near, far = socket.socketpair()
-    state = RankState(1, "r1", "r1", 1)
-    group: Any = SimpleNamespace(
-        ranks={"r1": state}, states=[state], alive=[state], controls={"r1": near}, signal=lambda *_: None
-    )
-    group.retire = lambda state: None
-    elastic = Elastic((3, 2, 1), silence_seconds=0.0)
-    spec = LaunchSpec(target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=elastic, max_restarts=3)
-    machines = [["00001", "a", 1], ["00002", "b", 1], ["00003", "c", 1]]
-    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", machines=machines)
-    selector = selectors.DefaultSelector()
-    sent: list[tuple[str, dict]] = []
-    failed: list[dict] = []
-    made = LauncherContext(
-        spec,
-        node,
-        group,
-        console=SimpleNamespace(handle=lambda event: None, notice=lambda text: None),
-        rendezvous=SimpleNamespace(post=lambda to, message: sent.append((to, message))),
-        selector=selector,
-        later=lambda seconds, action: None,
-        fail=lambda report, **how: failed.append(how),
-        is_stopping=lambda: False,
-    )
-    evidence = SimpleNamespace(is_stuck=lambda *_: False, place=lambda state: "")
-    yield SimpleNamespace(context=made, evidence=evidence, sent=sent, failed=failed)
-    selector.close()
-    near.close()
-    far.close()
+class Launcher:
+    """A node of three, each with one rank; `happen` returns the messages that it sends."""
+
+    def __init__(self, own: str, leader: str = "00001", *, machines: int = 3) -> None:
+        names = [f"{number + 1:05d}" for number in range(machines)]
+        view = GroupView(leader, {name: NodeView(f"host-{name}", 1, None, ranks=1) for name in names})
+        rank = names.index(own)
+        elastic = Elastic(tuple(range(machines, 0, -1)), silence_seconds=0.0)
+        self.node = Node(own, view, elastic, [Rank(f"r{rank}", own, rank, rank)], max_restarts=3, now=0.0)
+        self.now = 0.0
+        self.actions: list = []
+
+    def happen(self, *events) -> list[tuple[str, Any]]:
+        self.actions = []
+        for event in events:
+            self.actions += self.node.handle(event, self.now)
+        return [(action.to, action.message) for action in self.actions if isinstance(action, Send)]
+
+    def kinds(self, kind: type) -> list:
+        return [action for action in self.actions if isinstance(action, kind)]
 
 
-def form(**fields) -> dict[str, Any]:
-    given = {"rank": 1, "local_rank": 0, "world_size": 3, "local_world_size": 1, "node_rank": 1, "generation": 4}
-    return {"to": "r1", "message": {"form": {**given, "began": 0.0, "reason": "", "failures": 2, **fields}}}
+def position(rank: int = 1, **fields) -> Position:
+    given = {"rank": rank, "local_rank": 0, "world_size": 3, "local_world_size": 1, "node_rank": 1, "generation": 4}
+    return Position(**{**given, "began": 0.0, "reason": "", "failures": 2, **fields})
 
 
-def test_failures_that_the_lost_launcher_counted_are_not_forgotten(context):
-    following = MemberRole(context.context, context.evidence, "00001")
-    following.take_mail(form())
-    following.follow("00002")
-    assert context.sent[-1][1]["failures"] == 2
-    takeover = TakingOver(context.context, context.evidence, following, {"00001": "a"}, ["00003"])
-    others = {"sender": "00003", "hello": [], "generation": 4, "failures": 3}
-    takeover.take_hello(others)
-    assert takeover.lead(0, ("127.0.0.1", 1)).failures == 4, "and the loss of that machine"
+def test_messages_arrive_as_they_were_sent():
+    facts = RankFacts("r1", 1, 1, 0, None, True, RankReady("lost", 5))
+    for message in (
+        Hello((facts,), 3, 2, 1),
+        Orders((("r1", position(lost=(0, 2))), ("r2", End()))),
+        ViewChange(1, 2, 3, {"00001": NodeView("a", 2, ("10.0.0.1", 5), 1), "00002": None}),
+        LostRank("r1", 2, "raised", {"cause": "x", "details": ("a", "b")}),
+    ):
+        assert decode(json.loads(json.dumps(encode(message)))) == message
 
 
-def test_a_machine_that_reports_after_another_took_over_is_left_out(context):
+def test_failures_that_the_lost_launcher_counted_are_not_forgotten():
+    """A follower knows them from the view; one that missed the last change, from the reports of the others."""
+    launcher = Launcher("00002")
+    launcher.happen(Mailed("00001", ViewChange(1, 4, 2, {})))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)))
+    facts = RankFacts("r2", 2, 2, 0, None, True, None)
+    launcher.happen(Mailed("00003", Hello((facts,), 2, 4, 3)), Tick())
+    assert launcher.node.leads
+    assert launcher.node.failures == 4, "and the loss of that machine"
+
+
+def test_a_machine_that_reports_after_another_took_over_is_left_out():
     """Its launcher ends; the others, which it must not stop, go on."""
-    following = MemberRole(context.context, context.evidence, "00001")
-    following.take_mail(form())
-    takeover = TakingOver(context.context, context.evidence, following, {"00001": "a"}, ["00003"])
-    deadline = time.monotonic() + 10
-    takeover.deadline = 0.0
-    assert takeover.is_complete
-    assert time.monotonic() < deadline
-    control = ElasticControl(context.context, Diagnosis(context.context, 1), failures=0)
-    control.role = takeover.lead(0, ("127.0.0.1", 1))
-    context.sent.clear()
-    control.take_mail({"sender": "00003", "hello": [], "generation": 4, "failures": 0})
-    ((to, message),) = context.sent
-    assert (to, list(message)) == ("00003", ["left_out"])
-    following.take_mail({"sender": "00002", **message})
-    assert context.failed == [{"final": True}]
+    launcher = Launcher("00002")
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",), ended=("00001",)))
+    launcher.now = 10.0
+    launcher.happen(Tick())
+    assert launcher.node.leads
+    ((to, message),) = launcher.happen(Mailed("00003", Hello((), 0, 0, 0)))
+    assert (to, type(message)) == ("00003", LeftOut)
+    late = Launcher("00003")
+    late.happen(Mailed("00002", message))
+    assert [give_up.alone for give_up in late.kinds(GiveUp)] == [True]
+
+
+def test_a_machine_that_only_it_has_lost_the_leader_does_not_lead_alone():
+    """The other one, which sees the leader still, does not report to it."""
+    launcher = Launcher("00002")
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)))
+    launcher.now = 10.0
+    launcher.happen(Tick())
+    assert not launcher.node.leads
+    assert [give_up.alone for give_up in launcher.kinds(GiveUp)] == [True]
+
+
+def test_reports_that_come_before_a_launcher_knows_that_it_takes_over_are_kept():
+    launcher = Launcher("00002")
+    launcher.happen(Mailed("00003", Hello((RankFacts("r2", 2, 2, 0, None, True, None),), 0, 1, 0)))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)), Tick())
+    assert [rank.key for rank in launcher.node.group.members] == ["r1", "r2"]
+
+
+def test_a_new_leader_does_not_count_a_machine_that_was_lost_before():
+    """It would wait for it at the end, and start ranks on it."""
+    launcher = Launcher("00002")
+    launcher.happen(Mailed("00001", ViewChange(1, 1, 1, {"00003": None})))
+    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None})]
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ended=("00001",)), Tick())
+    assert list(launcher.node.view.nodes) == ["00002"]
+    launcher.happen(Finished("r1"), AllHereEnded())
+    assert launcher.kinds(AllOver)
+
+
+def test_a_new_leader_knows_a_machine_that_came_late():
+    launcher = Launcher("00002")
+    came = NodeView("late", 1, ("10.0.0.4", 1))
+    launcher.happen(Mailed("00001", ViewChange(1, 1, 1, {"00004": came, "00003": None})))
+    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None, "00004": came})]
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00004",)))
+    facts = RankFacts("r3", 3, 2, 0, None, True, None)
+    launcher.happen(Mailed("00004", Hello((facts,), 1, 2, 1)))
+    sent = launcher.happen(Tick())
+    assert ("00004", Orders) in [(to, type(message)) for to, message in sent], "its ranks get orders"
+
+
+def test_a_view_of_a_leader_before_the_last_is_not_applied():
+    launcher = Launcher("00003")
+    launcher.happen(LeaderLost("00002"))
+    launcher.happen(Mailed("00001", ViewChange(9, 9, 9, {"00002": None})))
+    assert "00002" in launcher.node.view.nodes
+
+
+def test_orders_to_the_ranks_of_a_machine_are_one_message():
+    launcher = Launcher("00001")
+    for sender, key in (("00002", "r1"), ("00003", "r2")):
+        launcher.happen(Mailed(sender, FromRank(key, int(key[1:]), 0, RankJoined(0))))
+    launcher.happen(Spoke("r0", RankJoined(0)))
+    sent = launcher.happen(Failed("r0", -9, "was killed", {}))
+    orders = {to: message.orders for to, message in sent if isinstance(message, Orders)}
+    assert {to: [(key, type(order)) for key, order in each] for to, each in orders.items()} == {
+        "00002": [("r1", Abort)],
+        "00003": [("r2", Abort)],
+    }
+
+
+def test_a_usage_error_of_another_machine_ends_the_run_with_its_report():
+    """It would be the same again: the launcher ends with its exit code, and does not start again."""
+    member = Launcher("00002")
+    report = {"cause": "stopped: no GPU", "exit_code": EXIT_USAGE, "hint": "Use another one.", "details": ()}
+    ((to, lost),) = member.happen(Failed("r1", EXIT_USAGE, "raised UsageError", report))
+    assert to == "00001"
+    leader = Launcher("00001")
+    for sender, key in (("00002", "r1"), ("00003", "r2")):
+        leader.happen(Mailed(sender, FromRank(key, int(key[1:]), 0, RankJoined(0))))
+    leader.happen(Spoke("r0", RankJoined(0)))
+    leader.happen(Mailed("00002", decode(encode(lost))))
+    (end,) = leader.kinds(Unsurvived)
+    assert FailureReport.from_message(dict(end.failure)).exit_code == EXIT_USAGE
+    assert end.failure["hint"] == "Use another one."
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -147,34 +254,53 @@ def test_a_request_that_cannot_be_answered_is_reported_once_and_ends_nothing(tmp
     assert "cannot be read or answered" in notice
 
 
-def test_a_machine_that_does_not_decide_passes_requests_on(context, monkeypatch):
-    logs = context.context.spec.log_dir
-    control = ElasticControl(context.context, Diagnosis(context.context, 1), failures=0)
-    (logs / "ranks.request").write_text('{"ranks": 2}')
-    control.check(time.monotonic())
-    assert context.sent == [], "the launcher that decides may see this folder, too"
-    monkeypatch.setattr("phalanx.recovery.launcher.elastic._PASS_SECONDS", 0.0)
-    control.check(time.monotonic())
-    control.check(time.monotonic())
-    assert context.sent == [("00001", {"resize": 2})]
-    assert not (logs / "ranks.request").exists()
-    control.take_mail({"sender": "00001", "resized": "no machine has room for 2 ranks."})
-    assert json.loads((logs / "ranks.answer").read_text()) == {"refused": "no machine has room for 2 ranks."}
+@pytest.fixture
+def control(tmp_path):
+    """The launcher of the second of three machines; `sent` notes what it sends."""
+    state = RankState(1, "r1", "r1", 1)
+    group: Any = SimpleNamespace(
+        ranks={"r1": state}, states=[state], alive=[state], controls={}, signal=lambda *_: None
+    )
+    spec = LaunchSpec(
+        target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=Elastic((3, 2, 1)), max_restarts=3
+    )
+    machines = [["00001", "a", 1, None], ["00002", "b", 1, None], ["00003", "c", 1, None]]
+    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", machines=machines)
+    sent: list[tuple[str, Any]] = []
+    rendezvous = SimpleNamespace(has_other_nodes=True, post=lambda to, mail: sent.append((to, decode(mail))))
+    console = SimpleNamespace(handle=lambda event: None, notice=lambda text: None)
+    parts = (rendezvous, selectors.DefaultSelector(), lambda seconds, action: None, lambda report, **how: None)
+    context = LauncherContext(spec, node, group, console, *parts, lambda: False)
+    diagnosis = Diagnosis(context, 1)
+    made = ElasticControl(context, diagnosis, failures=0)
+    yield SimpleNamespace(control=made, sent=sent, logs=tmp_path)
+    diagnosis.close()
+    context.selector.close()
 
 
-def test_a_request_that_was_passed_on_is_carried_out_and_answered(context):
-    context.context.node = dataclasses.replace(context.context.node, leader="00002")
-    control = ElasticControl(context.context, Diagnosis(context.context, 1), failures=0)
-    asked: list[int] = []
-    group = SimpleNamespace(is_settled=False, unchanged_since=time.monotonic())
-    members = SimpleNamespace(group=group, resize=lambda size, why: asked.append(size), find_late=list)
-    control.role.members = members
-    control.take_mail({"sender": "00003", "resize": 2})
-    control.check(time.monotonic())
-    assert asked == [], "while the group changes"
-    group.is_settled = True
-    control.check(time.monotonic())
-    assert (asked, context.sent) == ([2], [("00003", {"resized": None})])
+def test_a_machine_that_does_not_decide_passes_requests_on(control, monkeypatch):
+    (control.logs / "ranks.request").write_text('{"ranks": 2}')
+    control.control.check(time.monotonic())
+    assert control.sent == [], "the launcher that decides may see this folder, too"
+    monkeypatch.setattr("phalanx.recovery.launcher.control._PASS_SECONDS", 0.0)
+    control.control.check(time.monotonic())
+    control.control.check(time.monotonic())
+    assert control.sent == [("00001", ResizeAsked(2))]
+    assert not (control.logs / "ranks.request").exists()
+    refused = "no machine has room for 2 ranks."
+    control.control.handlers["mail"]({"sender": "00001", **encode(ResizeAnswer(refused))})
+    assert json.loads((control.logs / "ranks.answer").read_text()) == {"refused": refused}
+
+
+def test_a_request_that_was_passed_on_is_carried_out_and_answered():
+    leader = Launcher("00001")
+    assert leader.happen(Mailed("00003", ResizeAsked(2)), Tick()) == [], "while the group changes"
+    for sender, key in (("00002", "r1"), ("00003", "r2")):
+        leader.happen(Mailed(sender, FromRank(key, int(key[1:]), 0, RankJoined(0))))
+    leader.happen(Spoke("r0", RankJoined(0)))
+    sent = leader.happen(Tick())
+    assert ("00003", ResizeAnswer(None)) in sent
+    assert [order for action in leader.kinds(Deliver) for order in [type(action.order)]] == [LeaveAtStep]
 
 
 def test_requests_are_no_failures_of_the_run(monkeypatch):
@@ -188,7 +314,7 @@ def test_requests_are_no_failures_of_the_run(monkeypatch):
     monkeypatch.delenv("PHALANX_FAILURES")
     assert read_rank_env().failures == 1, "without Phalanx's launcher: the restarts"
     monkeypatch.setenv("PHALANX_FAILURES", "0")
-    Position(0, 0, 2, 2, 0, generation=7, began=0.0, reason="a request for 2 ranks", failures=1).export()
+    export(Position(0, 0, 2, 2, 0, generation=7, began=0.0, reason="a request for 2 ranks", failures=1))
     env = read_rank_env()
     assert (env.generation, env.failures) == (7, 1)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,9 +14,11 @@ from torch.distributed import HashStore
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.addresses import free_port
+from phalanx.launch import nodes
 from phalanx.launch.gathering import Gathering, agree_on_round
 from phalanx.launch.mailbox import ALL, exchange_period, may_continue
 from phalanx.launch.nodes import LEADER, NodeGroup
+from phalanx.launch.probes import Probes
 
 
 class Machines:
@@ -57,6 +61,8 @@ class Machines:
     def kill(self, number: int) -> None:
         """End a machine's heartbeats and stores."""
         group = self.groups.pop(number)
+        if group._signpost is not None:
+            group._signpost.stop()
         if group._mailbox is not None:
             group._mailbox.close()
             group._mailbox.thread.join()
@@ -156,6 +162,14 @@ def test_a_fixed_number_of_machines_ends_with_the_one_that_hosts_the_store():
         machines.await_news(1, "anything")
 
 
+def accept(machines: Machines, leader: int, news: dict[str, Any]) -> None:
+    """Take a machine in, as the launcher of the leader does."""
+    group = machines.groups[leader]
+    group.change({news["arrival"]: news["entry"]})
+    nodes = [[name, entry["host"], entry["ranks"], entry["standby"]] for name, entry in group._nodes.items()]
+    group.post(news["arrival"], {"accept": {"late": True, "machines": nodes}})
+
+
 def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
     """The leader is lost, and of those that are left the one that came late has to know all others, and they it."""
     machines = elastic(2)
@@ -163,22 +177,19 @@ def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
     assert [[machine[2] for machine in each["machines"]] for each in places] == [[2, 2], [2, 2]]
     with ThreadPoolExecutor() as pool:
         late = pool.submit(machines.gather, 2, attempt=0)
-        mail = machines.await_news(0, "mail")["mail"]
-        machines.groups[0].post(mail["arrival"], {"accept": {"late": True}})
+        news = machines.await_news(0, "arrival")
+        accept(machines, 0, news)
         ((place,),) = [late.result()]
     first = machines.groups[0]._own
     assert (place["late"], place["run_id"], place["leader"]) == (True, "run0", first)
-    deadline = time.monotonic() + 10
-    while len(machines.groups[1]._nodes) < 3 and time.monotonic() < deadline:
-        machines.groups[1].news()
-        time.sleep(0.01)
+    machines.groups[1].change({news["arrival"]: news["entry"]})  # as its launcher has heard from the leader
     machines.kill(0)
     news = machines.await_news(1, "leader")
     second = machines.groups[1]._own
-    assert (news["leader"], list(news["lost"]), news["others"]) == (second, [first], [machines.groups[2]._own])
+    assert (news["leader"], news["others"]) == (second, [machines.groups[2]._own])
     assert machines.await_news(2, "leader")["leader"] == second
-    machines.groups[2].post(LEADER, {"hello": 1})
-    assert machines.await_news(1, "mail")["mail"]["hello"] == 1
+    machines.groups[2].post(LEADER, {"kind": "Hello"})
+    assert machines.await_news(1, "mail")["mail"]["kind"] == "Hello"
     places = machines.gather(1, 2, attempt=1)
     assert {each["run_id"] for each in places} == {"run0"}, "as before"
 
@@ -204,15 +215,77 @@ def test_a_lost_machine_no_longer_counts_for_the_quorum():
     machines = elastic(3)
     machines.gather(0, 1, 2)
     machines.kill(2)
-    assert len(machines.await_news(0, "lost_nodes")["lost_nodes"]) == 1
-    deadline = time.monotonic() + 10
-    while len(machines.groups[1]._nodes) > 2 and time.monotonic() < deadline:
-        machines.groups[1].news()
-        time.sleep(0.01)
+    (lost,) = machines.await_news(0, "lost_nodes")["lost_nodes"]
+    machines.groups[1].change({lost: None})  # as its launcher has heard from the leader
     machines.kill(0)
     news = machines.await_news(1, "leader")
     assert next(iter(news)) == "leader"
     assert "address" in news
+
+
+def test_a_leader_that_is_started_again_comes_late_instead_of_beginning_a_second_run():
+    machines = elastic(2, seconds=30.0)
+    machines.gather(0, 1)
+    machines.kill(0)
+    second = machines.await_news(1, "leader")["leader"]
+    with ThreadPoolExecutor() as pool:
+        again = pool.submit(machines.gather, 0)
+        news = machines.await_news(1, "arrival")
+        assert news["arrival"] not in ("00001", "00002"), "a name that no machine had"
+        accept(machines, 1, news)
+        ((place,),) = [again.result()]
+    assert (place["late"], place["leader"], place["run_id"]) == (True, second, "run0")
+
+
+@pytest.mark.parametrize("others", ["go on", "end"])
+def test_a_machine_that_only_it_has_lost_the_leader_ends(monkeypatch, others):
+    """Of three machines the link between the leader and the last is cut: no other one takes over for that one alone."""
+    monkeypatch.setattr("phalanx.launch.nodes._CONFIRM_SECONDS", 0.0)
+    machines = elastic(3)
+    machines.gather(0, 1, 2)
+    names = {group._own: number for number, group in machines.groups.items()}
+    leader = machines.groups[0]._own
+    second, last = (names[name] for name in sorted(set(names) - {leader}))
+    cut = machines.groups[last]
+    unreachable, asks = cut._nodes[leader]["standby"], nodes.ask_all
+
+    def ask_all(addresses, seconds):
+        answers = asks({name: address for name, address in addresses.items() if address != unreachable}, seconds)
+        return {name: answers.get(name) for name in addresses}
+
+    monkeypatch.setattr(nodes, "ask_all", ask_all)
+    cut._mailbox.close()
+    cut._mailbox._contact = time.monotonic() - 60
+    assert machines.await_news(last, "leader")["leader"] == machines.groups[second]._own
+    if others == "end":
+        machines.kill(second)
+    with pytest.raises(PhalanxError, match="does not take over"):
+        machines.await_news(last, "anything")
+
+
+def test_machines_that_do_not_answer_are_asked_at_the_same_time():
+    """A rack without power: nothing refuses, and nothing answers."""
+    with socket.socket() as silent, contextlib.ExitStack() as opened:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(4):  # whose queue is full
+            filling = opened.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(silent.getsockname())
+        with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            addresses = {str(number): silent.getsockname() for number in range(50)}
+            addresses |= {"there": there.getsockname(), "ended": closed.getsockname()}
+            probes = Probes(0.5)
+            began = time.monotonic()
+            probes.ask(addresses)
+            asked = time.monotonic() - began
+            found = dict.fromkeys(addresses)
+            while time.monotonic() - began < 2.0:
+                found |= probes.answers()
+            assert asked < 0.5, "nothing waits"
+    assert [name for name, answer in found.items() if answer] == ["there"]
+    assert [name for name, answer in found.items() if answer is False] == ["ended"]
 
 
 def test_machines_may_be_fewer_where_enough_ranks_have_come():

@@ -15,7 +15,7 @@ from phalanx.launch.group import RankState
 from phalanx.launch.rank_files import stack_path
 from phalanx.launch.spec import CallTarget, Elastic, LaunchSpec
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path, within
-from phalanx.recovery.launcher.elastic import StallWatch
+from phalanx.recovery.launcher.stall import StallWatch
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "{}", line 1 in function\n'
 WAITS, SLEEPS = STACK.format("torch/distributed/distributed_c10d.py"), STACK.format("train.py")

@@ -2,87 +2,105 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from phalanx.errors import EXIT_USAGE
-from phalanx.launch.group import RankState
 from phalanx.launch.spec import Elastic
-from phalanx.recovery.launcher.membership import Membership
+from phalanx.recovery.launcher.group import Group
 from phalanx.recovery.launcher.policy import fails_too_often
-
-
-class Processes:
-    """Notes what is sent; a machine has room for `room` more processes."""
-
-    def __init__(self, room: int = 100) -> None:
-        self.sent: list[tuple[str, str]] = []
-        self.started = 0
-        self.room = room
-
-    def send(self, state, message) -> None:
-        self.sent.append((state.key, next(iter(message))))
-
-    def start(self, count, generation):
-        able = min(count, self.room)
-        self.started += able
-        self.room -= able
-        return {"": able}
-
-    def retire(self, state) -> None:
-        pass
-
-    def address(self):
-        return {}
-
-    def take(self, what: str) -> list[str]:
-        """Return the ranks that got a message of this kind, and forget all messages."""
-        found = [key for key, kind in self.sent if kind == what]
-        self.sent.clear()
-        return found
+from phalanx.recovery.launcher.protocol import FillDue, GiveUp, Later, Rank, Send, Tell
+from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.messages import (
+    Abort,
+    End,
+    LeaveAtStep,
+    NodeView,
+    Position,
+    RankAborted,
+    RankInterrupted,
+    RankJoined,
+    RankReady,
+    Release,
+    StartRanks,
+)
 
 
 class Case:
-    """A membership of `ranks` ranks, whose timers are due at once."""
+    """A group of `ranks` ranks on one node, whose timers are due at once; it has room for `room` more processes."""
 
     def __init__(self, ranks: int, *, max_restarts: int = 5, sizes=(), spares: int = 0, room: int = 100) -> None:
-        self.processes = Processes(room)
-        self.ranks = [rank_state(number) for number in range(ranks)]
+        self.ranks = [new_rank(number) for number in range(ranks)]
+        self.view = GroupView("", {"": NodeView("here", ranks + room, ranks=ranks)})
+        elastic = Elastic(sizes or (ranks,), spares)
+        self.group = Group(elastic, "", self.view, self.ranks, max_restarts=max_restarts, now=0.0)
+        self.orders: list[tuple[str, type]] = []
         self.reports: list[dict] = []
         self.given_up: list[str] = []
-        self.members = Membership(
-            Elastic(sizes or (ranks,), spares),
-            self.ranks,
-            self.processes,
-            failures=0,
-            max_restarts=max_restarts,
-            later=lambda seconds, action: action(),
-            report=self.reports.append,
-            give_up=self.given_up.append,
-        )
+        self.started = 0
 
-    def join(self, *states) -> None:
-        for state in states:
-            self.members.take(state, {"joined": self.members.group.generation})
+    def act(self) -> None:
+        """Carry out what the group has decided."""
+        while self.group.actions:
+            actions, self.group.actions = self.group.actions, []
+            for action in actions:
+                if isinstance(action, tuple):
+                    self.orders.append((action[0].key, type(action[1])))
+                elif isinstance(action, Tell):
+                    self.reports.append(action.event)
+                elif isinstance(action, GiveUp):
+                    self.given_up.append(action.cause)
+                elif isinstance(action, Later):
+                    assert action.event == FillDue()
+                    self.group.fill()
+                elif isinstance(action, Send) and isinstance(action.message, StartRanks):
+                    self.started += action.message.count
 
-    def ready(self, *states, step: int = 5) -> None:
-        for state in states:
-            self.members.take(state, {"ready": "new", "step": step})
+    def say(self, rank, message) -> None:
+        self.group.on_message(rank, message)
+        self.act()
 
-    def aborted(self, state) -> None:
-        self.members.take(state, {"aborted": True})
+    def join(self, *ranks) -> None:
+        for rank in ranks:
+            self.say(rank, RankJoined(self.group.generation))
 
-    def lose(self, state, code: int = -9) -> bool:
-        state.code = code
-        return self.members.take_loss(state, how="was killed")
+    def ready(self, *ranks, step: int = 5) -> None:
+        for rank in ranks:
+            self.say(rank, RankReady("new", step))
+
+    def aborted(self, rank) -> None:
+        self.say(rank, RankAborted())
+
+    def lose(self, rank, code: int = -9) -> bool:
+        rank.code = code
+        survived = self.group.lose([rank], "was killed")
+        self.act()
+        return survived
+
+    def end(self, rank) -> None:
+        self.group.on_end(rank)
+        self.act()
+
+    def resize(self, size: int) -> str | None:
+        refused = self.group.resize(size, "a request")
+        self.act()
+        return refused
+
+    def arrive(self, name: str, slots: int) -> None:
+        self.group.on_arrival(name, NodeView(name, slots), {})
+        self.act()
+
+    def take(self, order: type) -> list[str]:
+        """Return the ranks that got an order of this kind, and forget all orders."""
+        found = [key for key, kind in self.orders if kind is order]
+        self.orders.clear()
+        return found
 
     def forms(self) -> bool:
-        return bool(self.processes.take("form"))
+        return bool(self.take(Position))
 
 
-def rank_state(number: int) -> RankState:
-    return RankState(number, f"r{number}", f"r{number}", number, local_rank=number)
+def new_rank(number: int, node: str = "") -> Rank:
+    return Rank(f"r{number}", node, number, number, local_rank=number)
 
 
 @pytest.fixture
@@ -95,12 +113,12 @@ def three():
 def test_a_rank_that_notices_while_others_join_is_asked_only_once(three):
     _, one, two = three.ranks
     three.lose(three.ranks[0])
-    new = rank_state(7)
+    new = new_rank(7)
     three.ready(one, two, new)
     assert three.forms()
     three.ready(one)  # its connection to the new rank broke before the launcher knows why
     assert three.lose(new)
-    newest = rank_state(8)
+    newest = new_rank(8)
     three.ready(two, newest)
     assert three.forms()
 
@@ -109,47 +127,47 @@ def test_collectives_are_ended_when_all_ranks_have_aborted(three):
     """What an ended collective of nccl sends is not complete: no rank that receives it may still use it."""
     zero, one, two = three.ranks
     three.lose(zero)
-    assert three.processes.take("abort") == ["r1", "r2"]
+    assert three.take(Abort) == ["r1", "r2"]
     three.aborted(one)
-    assert three.processes.take("release") == []
+    assert three.take(Release) == []
     three.aborted(two)
-    assert three.processes.take("release") == ["r1", "r2"]
-    new = rank_state(7)
+    assert three.take(Release) == ["r1", "r2"]
+    new = new_rank(7)
     three.ready(one, two, new)
     assert three.forms()
     three.lose(new)  # again, where one of the two has left by itself
     three.aborted(one)
-    assert three.processes.take("release") == []
+    assert three.take(Release) == []
     three.ready(two)
     three.aborted(two)
-    assert three.processes.take("release") == ["r1", "r2"]
+    assert three.take(Release) == ["r1", "r2"]
 
 
 def test_a_rank_that_notices_first_waits_until_the_others_have_aborted(three):
     """It has not left yet: its collectives over nccl would send to ranks that still use the result."""
     zero, one, two = three.ranks
-    three.members.take(one, {"interrupted": "RuntimeError: connection closed by peer"})
-    assert three.processes.take("abort") == ["r0", "r1", "r2"]
+    three.say(one, RankInterrupted("RuntimeError: connection closed by peer"))
+    assert three.take(Abort) == ["r0", "r1", "r2"]
     three.aborted(one)
     assert three.lose(zero)  # which the launcher notices a moment later
-    assert three.processes.take("abort") == ["r1", "r2"]
+    assert three.take(Abort) == ["r1", "r2"]
     three.aborted(one)
-    three.members.take(two, {"interrupted": "RuntimeError: connection closed by peer"})
-    assert three.processes.take("release") == []
+    three.say(two, RankInterrupted("RuntimeError: connection closed by peer"))
+    assert three.take(Release) == []
     three.aborted(two)
-    assert three.processes.take("release") == ["r1", "r2"]
+    assert three.take(Release) == ["r1", "r2"]
 
 
 def test_a_late_report_of_joining_does_not_end_the_leaving(three):
     _, one, two = three.ranks
     three.lose(three.ranks[0])
-    three.ready(one, two, new := rank_state(7))
+    three.ready(one, two, new := new_rank(7))
     assert three.forms()
     three.join(one)
     three.lose(new)
     three.ready(one)
     three.join(two)  # sent before it got the abort
-    three.ready(two, rank_state(8))
+    three.ready(two, new_rank(8))
     assert three.forms()
 
 
@@ -157,19 +175,19 @@ def test_a_new_rank_that_ends_before_it_is_ready_is_started_again(three):
     _, one, two = three.ranks
     three.lose(three.ranks[0])
     three.ready(one, two)
-    assert three.processes.started == 1
-    assert three.lose(rank_state(7))
-    assert three.processes.started == 2
-    three.ready(rank_state(8))
+    assert three.started == 1
+    assert three.lose(new_rank(7))
+    assert three.started == 2
+    three.ready(new_rank(8))
     assert three.forms()
 
 
 def test_new_ranks_that_always_end_are_not_started_for_ever(three):
     three.lose(three.ranks[0])
     three.ready(*three.ranks[1:])
-    went_on = [three.lose(rank_state(7 + number)) for number in range(4)]
+    went_on = [three.lose(new_rank(7 + number)) for number in range(4)]
     assert went_on == [True, True, True, False]
-    assert not three.lose(rank_state(20), code=EXIT_USAGE), "it would be the same again"
+    assert not three.lose(new_rank(20), code=EXIT_USAGE), "it would be the same again"
 
 
 def test_a_rank_that_is_lost_after_it_was_ready_is_not_chosen(three):
@@ -178,9 +196,9 @@ def test_a_rank_that_is_lost_after_it_was_ready_is_not_chosen(three):
     three.ready(one)
     three.lose(two)
     three.ready(two)  # what it had sent before is read after its end
-    three.ready(rank_state(7))
+    three.ready(new_rank(7))
     assert not three.forms()
-    three.ready(rank_state(8))
+    three.ready(new_rank(8))
     assert three.forms()
 
 
@@ -188,27 +206,25 @@ def test_where_a_rank_has_finished_the_others_do_not_wait_for_it(three):
     zero, one, two = three.ranks
     three.lose(zero)
     three.ready(one)
-    two.code = 0
-    three.members.take_end(two)
+    three.end(two)
     assert "rank 2 has finished" in three.given_up[0]
 
 
 def test_ranks_that_finish_before_a_requested_change_end_the_run():
     case = Case(2, sizes=(2, 1))
     case.join(*case.ranks)
-    case.members.resize(1, "a request")
+    case.resize(1)
     for state in case.ranks:
-        state.code = 0
-        case.members.take_end(state)
+        case.end(state)
     assert case.given_up == []
 
 
 def test_a_rank_that_ended_before_a_requested_change_is_not_waited_for():
     case = Case(2, sizes=(2, 1))
     case.join(*case.ranks)
-    case.members.resize(1, "a request")
+    case.resize(1)
     case.ranks[0].code = 75
-    case.members.take_end(case.ranks[0])
+    case.end(case.ranks[0])
     assert case.given_up == [], "the other may end, too"
     case.ready(case.ranks[1])
     assert case.given_up == ["a request, and rank 0 has finished already"]
@@ -219,9 +235,9 @@ def test_ranks_lost_together_are_one_failure():
     case.join(*case.ranks)
     assert case.lose(case.ranks[0])
     assert case.lose(case.ranks[1])
-    assert case.members.failures == 1
-    case.ready(case.ranks[2], rank_state(7), rank_state(8))
-    case.join(*case.members.group.members)
+    assert case.group.failures == 1
+    case.ready(case.ranks[2], new_rank(7), new_rank(8))
+    case.join(*case.group.members)
     assert not case.lose(case.ranks[2])
 
 
@@ -229,10 +245,10 @@ def test_losses_beyond_max_restarts_end_the_run():
     case = Case(3, max_restarts=2)
     case.join(*case.ranks)
     for number in (7, 8):
-        assert case.lose(case.members.group.members[1])
-        case.ready(*case.members.group.members, rank_state(number), step=number)
-        case.join(*case.members.group.members)
-    assert not case.lose(case.members.group.members[1])
+        assert case.lose(case.group.members[1])
+        case.ready(*case.group.members, new_rank(number), step=number)
+        case.join(*case.group.members)
+    assert not case.lose(case.group.members[1])
     assert "max_restarts = 2 is used up" in case.reports[-1]["text"]
 
 
@@ -243,41 +259,41 @@ def test_a_second_loss_in_any_state_of_a_change_is_survived(three, reached):
     if reached == "some are ready":
         three.ready(one)
     elif reached != "leaving":
-        three.ready(one, two, rank_state(7))
+        three.ready(one, two, new_rank(7))
     if reached == "some have joined":
         three.join(one)
     formed = reached in ("forming", "some have joined")
-    generation = three.members.group.generation
-    three.processes.sent.clear()
+    generation = three.group.generation
+    three.orders.clear()
     assert three.lose(two)
-    assert three.members.failures == (2 if formed else 1), "losses before the next generation are one failure"
-    left = [member.key for member in three.members.group.members if member.key not in three.members.group.steps]
-    assert three.processes.take("abort") == left
-    three.ready(*three.members.group.members, *(rank_state(number) for number in ((8,) if formed else (7, 8))))
-    assert three.members.group.generation == generation + 1
-    three.join(*three.members.group.members)
-    assert three.members.group.is_settled
-    assert [member.rank for member in three.members.group.members] == [0, 1, 2]
+    assert three.group.failures == (2 if formed else 1), "losses before the next generation are one failure"
+    left = [member.key for member in three.group.members if member.key not in three.group.steps]
+    assert three.take(Abort) == left
+    three.ready(*three.group.members, *(new_rank(number) for number in ((8,) if formed else (7, 8))))
+    assert three.group.generation == generation + 1
+    three.join(*three.group.members)
+    assert three.group.is_settled
+    assert [member.rank for member in three.group.members] == [0, 1, 2]
 
 
 def test_a_spare_rank_takes_the_place_of_a_lost_one_and_another_spare_is_started():
     case = Case(3, spares=1)
     case.join(*case.ranks)
-    assert case.processes.started == 1
-    case.ready(spare := rank_state(3), step=-1)
+    assert case.started == 1
+    case.ready(spare := new_rank(3), step=-1)
     assert case.lose(case.ranks[1])
-    assert case.processes.started == 1, "the spare one is there already"
+    assert case.started == 1, "the spare one is there already"
     case.ready(case.ranks[0], case.ranks[2])
-    assert spare in case.members.group.members
-    case.join(*case.members.group.members)
-    assert case.processes.started == 2
+    assert spare in case.group.members
+    case.join(*case.group.members)
+    assert case.started == 2
 
 
 def test_a_failure_that_needs_a_restart_is_counted_by_the_restart():
     case = Case(1, max_restarts=1)
     case.join(*case.ranks)
     assert not case.lose(case.ranks[0])
-    assert case.members.failures == 0
+    assert case.group.failures == 0
 
 
 def test_interruptions_without_a_loss_end_where_no_step_is_made(three):
@@ -291,50 +307,49 @@ def test_interruptions_without_a_loss_end_where_no_step_is_made(three):
 def test_a_request_for_more_ranks_than_there_is_room_for_is_refused():
     case = Case(2, sizes=(4, 3, 2), room=1)
     case.join(*case.ranks)
-    refused = case.members.resize(4, "a request")
+    refused = case.resize(4)
     assert refused is not None
     assert "room" in refused
-    assert case.members.group.is_settled
+    assert case.group.is_settled
 
 
-def test_a_rank_in_a_long_step_is_not_killed_for_a_request(monkeypatch):
+def test_a_rank_in_a_long_step_is_not_killed_for_a_request():
     case = Case(2, sizes=(2, 1))
     case.join(*case.ranks)
-    case.members.resize(1, "a request")
-    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: 1e9)
-    assert case.members.find_late() == []
+    case.resize(1)
+    case.group.now = 1e9
+    assert case.group.late() == []
     case.ready(case.ranks[0])
-    case.members.take_loss(rank_state(9), how="was killed")
+    case.lose(new_rank(9))
     case.lose(case.ranks[1])
-    case.ready(rank_state(8))
+    case.ready(new_rank(8))
 
 
-def test_ranks_that_leave_after_a_request_have_time_from_the_loss_on(monkeypatch):
+def test_ranks_that_leave_after_a_request_have_time_from_the_loss_on():
     case = Case(3, sizes=(3, 2))
     case.join(*case.ranks)
-    case.members.resize(2, "a request")
+    case.resize(2)
     case.ready(case.ranks[0])
-    asked = time.monotonic()
-    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: asked + 1000)
+    case.group.now = 1000.0
     case.lose(case.ranks[2])
-    assert case.members.find_late() == []
-    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: asked + 2000)
-    assert case.members.find_late() == [case.ranks[1]], "the other has left"
+    assert case.group.late() == []
+    case.group.now = 2000.0
+    assert case.group.late() == [case.ranks[1]], "the other has left"
 
 
 def scaled(case: Case, size: int) -> None:
     """Join, and go on with fewer ranks."""
     case.join(*case.ranks)
-    case.members.resize(size, "a request")
-    case.ready(*case.members.group.members)
-    case.join(*case.members.group.members)
+    case.resize(size)
+    case.ready(*case.group.members)
+    case.join(*case.group.members)
 
 
 def test_ranks_that_were_scaled_away_end_and_do_not_count_as_ranks_that_are_left():
     case = Case(4, sizes=(4, 3, 2, 1), max_restarts=0)
     scaled(case, 2)
-    assert case.processes.take("end") == ["r2", "r3"]
-    assert case.members.group.spares == []
+    assert case.take(End) == ["r2", "r3"]
+    assert case.group.spares == []
     assert case.lose(case.ranks[1])
     assert [(report["action"], report["size"]) for report in case.reports] == [("shrink", 1)]
     case.ready(case.ranks[0])
@@ -345,11 +360,11 @@ def test_ranks_that_were_scaled_away_end_and_do_not_count_as_ranks_that_are_left
 def test_a_rank_that_was_scaled_away_and_waits_does_not_hold_the_state():
     case = Case(3, sizes=(3, 2, 1), spares=1)
     scaled(case, 1)
-    assert [state.key for state in case.members.group.spares] == ["r1"]
+    assert [state.key for state in case.group.spares] == ["r1"]
     assert not case.lose(case.ranks[0]), "newer than its state are the checkpoints"
     case = Case(3, sizes=(3, 2, 1), spares=1)
     scaled(case, 1)
-    case.members.resize(2, "a request")
+    case.resize(2)
     case.ready(case.ranks[0])
     assert case.forms()
     assert not case.lose(case.ranks[0]), "it was lost before it gave its state to the other"
@@ -360,48 +375,50 @@ def test_ranks_for_which_a_size_has_no_place_wait_for_more():
     case.join(*case.ranks)
     case.lose(case.ranks[3])
     case.ready(*case.ranks[:3])
-    assert [len(case.members.group.members), len(case.members.group.spares)] == [2, 1]
-    assert case.processes.take("end") == []
+    assert [len(case.group.members), len(case.group.spares)] == [2, 1]
+    assert case.take(End) == []
 
 
 def test_where_the_data_shards_itself_the_number_of_ranks_stays():
     case = Case(2, sizes=(4, 2, 1), max_restarts=0)
     for state in case.ranks:
-        case.members.take(state, {"joined": 0, "fixed": "The data shards itself."})
+        case.say(state, RankJoined(0, "The data shards itself."))
     refused = "1 ranks are not possible here. Possible: 2. The data shards itself."
-    assert case.members.resize(1, "a request") == refused
-    case.members.take_arrival("b", 2, "the machine b")
-    assert case.members.group.is_settled
+    assert case.resize(1) == refused
+    case.arrive("b", 2)
+    assert case.group.is_settled
     assert not case.lose(case.ranks[1]), "a restart has as many ranks, fewer could not go on"
 
 
 def test_machines_that_arrive_together_are_all_taken_in():
     case = Case(1, sizes=(3, 2, 1))
     case.join(*case.ranks)
-    case.members.take_arrival("b", 1, "the machine b")
-    case.members.take_arrival("c", 1, "the machine c")
-    first, second = (RankState(n, f"r{n}", f"r{n}", n, node) for n, node in ((1, "b"), (2, "c")))
+    case.arrive("b", 1)
+    case.arrive("c", 1)
+    first, second = (new_rank(n, node) for n, node in ((1, "b"), (2, "c")))
     case.ready(first)
     case.ready(*case.ranks)
     assert case.forms()
     case.ready(second)
-    case.join(*case.members.group.members)
-    assert case.processes.take("regroup") == ["r0", "r1"]
+    case.join(*case.group.members)
+    assert case.take(LeaveAtStep) == ["r0", "r1"]
 
 
 def test_a_machine_that_is_lost_before_its_ranks_are_ready_is_not_waited_for():
     case = Case(2, sizes=(4, 3, 2), room=0)
     case.join(*case.ranks)
-    case.members.take_arrival("b", 2, "the machine b")
-    assert not case.members.group.is_settled
-    case.members.lose_node("b")
-    assert case.members.group.is_settled
+    case.arrive("b", 2)
+    assert not case.group.is_settled
+    case.group.on_nodes_lost(["b"])
+    case.act()
+    assert case.group.is_settled
 
 
 def test_spare_ranks_for_which_there_is_no_room_are_reported_once():
     case = Case(2, spares=2, room=1)
     case.join(*case.ranks)
-    case.members._fill()
+    case.group.fill()
+    case.act()
     assert [report["text"] for report in case.reports] == [
         "1 of 2 spare ranks are missing: no machine has room for more"
     ]
@@ -416,20 +433,18 @@ def test_a_machine_is_left_out_only_where_it_fails_far_more_often_than_the_other
     assert not fails_too_often(100, []), "the only machine"
 
 
-def test_a_rank_that_waits_for_the_release_is_not_late(three, monkeypatch):
+def test_a_rank_that_waits_for_the_release_is_not_late(three):
     """Only the rank that has not answered the abort holds the others up: they hold the state of the run."""
     zero, one, two = three.ranks
-    now = time.monotonic()
     three.lose(zero)
     three.aborted(one)
-    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: now + 31)
-    monkeypatch.setattr("phalanx.recovery.launcher.membership.patience", lambda seconds: 30.0)
-    assert three.members.find_late() == [two]
+    three.group.now = 61.0
+    assert three.group.late() == [two]
     assert three.lose(two)
-    assert three.members.find_late() == [], "the other has time from this loss on"
+    assert three.group.late() == [], "the other has time from this loss on"
     three.aborted(one)
-    monkeypatch.setattr("phalanx.recovery.launcher.membership.time.monotonic", lambda: now + 100)
-    assert three.members.find_late() == [one], "all have aborted, and it has not left"
+    three.group.now = 200.0
+    assert three.group.late() == [one], "all have aborted, and it has not left"
 
 
 def test_an_answer_that_arrives_after_the_ranks_have_left_releases_nothing(three):
@@ -438,4 +453,4 @@ def test_an_answer_that_arrives_after_the_ranks_have_left_releases_nothing(three
     assert three.forms()
     for state in three.ranks:
         three.aborted(state)
-    assert three.processes.take("release") == []
+    assert three.take(Release) == []

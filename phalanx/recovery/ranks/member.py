@@ -13,7 +13,6 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +22,19 @@ from phalanx.errors import error_line
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.processes import JOINS_LATE
+from phalanx.host.wire import Wire, decode, encode
 from phalanx.observe.heartbeat import BusyBeat
+from phalanx.recovery.messages import (
+    Abort,
+    End,
+    LeaveAtStep,
+    Position,
+    RankAborted,
+    RankInterrupted,
+    RankJoined,
+    RankReady,
+    Release,
+)
 from phalanx.torch_records import has_backend
 from phalanx.world.abort import abort_collectives, begin_group, end_nccl, watch_groups
 
@@ -32,41 +43,21 @@ class Regroup(Exception):
     """The ranks go on with others."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """A rank's place in the next group, and why there is one."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    generation: int
-    began: float
-    """When the change began, by the launcher's clock."""
-    reason: str
-    lost: list[int] = field(default_factory=list)
-    failures: int = 0
-    """How many the run has survived so far."""
-    master_addr: str = ""
-    """Where the store is, if it has moved."""
-    master_port: int = 0
-
-    def export(self) -> None:
-        """Set the environment variables of the new place."""
-        os.environ.update(
-            RANK=str(self.rank),
-            LOCAL_RANK=str(self.local_rank),
-            WORLD_SIZE=str(self.world_size),
-            LOCAL_WORLD_SIZE=str(self.local_world_size),
-            ROLE_RANK=str(self.rank),
-            ROLE_WORLD_SIZE=str(self.world_size),
-            GROUP_RANK=str(self.node_rank),
-            PHALANX_GENERATION=str(self.generation),
-            PHALANX_FAILURES=str(self.failures),
-        )
-        if self.master_addr:
-            os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))
+def export(position: Position) -> None:
+    """Set the environment variables of a new place."""
+    os.environ.update(
+        RANK=str(position.rank),
+        LOCAL_RANK=str(position.local_rank),
+        WORLD_SIZE=str(position.world_size),
+        LOCAL_WORLD_SIZE=str(position.local_world_size),
+        ROLE_RANK=str(position.rank),
+        ROLE_WORLD_SIZE=str(position.world_size),
+        GROUP_RANK=str(position.node_rank),
+        PHALANX_GENERATION=str(position.generation),
+        PHALANX_FAILURES=str(position.failures),
+    )
+    if position.master_addr:
+        os.environ.update(MASTER_ADDR=position.master_addr, MASTER_PORT=str(position.master_port))
 
 
 class Member:
@@ -93,27 +84,33 @@ class Member:
 
     def _listen(self) -> None:
         while (received := messages.receive(self._control)) is not None:
-            message, _ = received
-            if "abort" in message:
+            order = decode(received[0])
+            if isinstance(order, Abort):
                 self._released.clear()
-                self._why = message["abort"]
-                abort_collectives(self._why)
-                with contextlib.suppress(OSError):  # the launcher has ended
-                    messages.send(self._control, {"aborted": True})
-            elif "release" in message:
+                self._why = order.why
+                abort_collectives(order.why)
+                self._try_to_send(RankAborted())
+            elif isinstance(order, Release):
                 self._release()
-            elif "regroup" in message and self.on_regroup is not None:
-                self.on_regroup(message["regroup"])
-            elif "form" in message:
+            elif isinstance(order, LeaveAtStep) and self.on_regroup is not None:
+                self.on_regroup(order.why)
+            elif isinstance(order, Position):
                 self._released.clear()
                 self._why = None  # here, and not where the position is read: an abort may follow at once
                 begin_group()
-                self._positions.put(Position(**message["form"]))
-            elif "end" in message:
+                self._positions.put(order)
+            elif isinstance(order, End):
                 self._release()
                 self._positions.put(None)
         self._release()
         self._positions.put(None)  # the launcher has ended
+
+    def _send(self, message: Wire) -> None:
+        messages.send(self._control, encode(message))
+
+    def _try_to_send(self, message: Wire) -> None:
+        with contextlib.suppress(OSError):  # the launcher has ended
+            self._send(message)
 
     def _release(self) -> None:
         if self._why is not None:  # else this rank trains
@@ -123,8 +120,7 @@ class Member:
     def await_release(self, why: str) -> None:
         """Wait until nccl's collectives may be ended: when all ranks have aborted, also those that noticed no loss."""
         if has_backend("nccl"):
-            with contextlib.suppress(OSError):  # the launcher has ended
-                messages.send(self._control, {"interrupted": why})
+            self._try_to_send(RankInterrupted(why))
             self._forming.begin()  # it does not hang: another rank may have to be killed before this one is released
             self._released.wait()
             self._forming.end()
@@ -138,11 +134,11 @@ class Member:
     def await_position(self, step: int, why: str) -> Position:
         """Report the last complete step of a rank that has left its groups, and wait for a place in the next one."""
         self._forming.end()
-        messages.send(self._control, {"ready": why, "step": step})
+        self._send(RankReady(why, step))
         position = self._positions.get()
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)
-        position.export()
+        export(position)
         self._generation = position.generation
         self._forming.begin()  # a large model takes long to build
         return position
@@ -151,7 +147,7 @@ class Member:
         """Report that this rank is in the group and has the state; `fixed`: why the number of ranks cannot change."""
         self._forming.end()
         _beat_during_compiles()
-        messages.send(self._control, {"joined": self._generation, "fixed": fixed})
+        self._send(RankJoined(self._generation, fixed))
 
 
 @functools.cache

@@ -27,8 +27,9 @@ from phalanx.loop.step_info import StepInfo
 from phalanx.loop.train_loop import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
-from phalanx.recovery.ranks import member as membership
+from phalanx.recovery.messages import Position
 from phalanx.recovery.ranks.gate import StepGate
+from phalanx.recovery.ranks.member import Member, Regroup, without_frames
 from phalanx.strategies.base import share_weights
 from phalanx.world.abort import leave_groups, raise_if_aborted, take_spent
 from phalanx.world.env import read_rank_env, stop_signals
@@ -190,10 +191,10 @@ class Survivor:
 class ElasticSurvivor(Survivor):
     """A rank whose launcher replaces lost ranks in place."""
 
-    def __init__(self, member: membership.Member) -> None:
+    def __init__(self, member: Member) -> None:
         super().__init__()
         self._member = member
-        self._change: membership.Position | None = None
+        self._change: Position | None = None
         self._neighbours: Neighbours | None = None
         self._step_before = -1
         member.on_regroup = lambda why: self.ask(why, regroup=True)
@@ -259,7 +260,7 @@ class ElasticSurvivor(Survivor):
         if self._loop.stop.regroups:
             self._loop.losses_checked()  # all ranks are here: none of these losses is lost
             _await_all(self._loop.formation.world)
-            raise membership.Regroup(self._loop.stop.reason)
+            raise Regroup(self._loop.stop.reason)
 
 
 def _await_all(world: World) -> None:
@@ -291,7 +292,7 @@ class _StartCallback(Callback):
 class _ReportRecovery(Callback):
     """Reports a change of the group when the first step after it is complete, and has left all ranks equal."""
 
-    def __init__(self, report: Reporter, change: membership.Position, step_before: int) -> None:
+    def __init__(self, report: Reporter, change: Position, step_before: int) -> None:
         self._report, self._change = report, change
         self._before = step_before
         self._first = -1
@@ -321,7 +322,7 @@ class _ReportRecovery(Callback):
                 seconds=time.time() - self._change.began,
                 reason=self._change.reason,
                 world_size=trainer.formation.world_size,
-                lost=self._change.lost,
+                lost=list(self._change.lost),
                 parts=take_spent(),
             )
         )
@@ -332,7 +333,7 @@ Result = TypeVar("Result")
 
 def run_recovering(run_once: Callable[[Survivor], Result]) -> Result:
     """Run, and after lost or added ranks run again with those present, until a run succeeds or fails by itself."""
-    member = membership.Member.from_environment()
+    member = Member.from_environment()
     survivor = ElasticSurvivor(member)
     with survivor.listening():
         if member.joins_late:
@@ -343,7 +344,7 @@ def run_recovering(run_once: Callable[[Survivor], Result]) -> Result:
             except Exception as error:
                 if not member.may_go_on(error):
                     raise
-                why, at_boundary = membership.without_frames(error), isinstance(error, membership.Regroup)
+                why, at_boundary = without_frames(error), isinstance(error, Regroup)
             if not at_boundary:
                 member.await_release(why)
             gc.collect()  # a model in a cycle would hold the process group

@@ -1,0 +1,45 @@
+"""Typed messages: dataclasses that travel as JSON objects, with one encoding for every channel.
+
+`{"kind": "RankReady", "step": 17, "why": "new"}` is `RankReady(step=17, why="new")`. A field may hold messages, also in
+a tuple or as values of a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_KINDS: dict[str, type[Wire]] = {}
+
+
+class Wire:
+    """A message: a frozen dataclass that inherits from this; its name is its kind."""
+
+    def __init_subclass__(cls) -> None:
+        assert cls.__name__ not in _KINDS, "two kinds of messages with one name"
+        _KINDS[cls.__name__] = cls
+
+
+def encode(message: Wire) -> dict[str, Any]:
+    """Return a message as a JSON object."""
+    return {"kind": type(message).__name__, **{name: _plain(value) for name, value in vars(message).items()}}
+
+
+def decode(encoded: Mapping[str, Any]) -> Any:
+    """Return what `encode` has written."""
+    values = {name: _typed(value) for name, value in encoded.items() if name != "kind"}
+    return _KINDS[encoded["kind"]](**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Wire):
+        return encode(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return {name: _plain(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return decode(value) if "kind" in value else {name: _typed(each) for name, each in value.items()}
+    return tuple(_typed(each) for each in value) if isinstance(value, list) else value

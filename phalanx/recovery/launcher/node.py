@@ -1,0 +1,526 @@
+"""A node's launcher among the others: it leads, follows, or takes over after the node that led was lost.
+
+It knows its own ranks, and the view of the group that all share. If it leads, its `Group` decides about the ranks of
+all nodes; else it reports what its ranks say, and carries out orders. `handle` takes an event and returns actions.
+
+    follow --the leader was lost, this node is the next--> take over --all have reported, or time is up--> lead
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from phalanx.host.wire import Wire
+from phalanx.launch.mailbox import may_continue
+from phalanx.launch.spec import Elastic
+from phalanx.recovery.launcher.group import Group
+from phalanx.recovery.launcher.protocol import (
+    Action,
+    AllHereEnded,
+    AllOver,
+    Answer,
+    Deliver,
+    EndHere,
+    Event,
+    Failed,
+    FillDue,
+    Finished,
+    GiveUp,
+    LeaderLost,
+    Mailed,
+    NodeArrived,
+    NodesChanged,
+    NodesLost,
+    Rank,
+    Resized,
+    Retire,
+    Send,
+    Spoke,
+    Start,
+    Started,
+    Tick,
+)
+from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.messages import (
+    End,
+    FinishedRank,
+    FromRank,
+    Hello,
+    LateRank,
+    LeftOut,
+    LostRank,
+    NodeEnded,
+    NodeView,
+    Orders,
+    Position,
+    RankFacts,
+    RankReady,
+    ResizeAnswer,
+    ResizeAsked,
+    RunOver,
+    StartRanks,
+    ViewChange,
+    Wait,
+)
+
+_HELLO_SECONDS = 3.0
+"""How long a node that takes over waits for the reports of the others, at least."""
+
+
+class Node:
+    """One launcher of an elastic run."""
+
+    def __init__(
+        self,
+        own: str,
+        view: GroupView,
+        elastic: Elastic,
+        ranks: Iterable[Rank],
+        *,
+        max_restarts: int,
+        now: float,
+        epoch: float = 0.0,
+        late: bool = False,
+    ) -> None:
+        """`ranks`: of this node. `late`: whether it came when the others had begun. `epoch`: as in `Group`."""
+        self.own, self.view = own, view
+        self.now = now
+        self._elastic, self._max_restarts, self._epoch = elastic, max_restarts, epoch
+        self.here = {rank.key: rank for rank in ranks}
+        self.group: Group | None = self._first_group() if view.leader == own else None
+        self._ready: dict[str, RankReady] = {}
+        """What those ranks of this node have reported that wait for a place."""
+        self._members = set() if late else set(self.here)
+        """The ranks of this node that are in the present group."""
+        self._formed_at = now
+        self._late: set[str] = set()
+        self._ended: set[str] = set()
+        """Nodes whose ranks have all ended."""
+        self._has_said_end = False
+        self._requests: list[tuple[str, int]] = []
+        """Nodes that have passed on a user's request, and the numbers of ranks."""
+        self._takeover: _Takeover | None = None
+        self._early: dict[str, Hello] = {}
+        """Reports of nodes that knew earlier than this one that it takes over."""
+        self._actions: list[Action] = []
+        self._handlers: Final[dict[type, Callable[[Any], None]]] = {
+            Spoke: self._on_spoke,
+            Started: self._on_started,
+            Failed: self._on_failed,
+            Finished: self._on_finished,
+            AllHereEnded: self._on_all_here_ended,
+            Mailed: self._on_mail,
+            NodeArrived: self._on_arrival,
+            NodesLost: self._on_nodes_lost,
+            LeaderLost: self._on_leader_lost,
+            Resized: self._on_resized,
+            Tick: self._on_tick,
+            FillDue: self._on_fill_due,
+        }
+        self._readers: Final[dict[type, Callable[[str, Any], None]]] = {
+            FromRank: self._on_from_rank,
+            LostRank: self._on_lost_rank,
+            FinishedRank: self._on_finished_rank,
+            NodeEnded: self._on_node_ended,
+            Hello: self._on_hello,
+            ResizeAsked: self._on_resize_asked,
+            Orders: self._on_orders,
+            StartRanks: self._on_start_ranks,
+            LateRank: self._on_late_rank,
+            LeftOut: self._on_left_out,
+            ResizeAnswer: self._on_resize_answer,
+            RunOver: self._on_run_over,
+            ViewChange: self._on_view_change,
+        }
+
+    def _first_group(self) -> Group:
+        members = []
+        keys = {rank.rank: rank for rank in self.here.values()}
+        for name, ranks in self.view.ranks_by_node().items():
+            for local_rank, rank in enumerate(ranks):
+                own = keys[rank] if name == self.own else None
+                members.append(own or Rank(f"r{rank}", name, rank, rank, local_rank))
+        return self._group(members)
+
+    def _group(self, members: Iterable[Rank]) -> Group:
+        facts: Any = {"max_restarts": self._max_restarts, "now": self.now, "epoch": self._epoch}
+        return Group(self._elastic, self.own, self.view, members, **facts)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in what has happened; return what to do about it."""
+        self.now = now
+        if self.group is not None:
+            self.group.now = now
+        self._handlers[type(event)](event)
+        self._collect()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _collect(self) -> None:
+        """Add what the group has decided: orders to the ranks of one node go in one message."""
+        orders: defaultdict[str, list[tuple[str, Wire]]] = defaultdict(list)
+        while self.group is not None and self.group.actions:
+            decided, self.group.actions = self.group.actions, []
+            for action in decided:
+                if isinstance(action, tuple):
+                    rank, order = action
+                    orders[rank.node].append((rank.key, order))
+                elif isinstance(action, Send) and action.to == self.own:
+                    self._read(self.own, action.message)
+                else:
+                    self._note(action)
+                    self._actions.append(action)
+        for node, found in orders.items():
+            if node == self.own:
+                self._on_orders(node, Orders(tuple(found)))
+            elif node in self.view.nodes:
+                self._send(node, Orders(tuple(found)))
+
+    def _note(self, action: Action) -> None:
+        if isinstance(action, Retire):
+            self.here.pop(action.key, None)
+        elif isinstance(action, Send) and isinstance(action.message, StartRanks):
+            self._ended.discard(action.to)
+
+    def _send(self, to: str, message: Wire) -> None:
+        self._actions.append(Send(to, message))
+
+    # --- what others ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node decides about the ranks of all nodes."""
+        return self.group is not None
+
+    @property
+    def failures(self) -> int:
+        """How many failures the run has had."""
+        return self.view.failures
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request for another number of ranks can be carried out now, or passed on."""
+        return self._takeover is None and (self.group is None or self.group.is_settled)
+
+    @property
+    def unchanged_since(self) -> float:
+        """When the ranks began to train in this group; infinity while it changes."""
+        if self.group is not None:
+            return self.group.unchanged_since
+        return math.inf if self._members & self._ready.keys() else self._formed_at
+
+    @property
+    def members_here(self) -> set[str]:
+        """The ranks of this node that train."""
+        if self.group is None:
+            return self._members
+        return {rank.key for rank in self.group.members if rank.node == self.own}
+
+    @property
+    def late_here(self) -> set[str]:
+        """Ranks of this node that neither leave nor join: those without progress are to be killed."""
+        if self.group is None:
+            return self._late
+        return {rank.key for rank in self.group.late() if rank.node == self.own}
+
+    # --- ranks of this node -------------------------------------------------------------------------------------------
+
+    def _on_spoke(self, event: Spoke) -> None:
+        rank = self.here.get(event.key)
+        if rank is None:  # retired since
+            return
+        self._late.discard(event.key)  # it has left or joined
+        if isinstance(event.message, RankReady):
+            self._ready[event.key] = event.message
+        if self.group is not None:
+            self.group.on_message(rank, event.message)
+        else:
+            self._report(FromRank(rank.key, rank.slot, rank.local_rank, event.message))
+
+    def _report(self, message: Wire) -> None:
+        """Send a message to the node that leads; while this one takes over it has all that its ranks say."""
+        if self._takeover is None:
+            self._send(self.view.leader, message)
+
+    def _on_started(self, event: Started) -> None:
+        self.here[event.key] = Rank(event.key, self.own, event.slot, event.slot, event.local_rank)
+
+    def _on_failed(self, event: Failed) -> None:
+        rank = self.here.get(event.key)
+        if rank is None:
+            return
+        rank.code = event.code
+        self._ready.pop(event.key, None)
+        if self.group is not None:
+            self.group.on_loss(rank, event.how, None)
+            return
+        self._forget(event.key)
+        self._report(LostRank(event.key, event.code, event.how, event.failure))
+
+    def _forget(self, key: str) -> None:
+        self.here.pop(key, None)
+        self._members.discard(key)
+        self._actions.append(Retire(key))
+
+    def _on_finished(self, event: Finished) -> None:
+        rank = self.here.get(event.key)
+        if rank is None:
+            return
+        rank.code = 0
+        if self.group is not None:
+            self._on_end(rank)
+        else:
+            self._report(FinishedRank(event.key))
+
+    def _on_end(self, rank: Rank) -> None:
+        assert self.group is not None, "it decides"
+        self.group.on_end(rank)
+        if self.group.spares_only:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Let ranks end that wait for a place or are only starting: there will be none."""
+        assert self.group is not None, "it decides"
+        for rank in (*self.group.spares, *self.group.members):
+            if rank.alive:
+                self.group.actions.append((rank, End()))
+        self._actions.append(EndHere())
+
+    def end(self, now: float) -> list[Action]:
+        """Let ranks end that wait for a place: the attempt is over."""
+        self.now = now
+        if self.group is not None:
+            self._end_all()
+        else:
+            self._actions += [Deliver(key, End()) for key in self._ready]
+        self._collect()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _on_all_here_ended(self, _: AllHereEnded) -> None:
+        if self.group is None:
+            if not self._has_said_end:
+                self._has_said_end = True
+                self._report(NodeEnded())
+        elif all(name in self._ended for name in self.view.nodes if name != self.own):
+            for name in self.view.nodes:
+                if name != self.own:
+                    self._send(name, RunOver())
+            self._actions.append(AllOver())
+
+    def _on_resized(self, event: Resized) -> None:
+        if self.group is None:
+            self._report(ResizeAsked(event.ranks))
+            return
+        self._actions.append(Answer(self._resize(self.group, event.ranks)))
+
+    def _resize(self, group: Group, ranks: int) -> str | None:
+        return group.resize(ranks, f"a request for {ranks} rank{'s' * (ranks != 1)}")
+
+    def _on_tick(self, _: Tick) -> None:
+        if self._takeover is not None and (not self._takeover.missing or self.now > self._takeover.deadline):
+            self._lead_or_stop(self._takeover)
+        if self.group is None:
+            return
+        for rank in self.group.late():
+            if rank.node != self.own:
+                self._send(rank.node, LateRank(rank.key))
+        while self._requests and self.group.is_settled:
+            node, ranks = self._requests.pop(0)
+            self._send(node, ResizeAnswer(self._resize(self.group, ranks)))
+
+    def _on_fill_due(self, _: FillDue) -> None:
+        if self.group is not None:
+            self.group.fill()
+
+    # --- other nodes --------------------------------------------------------------------------------------------------
+
+    def _on_mail(self, event: Mailed) -> None:
+        if event.sender != self.own:  # what goes to all comes back
+            self._read(event.sender, event.message)
+
+    def _read(self, sender: str, message: Wire) -> None:
+        if self._takeover is not None and not isinstance(message, Hello):
+            self._takeover.waiting.append((sender, message))
+        else:
+            self._readers[type(message)](sender, message)
+
+    def _on_from_rank(self, sender: str, message: FromRank) -> None:
+        if self.group is not None:
+            rank = self.group.ranks.get(message.key)
+            if rank is None:
+                rank = Rank(message.key, sender, message.slot, message.slot, message.local_rank)
+            self.group.on_message(rank, message.message)
+
+    def _on_lost_rank(self, sender: str, message: LostRank) -> None:
+        if self.group is not None:  # a rank that is not known is a new one, which has not reported yet
+            rank = self.group.ranks.get(message.key) or Rank(message.key, sender, -1, -1)
+            rank.code = message.code
+            self.group.on_loss(rank, message.how, message.failure)
+
+    def _on_finished_rank(self, sender: str, message: FinishedRank) -> None:
+        if self.group is not None and (rank := self.group.ranks.get(message.key)) is not None:
+            rank.code = 0
+            self._on_end(rank)
+
+    def _on_node_ended(self, sender: str, message: NodeEnded) -> None:
+        self._ended.add(sender)
+
+    def _on_resize_asked(self, sender: str, message: ResizeAsked) -> None:
+        self._requests.append((sender, message.ranks))  # carried out when the group has settled
+
+    def _on_orders(self, sender: str, message: Orders) -> None:
+        for key, order in message.orders:
+            if (rank := self.here.get(key)) is not None:
+                self._note_order(rank, order)
+            self._actions.append(Deliver(key, order))
+
+    def _note_order(self, rank: Rank, order: Wire) -> None:
+        if isinstance(order, Position):
+            self._ready.pop(rank.key, None)
+            self._members.add(rank.key)
+            self._formed_at = self.now
+            rank.rank, rank.local_rank = order.rank, order.local_rank
+        elif isinstance(order, (End, Wait)):
+            self._members.discard(rank.key)
+
+    def _on_start_ranks(self, sender: str, message: StartRanks) -> None:
+        self._has_said_end = False
+        self._ended.discard(self.own)
+        self._actions.append(Start(message.count, message.generation))
+
+    def _on_late_rank(self, sender: str, message: LateRank) -> None:
+        self._late.add(message.key)
+
+    def _on_left_out(self, sender: str, message: LeftOut) -> None:
+        self._actions.append(GiveUp(f"this machine is left out of the run: {message.why}", alone=True))
+
+    def _on_resize_answer(self, sender: str, message: ResizeAnswer) -> None:
+        self._actions.append(Answer(message.refused))
+
+    def _on_run_over(self, sender: str, message: RunOver) -> None:
+        self._actions.append(AllOver())
+
+    def _on_view_change(self, sender: str, message: ViewChange) -> None:
+        if sender != self.view.leader:  # of one that led before
+            return
+        before = dict(self.view.nodes)
+        if self.view.apply(message):
+            changed: dict[str, NodeView | None] = dict.fromkeys(name for name in before if name not in self.view.nodes)
+            changed |= {name: node for name, node in self.view.nodes.items() if name not in before}
+            if changed:
+                self._actions.append(NodesChanged(changed))
+
+    def _on_arrival(self, event: NodeArrived) -> None:
+        if self.group is not None:
+            node = NodeView(event.host, event.slots, event.standby)
+            self.group.on_arrival(event.name, node, {"world_size": self.view.size, "late": True})
+
+    def _on_nodes_lost(self, event: NodesLost) -> None:
+        if self.group is not None:
+            self._ended -= set(event.names)
+            self.group.on_nodes_lost(event.names)
+
+    # --- another leader -----------------------------------------------------------------------------------------------
+
+    def _facts(self) -> tuple[RankFacts, ...]:
+        return tuple(
+            RankFacts(
+                key=rank.key,
+                slot=rank.slot,
+                rank=rank.rank,
+                local_rank=rank.local_rank,
+                code=rank.code,
+                is_member=rank.key in self._members,
+                ready=self._ready.get(rank.key),
+            )
+            for rank in self.here.values()
+        )
+
+    def _on_leader_lost(self, event: LeaderLost) -> None:
+        if self.group is not None:
+            return
+        lost, self.view.leader = self.view.leader, event.leader
+        if event.address is not None:
+            deadline = self.now + max(_HELLO_SECONDS, self._elastic.silence_seconds)
+            missing = set(event.others) - set(self._early)
+            self._takeover = _Takeover(lost, event.address, missing, event.ended, deadline, self._early)
+            return
+        self._has_said_end = False  # the report of the end may have been lost with the node before
+        self._report(self._hello())
+
+    def _hello(self) -> Hello:
+        return Hello(self._facts(), self.view.version, self.view.generation, self.view.failures)
+
+    def _on_hello(self, sender: str, message: Hello) -> None:
+        takeover = self._takeover
+        if takeover is not None:
+            takeover.reports[sender] = message
+            takeover.missing.discard(sender)
+        elif self.group is not None:
+            self._send(sender, LeftOut("it reported too late after the machine that decided was lost"))
+        else:
+            self._early[sender] = message
+
+    def _lead_or_stop(self, takeover: _Takeover) -> None:
+        """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
+        here = [self.own, *takeover.reports]
+        leader_ended = takeover.lost in takeover.ended
+        if leader_ended or may_continue(list(self.view.nodes), here, list(takeover.ended), takeover.lost):
+            self._lead(takeover)
+            return
+        self._takeover = None
+        hosts = ", ".join(self.view.nodes[name].host for name in self.view.nodes if name not in here)
+        cause = f"lost contact with {hosts}, which may continue the run; this machine stops to avoid a split."
+        self._actions.append(GiveUp(cause, alone=True))
+
+    def _lead(self, takeover: _Takeover) -> None:
+        """Decide from now on; the ranks of the lost node are replaced, or left out."""
+        self._takeover = None
+        lost = {takeover.lost, *takeover.missing}
+        members: list[Rank] = []
+        ready: list[tuple[Rank, RankReady]] = []
+        for node, report in {**takeover.reports, self.own: self._hello()}.items():
+            self.view.version = max(self.view.version, report.version)
+            self.view.generation = max(self.view.generation, report.generation)
+            self.view.failures = max(self.view.failures, report.failures)
+            for facts in report.ranks:
+                rank = self.here.get(facts.key) if node == self.own else None
+                rank = rank or Rank(facts.key, node, facts.slot, facts.rank, facts.local_rank, facts.code)
+                members += [rank] * facts.is_member
+                ready += [(rank, facts.ready)] if facts.ready is not None else []
+        present = {rank.rank for rank in members}
+        members += [
+            Rank(f"lost-{rank}", name if name in lost else takeover.lost, rank, rank)  # some were lost just before
+            for name, ranks in self.view.ranks_by_node().items()
+            for rank in ranks
+            if rank not in present
+        ]
+        self.view.generation = max(1, self.view.generation)  # a group that has begun
+        members.sort(key=lambda rank: rank.rank)
+        self.group = self._group(members)
+        self.group.address = takeover.address
+        self._ended -= lost
+        self.group.on_nodes_lost(lost)
+        self.group.publish()
+        for rank, last_report in ready:
+            self.group.on_message(rank, last_report)
+        for sender, message in takeover.waiting:
+            self._read(sender, message)
+
+
+@dataclasses.dataclass
+class _Takeover:
+    """What a node that takes over waits for."""
+
+    lost: str
+    address: tuple[str, int]
+    missing: set[str]
+    ended: tuple[str, ...]
+    deadline: float
+    reports: dict[str, Hello] = dataclasses.field(default_factory=dict)
+    waiting: list[tuple[str, Wire]] = dataclasses.field(default_factory=list)

@@ -1,0 +1,240 @@
+"""What happens to a launcher (events), and what it does about it (actions), as data.
+
+`node.Node` turns events into actions, and has no socket, thread, file or clock; `control.ElasticControl` finds out what
+happens and carries the actions out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.host.wire import Wire
+from phalanx.recovery.messages import NodeView
+
+ALL = "all"
+"""Every launcher, the sender included (as in `phalanx.launch.mailbox`)."""
+
+
+@dataclass
+class Rank:
+    """A process of the run, as a launcher that decides knows it."""
+
+    key: str
+    node: str
+    slot: int
+    """The number in the names of its files."""
+    rank: int
+    local_rank: int = 0
+    code: int | None = None
+    """How it ended; None while it runs."""
+    dismissed: bool = False
+    """Whether it was asked to end, because the run goes on without it."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.code is None
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spoke:
+    """A rank of this node has sent a message."""
+
+    key: str
+    message: Wire
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process for the next generation was started here."""
+
+    key: str
+    slot: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank of this node has ended with an error; `failure`: the report about it."""
+
+    key: str
+    code: int
+    how: str
+    failure: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rank of this node has ended well."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class AllHereEnded:
+    """All processes of this node have ended."""
+
+
+@dataclass(frozen=True)
+class Mailed:
+    """The launcher of another node has sent a message."""
+
+    sender: str
+    message: Any
+
+
+@dataclass(frozen=True)
+class NodeArrived:
+    """A node asks to take part; noticed by the leader's agent."""
+
+    name: str
+    host: str
+    slots: int
+    standby: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class NodesLost:
+    """Nodes have ended or cannot be reached; noticed by the leader's agent."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeaderLost:
+    """The node that led was lost, and another one leads: this one, if `address` (of a new store for ranks) is given."""
+
+    leader: str
+    address: tuple[str, int] | None = None
+    others: tuple[str, ...] = ()
+    """The nodes that answered, which will report their ranks."""
+    ended: tuple[str, ...] = ()
+    """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
+
+
+@dataclass(frozen=True)
+class Resized:
+    """A user asks this node for another number of ranks."""
+
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class FillDue:
+    """The pause before lost ranks are replaced is over."""
+
+
+Event = (
+    Spoke | Started | Failed | Finished | AllHereEnded | Mailed | NodeArrived | NodesLost | LeaderLost | Resized | Tick
+) | FillDue
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Pass an order on to a rank of this node."""
+
+    key: str
+    order: Wire
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start processes here."""
+
+    count: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Forget a process of this node that has ended."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class EndHere:
+    """Let all processes of this node end, also those that are only starting."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to the launcher of another node, or to `ALL`."""
+
+    to: str
+    message: Wire
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Let a node that has come late take part; `place`: the fields of its `NodeInfo` that differ between nodes."""
+
+    node: str
+    place: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NodesChanged:
+    """Watch these nodes from now on; None: not any more."""
+
+    nodes: Mapping[str, NodeView | None]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Show an event to the user."""
+
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Later:
+    """Give this event back after some seconds."""
+
+    seconds: float
+    event: FillDue
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the attempt for this cause. `alone`: this node leaves, and the others go on."""
+
+    cause: str
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Unsurvived:
+    """A lost rank ends the attempt: its error is the cause. `failure`: the report, if it was of another node."""
+
+    failure: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer a user's request for another number of ranks; `refused`: why it is not carried out."""
+
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class AllOver:
+    """The ranks of all nodes have ended."""
+
+
+Action = (
+    Deliver | Start | Retire | EndHere | Send | Accept | NodesChanged | Tell | Later | GiveUp | Unsurvived | Answer
+) | AllOver
