@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig, rules
 from phalanx.config.fields import HYBRID, OPTIMIZERS, ZERO_SHARDING
+from phalanx.config.pairs import PAIRS
 from phalanx.config.settings import Settings
 from phalanx.errors import PhalanxError
 from phalanx.tools.plan.cluster import Cluster
@@ -29,7 +30,9 @@ from phalanx.world.splits import (
     uneven_tensors,
 )
 
-_RULES = (rules.sharding, rules.zero_stage, rules.pipeline, rules.split_adapters)
+_DECIDED = {"zero_stage", "activation_checkpointing", "lora_rank", "lora_base"}
+"""Settings of a layout that the table of pairs may refuse."""
+_RULES = (rules.sharding, *(pair.rule() for pair in PAIRS if pair.refuse in _DECIDED))
 """The rules between the settings that a layout decides; a rank count that is wrong is found before."""
 USUAL = (
     (2.5e8, 500_000, 6e-4),

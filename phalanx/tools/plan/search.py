@@ -87,7 +87,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
         for layout in layouts:
             if (layout.offload == "cpu" != offload) or (offload == "cpu" and not can_offload(layout, model, cluster)):
                 continue
-            for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see rules.pipeline
+            for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see config.pairs
                 _judge(estimator, replace(layout, offload=offload, recompute=kind), found)
         if found.fitting:
             break
