@@ -25,7 +25,7 @@ TORCH_SHARDING = {
 }
 """Our names for torch.distributed.fsdp.ShardingStrategy; NO_SHARD is strategy = 'ddp'."""
 
-STRATEGIES = tuple(
+STRATEGY_NAMES = tuple(
     dict.fromkeys(
         (
             "auto",
@@ -114,7 +114,7 @@ class Parallelism:
         "auto",
         "how the ranks share the work (auto: the default of the backend, with shared memory on the CPUs of one "
         "machine, or fsdp for a model whose copies do not fit)",
-        choices=STRATEGIES,
+        choices=STRATEGY_NAMES,
         entry_points="phalanx.strategies",
     )
     tensor_parallel: int = option(

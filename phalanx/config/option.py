@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from phalanx.errors import UsageError
 
@@ -34,15 +34,20 @@ _FALSE = {"false", "no", "off"}
 _WORDS = {"Mapping": "a table", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 
 
+class Limits(TypedDict, total=False):
+    """What `option` allows of a value."""
+
+    choices: tuple[Any, ...] | None
+    minimum: float | None
+    above: float | None
+    maximum: float | None
+    below: float | None
+
+
 def option(
     default: Any,
     help: str,
     *,
-    choices: tuple[Any, ...] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
     entry_points: str | None = None,
     scope: str = "",
     backends: tuple[str, ...] = (),
@@ -51,8 +56,9 @@ def option(
     expects: str = "",
     used_by: str = "ranks",
     in_loop: str = "",
+    **limits: Unpack[Limits],
 ) -> Any:
-    """Declare a configuration field: its default, its one help text, what it allows and where it is used.
+    """Declare a field: its default, its one help text, what it allows, and for a setting where it is used.
 
     `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
     (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
@@ -64,27 +70,10 @@ def option(
     "value" (a number that the user's code may read from a config). `ways` derives from it where a setting counts.
     `in_loop`: what to write in a loop of the user's instead.
     """
-    allowed = {
-        "choices": choices,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "below": below,
-        "entry_points": entry_points,
-    }
+    allowed = {**dict.fromkeys(Limits.__annotations__), **limits, "entry_points": entry_points}
     users = {"scope": scope.split(), "backends": backends, "strategies": strategies, "needs": needs}
     users |= {"expects": expects, "used_by": used_by.split(), "in_loop": in_loop}
     return dataclasses.field(default=default, metadata={"help": help, **allowed, **users})
-
-
-class Limits(TypedDict, total=False):
-    """What `option` allows of a value."""
-
-    choices: tuple[Any, ...] | None
-    minimum: float | None
-    above: float | None
-    maximum: float | None
-    below: float | None
 
 
 def limited(**limits: Limits) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -31,7 +31,9 @@ class Pair(NamedTuple):
 
     def check(self, settings: Settings) -> Mistakes:
         """Yield the mistake where the row applies."""
-        if all(_holds(settings, path, wanted) for path, wanted in {self.refuse: on, **self.when}.items()):
+        if not settings.changed(self.refuse):  # most are not, and a search of plans asks thousands of times
+            return
+        if all(_holds(settings, path, wanted) for path, wanted in self.when.items()):
             text = self.because + (f": {self.write}" if self.write else "")
             yield settings.mistake(self.refuse, f"{text.format(s=settings)}.")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES = {row.name: row.home for row in TABLE if row.home is not None}
+HOMES = {row.name: row.home for row in TABLE if row.home is not None}
 _COMPOSED = "phalanx.strategies.compose:Composed"
 _AUTO = "phalanx.strategies.ring_ddp:Auto"
 
@@ -31,11 +31,11 @@ def installed_strategies() -> EntryPoints:
 
 def load_strategy(name: str) -> type[Strategy]:
     """Return a strategy's class, of this package or of another one."""
-    if name in STRATEGIES:
-        return _load(STRATEGIES[name])
+    if name in HOMES:
+        return _load(HOMES[name])
     entries = {entry.name: entry for entry in installed_strategies()}
     if name not in entries:
-        raise UsageError(unknown_name("strategy", name, [*STRATEGIES, *entries]))
+        raise UsageError(unknown_name("strategy", name, [*HOMES, *entries]))
     loaded = load_entry_point(ENTRY_POINTS, name)
     from phalanx.strategies.base import Strategy
 
@@ -57,9 +57,9 @@ def build_strategy(config: DistributedConfig, world: World) -> Strategy:
     """Return the strategy that the config names."""
     name, mesh = config.resolved_strategy, world.mesh
     if max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1:
-        if name not in STRATEGIES:
+        if name not in HOMES:
             raise UsageError(
-                f"strategy = {name!r} does not compose with other axes: it is not one of {', '.join(STRATEGIES)}",
+                f"strategy = {name!r} does not compose with other axes: it is not one of {', '.join(HOMES)}",
                 hint="Leave out tensor_parallel, pipeline_parallel, context_parallel and expert_parallel.",
             )
         kind = _load(_COMPOSED)

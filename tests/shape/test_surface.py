@@ -15,7 +15,7 @@ from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, add_config_flags
 from phalanx.config import BACKENDS
 from phalanx.config.aliases import NAMES
-from phalanx.config.fields import STRATEGIES as STRATEGY_NAMES
+from phalanx.config.fields import STRATEGY_NAMES
 from phalanx.recipes import load_recipe, recipe_names
 
 PROMISED = [
@@ -75,15 +75,15 @@ def test_every_field_has_a_help_text_and_a_flag():
 
 def test_strategy_names_match_the_registry():
     from phalanx.config.strategies import TABLE
-    from phalanx.strategies.registry import STRATEGIES, load_strategy
+    from phalanx.strategies.registry import HOMES, load_strategy
 
-    for name in STRATEGIES:
+    for name in HOMES:
         assert load_strategy(name).name == name
     for flag in (word for entry in TABLE for word in entry.flag.replace("[", " ").split() if word.startswith("--")):
         assert flag.removeprefix("--").replace("-", "_") in NAMES
     of_engines = {name for backend in BACKENDS.values() for name in backend.strategies}
-    assert set(STRATEGY_NAMES) - {"auto"} == set(STRATEGIES) | of_engines
-    assert {backend.strategy for backend in BACKENDS.values()} <= {*STRATEGIES, *of_engines}
+    assert set(STRATEGY_NAMES) - {"auto"} == set(HOMES) | of_engines
+    assert {backend.strategy for backend in BACKENDS.values()} <= {*HOMES, *of_engines}
 
 
 def test_the_strategy_contract_stays_on_one_page():

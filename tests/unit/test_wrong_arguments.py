@@ -238,7 +238,7 @@ def test_what_a_function_declares_of_its_arguments_is_checked_in_every_call():
 
     assert make("here", np.int64(3), rate=1) == ("here", 3, "small", 1)
     assert call_with(make, {"root": "here"}, "data set 'x'") == ("here", 2, "small", 0.5)
-    with pytest.raises(UsageError, match="size = 0: must be 1 or more\n  kind = 'big': not one of 'small', 'large'"):
+    with pytest.raises(UsageError, match=r"size = 0: must be 1 or more\n  kind = 'big': not one of 'small', 'large'"):
         make("here", 0, "big")
     with pytest.raises(UsageError, match=r"rate = 1\.5: must be 1 or less"):
         call_with(make, {"root": "here", "rate": 1.5}, "data set 'x'")

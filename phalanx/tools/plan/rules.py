@@ -30,7 +30,8 @@ from phalanx.world.splits import (
     uneven_tensors,
 )
 
-_DECIDED = ("zero_stage", "activation_checkpointing", "lora_rank", "lora_base")
+_DECIDED = {"zero_stage", "activation_checkpointing", "lora_rank", "lora_base"}
+"""Settings of a layout that the table of pairs may refuse."""
 _RULES = (rules.sharding, *(pair.rule() for pair in PAIRS if pair.refuse in _DECIDED))
 """The rules between the settings that a layout decides; a rank count that is wrong is found before."""
 USUAL = (

@@ -14,7 +14,7 @@ from phalanx.tools.plan.plans import BUDGETS, RECOMPUTE, Goal, Layout, check_rec
 from phalanx.tools.plan.rules import refusal
 from phalanx.world.splits import SCHEDULES
 
-STRATEGIES = ("ddp", "fsdp", "zero", "tensor", "pipeline", "context", "expert", "3d")
+SEARCHED = ("ddp", "fsdp", "zero", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
 ERROR, EFFORT = 0.03, 0.09
 """What each further axis must save: more than the error of the prediction, and on one machine also more than the effort
@@ -52,7 +52,7 @@ class Constraints:
         """Refuse unknown names."""
         if self.recompute is not None:
             check_recompute(self.recompute)
-        for name, known in (("strategy", STRATEGIES), ("offload", ("none", "cpu"))):
+        for name, known in (("strategy", SEARCHED), ("offload", ("none", "cpu"))):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise UsageError(unknown_name(name, value, known))
@@ -87,7 +87,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
         for layout in layouts:
             if (layout.offload == "cpu" != offload) or (offload == "cpu" and not can_offload(layout, model, cluster)):
                 continue
-            for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see rules.pipeline
+            for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see config.pairs
                 _judge(estimator, replace(layout, offload=offload, recompute=kind), found)
         if found.fitting:
             break

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig, resolve
-from phalanx.config.fields import STRATEGIES
+from phalanx.config.fields import STRATEGY_NAMES
 from phalanx.config.settings import settings_with
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.host.files import close_scratch, open_scratch
@@ -300,8 +300,8 @@ class Proof:
                 f"--reshard {text}: not a layout",
                 hint="Write <strategy>:<ranks>, for example ddp:1, and other axes after it: fsdp:8:pp2:tp2",
             )
-        if strategy not in STRATEGIES:
-            raise UsageError(unknown_name("strategy", strategy, STRATEGIES))
+        if strategy not in STRATEGY_NAMES:
+            raise UsageError(unknown_name("strategy", strategy, STRATEGY_NAMES))
         degrees = {_AXIS_FIELDS[size[1]]: int(size[2]) for size in sizes if size is not None}
         return self.config.replace(**{**_ONE_PROCESS, **degrees, "strategy": strategy, "num_workers": int(count)})
 
