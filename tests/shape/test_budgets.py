@@ -20,7 +20,8 @@ from phalanx.config.strategies import TABLE
 
 SETTINGS = 100
 NUMBER_OF_VERBS = 24
-RANK_MODULES = 160
+RANK_MODULES = 190
+"""Of a run that the fork server has started: its ranks share the memory of these modules, which it imports once."""
 FORMATION_MODULES = 110
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
