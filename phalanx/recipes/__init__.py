@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import load_entry_point
-from phalanx.config.sources import read_document
 from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.features import feature
 from phalanx.recipes.imports import check_import, extend_path, import_path_of, is_import_path, load_import
@@ -294,6 +293,8 @@ def as_recipe(found: Any, name: str) -> Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a TOML or YAML file; its folder is where modules and data of the user are found."""
+    from phalanx.config.sources import read_document  # ranks, which get the recipe itself, read no file
+
     document = read_document(path, "recipe")
     if path.parent == _BUILT_IN:
         return replace(from_document(document, path.stem), paths=(), source=path.stem)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.collectives.hierarchical import ChannelExchange
 from phalanx.comm.exchange import Exchange, TorchExchange
 from phalanx.comm.reducer import GradientReducer, bytes_for
 from phalanx.comm.shm import share_gradients
@@ -120,6 +119,8 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
     group = dist.new_group(timeout=timedelta(seconds=config.timeout))
     memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
     if on_cpu or config.fixed_order:
+        from phalanx.comm.collectives.hierarchical import ChannelExchange  # few runs have several machines
+
         return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
     return TorchExchange(group), memory
 

@@ -26,8 +26,6 @@ from phalanx.run.auto_strategy import is_large, rank_bytes
 from phalanx.run.job import Job
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
-from phalanx.zoo.data.augment import Augment
-from phalanx.zoo.data.token_shards import read_tokenizer
 from phalanx.zoo.models.registry import build, names
 from phalanx.zoo.recipe_parts import loss_options, recipe_parts
 
@@ -71,6 +69,8 @@ class TextCode:
     def __init__(self, tokenizer: str | None) -> None:
         self._tokenizer: Any = None
         if tokenizer is not None:
+            from phalanx.zoo.data.token_shards import read_tokenizer  # few runs need it
+
             self._tokenizer = read_tokenizer(Path(tokenizer))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -182,6 +182,8 @@ def recipe_augment(recipe: Recipe, model: nn.Module, train: Any = None) -> Any:
         return None
     if name := options.pop("name", ""):
         return call_with(load_import(name, "augment"), options, f"augment '{name}'")
+    from phalanx.zoo.data.augment import Augment
+
     if train is None:
         options |= {"mixup": 0.0, "cutmix": 0.0}
     classes = len(train.classes) if hasattr(train, "classes") else getattr(_config_of(model), "classes", None)

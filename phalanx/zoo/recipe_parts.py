@@ -24,7 +24,6 @@ from phalanx.recipes import Recipe
 from phalanx.recipes.imports import call_with, extend_path, is_import_path, load_import
 from phalanx.zoo.data import inner_of, load_given, load_splits, takes
 from phalanx.zoo.models.registry import build, build_options, names
-from phalanx.zoo.pretrained import build_pretrained, tokenizer_of, with_source_tokenizer
 
 _LONGEST_TEXT = 1024
 """Longer windows of a corpus of some megabytes would be few."""
@@ -63,6 +62,8 @@ def recipe_model(recipe: Recipe) -> nn.Module:
     model = dict(recipe.model)
     name = model.pop("name")
     made: Any = _maker(name, model, weights=False)(name, **model)
+    from phalanx.zoo.pretrained import tokenizer_of
+
     if (tokenizer := tokenizer_of(recipe)) and not hasattr(made, "name_or_path"):
         made.name_or_path = tokenizer  # where `export` finds it
     return _inside_loss(recipe, made)
@@ -99,6 +100,8 @@ def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], wi
         data.setdefault("seq_len", "model")
     make = _maker(name, model, weights=not without_storage)
     if "pretrained" in model and name in names():
+        from phalanx.zoo.pretrained import with_source_tokenizer  # few runs need it
+
         data = with_source_tokenizer(data, model["pretrained"])
     made: Any = None
     if data.get("seq_len") == "model":
@@ -132,6 +135,8 @@ def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], wi
 def _maker(name: str, model: Mapping[str, Any], *, weights: bool) -> Callable[..., nn.Module]:
     if "pretrained" not in model or name not in names():
         return build
+    from phalanx.zoo.pretrained import build_pretrained  # few runs need it
+
     return partial(build_pretrained, weights=weights)
 
 

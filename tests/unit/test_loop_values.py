@@ -181,7 +181,7 @@ def test_a_logged_value_chooses_the_best_checkpoint_and_stops(tmp_path):
 
 
 def test_a_worker_of_a_loader_may_not_log(monkeypatch):
-    monkeypatch.setattr("phalanx.loop.values.get_worker_info", object)
+    monkeypatch.setattr("phalanx.loop.script.get_worker_info", object)
     with pytest.raises(UsageError, match="worker process of a DataLoader, from which no number reaches the run"):
         phalanx.log("item", 1)
 
