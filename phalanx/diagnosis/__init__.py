@@ -2,8 +2,8 @@
 
 In the launcher: `Diagnosis` decides when to look, `Evidence` reads what ranks have left (error files, exit codes,
 heartbeats, stacks), `inquiry` asks the ranks of all machines for their collectives, `blame` compares these, and
-`first_cause` writes how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`,
-`numbers` and `nonfinite` explain what went wrong inside a step.
+`exits` says how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`, `numbers` and
+`nonfinite` explain what went wrong inside a step.
 
 Other rooms use the names of this page alone (`phalanx.features`); each is imported when it is used.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.blame import Blame
     from phalanx.diagnosis.calls import answer_launcher, process_of, read_calls, write_calls
     from phalanx.diagnosis.evidence import Evidence
-    from phalanx.diagnosis.first_cause import RankExit, explain, find_first_cause
+    from phalanx.diagnosis.exits import RankExit, explain, find_first_cause
     from phalanx.diagnosis.inquiry import Diagnosis
     from phalanx.diagnosis.memory_breakdown import optimizer_states
     from phalanx.diagnosis.nonfinite import give_back, nonfinite_error
@@ -32,7 +32,7 @@ _NAMES = {
     ".blame": "Blame",
     ".calls": "answer_launcher process_of read_calls write_calls",
     ".evidence": "Evidence",
-    ".first_cause": "RankExit explain find_first_cause",
+    ".exits": "RankExit explain find_first_cause",
     ".inquiry": "Diagnosis",
     ".memory_breakdown": "optimizer_states",
     ".nonfinite": "give_back nonfinite_error",

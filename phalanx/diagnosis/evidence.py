@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.diagnosis.blame import Blame
 from phalanx.diagnosis.calls import RankCalls, read_calls
-from phalanx.diagnosis.first_cause import RankExit, explain, find_first_cause
+from phalanx.diagnosis.exits import RankExit, explain, find_first_cause
 from phalanx.diagnosis.memory_breakdown import read_breakdown
 from phalanx.diagnosis.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
 from phalanx.errors import EXIT_PREEMPTED, error_line, first_line

@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.diagnosis.blame import Blame, find_blame
 from phalanx.diagnosis.calls import RankCalls
 from phalanx.diagnosis.evidence import Evidence
-from phalanx.diagnosis.first_cause import YIELD_SECONDS
+from phalanx.diagnosis.exits import YIELD_SECONDS
 from phalanx.launch.context import Handlers, LauncherContext
 from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import duration_text

@@ -6,6 +6,7 @@ environment easily outgrows a socket buffer). Further descriptors (pipes, logs) 
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import os
@@ -30,7 +31,8 @@ def send(end: socket.socket, message: Message, descriptors: Sequence[int] = (), 
     try:
         with open(body, "wb", closefd=False) as file:
             file.write(json.dumps(message).encode())
-        socket.send_fds(end, [b"+"], [body, *descriptors], 0 if wait else socket.MSG_DONTWAIT)
+        rides = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [body, *descriptors]))
+        end.sendmsg([b"+"], [rides], 0 if wait else socket.MSG_DONTWAIT)  # `socket.send_fds` drops the flags
     finally:
         os.close(body)
 

@@ -170,8 +170,11 @@ class Rendezvous:
 
     def _end_agent(self) -> None:
         key = self.agent_key
-        self.close()
         deadline = time.monotonic() + _LEAVE_SECONDS
+        while self.has_unsent and time.monotonic() < deadline:
+            time.sleep(_FULL_SECONDS)
+            self.flush()
+        self.close()
         with selectors.DefaultSelector() as selector:
             selector.register(self._session, selectors.EVENT_READ)
             while key and selector.select(deadline - time.monotonic()):

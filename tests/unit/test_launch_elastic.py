@@ -29,15 +29,15 @@ from phalanx.recovery.launcher.protocol import (
     AllHereEnded,
     AllOver,
     Deliver,
-    Failed,
-    Finished,
     GiveUp,
     LeaderLost,
     Mailed,
     NodesChanged,
     Rank,
+    RankCrashed,
+    RankFinished,
+    RankSpoke,
     Send,
-    Spoke,
     Tick,
     Unsurvived,
 )
@@ -187,7 +187,7 @@ def test_a_new_leader_does_not_count_a_machine_that_was_lost_before():
     assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None})]
     launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ended=("00001",)), Tick())
     assert list(launcher.node.view.nodes) == ["00002"]
-    launcher.happen(Finished("r1"), AllHereEnded())
+    launcher.happen(RankFinished("r1"), AllHereEnded())
     assert launcher.kinds(AllOver)
 
 
@@ -214,8 +214,8 @@ def test_orders_to_the_ranks_of_a_machine_are_one_message():
     launcher = Launcher("00001")
     for sender, key in (("00002", "r1"), ("00003", "r2")):
         launcher.happen(Mailed(sender, FromRank(key, int(key[1:]), 0, RankJoined(0))))
-    launcher.happen(Spoke("r0", RankJoined(0)))
-    sent = launcher.happen(Failed("r0", -9, "was killed", {}))
+    launcher.happen(RankSpoke("r0", RankJoined(0)))
+    sent = launcher.happen(RankCrashed("r0", -9, "was killed", {}))
     orders = {to: message.orders for to, message in sent if isinstance(message, Orders)}
     assert {to: [(key, type(order)) for key, order in each] for to, each in orders.items()} == {
         "00002": [("r1", Abort)],
@@ -227,12 +227,12 @@ def test_a_usage_error_of_another_machine_ends_the_run_with_its_report():
     """It would be the same again: the launcher ends with its exit code, and does not start again."""
     member = Launcher("00002")
     report = {"cause": "stopped: no GPU", "exit_code": EXIT_USAGE, "hint": "Use another one.", "details": ()}
-    ((to, lost),) = member.happen(Failed("r1", EXIT_USAGE, "raised UsageError", report))
+    ((to, lost),) = member.happen(RankCrashed("r1", EXIT_USAGE, "raised UsageError", report))
     assert to == "00001"
     leader = Launcher("00001")
     for sender, key in (("00002", "r1"), ("00003", "r2")):
         leader.happen(Mailed(sender, FromRank(key, int(key[1:]), 0, RankJoined(0))))
-    leader.happen(Spoke("r0", RankJoined(0)))
+    leader.happen(RankSpoke("r0", RankJoined(0)))
     leader.happen(Mailed("00002", decode(encode(lost))))
     (end,) = leader.kinds(Unsurvived)
     assert FailureReport.from_message(dict(end.failure)).exit_code == EXIT_USAGE
@@ -297,7 +297,7 @@ def test_a_request_that_was_passed_on_is_carried_out_and_answered():
     assert leader.happen(Mailed("00003", ResizeAsked(2)), Tick()) == [], "while the group changes"
     for sender, key in (("00002", "r1"), ("00003", "r2")):
         leader.happen(Mailed(sender, FromRank(key, int(key[1:]), 0, RankJoined(0))))
-    leader.happen(Spoke("r0", RankJoined(0)))
+    leader.happen(RankSpoke("r0", RankJoined(0)))
     sent = leader.happen(Tick())
     assert ("00003", ResizeAnswer(None)) in sent
     assert [order for action in leader.kinds(Deliver) for order in [type(action.order)]] == [LeaveAtStep]

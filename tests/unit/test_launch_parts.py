@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import RecordingConsole
 
-from phalanx.diagnosis.first_cause import RankExit, explain, find_first_cause
+from phalanx.diagnosis.exits import RankExit, explain, find_first_cause
 from phalanx.diagnosis.stacks import whereabouts
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus, count_visible

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.host import messages
 from phalanx.host.addresses import free_port
 from phalanx.launch import nodes
 from phalanx.launch.gathering import Gathering, agree_on_round
 from phalanx.launch.mailbox import ALL, exchange_period, may_continue
 from phalanx.launch.nodes import LEADER, NodeGroup
 from phalanx.launch.probes import Probes
+from phalanx.launch.rendezvous import Rendezvous, _follow
+from phalanx.launch.spec import CallTarget, LaunchSpec
 
 
 class Machines:
@@ -261,6 +266,66 @@ def test_a_machine_that_only_it_has_lost_the_leader_ends(monkeypatch, others):
         machines.kill(second)
     with pytest.raises(PhalanxError, match="does not take over"):
         machines.await_news(last, "anything")
+
+
+def test_a_lost_rack_is_reported_at_once_and_holds_up_no_message():
+    """Twenty machines that are silent for longer than the limit need no question."""
+    machines = elastic(2)
+    machines.gather(0, 1)
+    group = machines.groups[0]
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        entry = {"host": "rack", "ranks": 1, "standby": silent.getsockname()}
+        alive = [f"alive-{number}" for number in range(22)]
+        lost = [f"lost-{number}" for number in range(20)]
+        group.change(dict.fromkeys([*alive, *lost], entry))
+        others = group._mailbox.others
+        others.silent = lambda seconds: lost
+        began = time.monotonic()
+        (news,) = group._find_lost(group._mailbox)
+        assert news == {"lost_nodes": lost}
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_launcher_and_its_agent_do_not_wait_for_each_other(tmp_path):
+    """Each has thousands of messages for the other one before it reads: more than their connection holds."""
+    near, far = messages.socket_pair()
+    count = 2_000
+    received: list[int] = []
+
+    class Nodes:
+        """The machines, of which each message is answered."""
+
+        def __init__(self) -> None:
+            self.wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._news = [{"mail": {"number": number}} for number in range(count)]
+
+        def post(self, to: str, message: dict[str, Any]) -> None:
+            received.append(message["number"])
+
+        def news(self) -> list[dict[str, Any]]:
+            news, self._news = self._news, []
+            return news
+
+    agent = threading.Thread(target=_follow, args=(far, Nodes()), daemon=True)
+    agent.start()
+    spec = LaunchSpec(
+        target=CallTarget("m:f"), ranks_per_node=1, log_dir=tmp_path, num_nodes=2, node_rank=0, rdzv_endpoint="a:1"
+    )
+    rendezvous = Rendezvous(spec, SimpleNamespace())
+    rendezvous.agent, rendezvous._outbox = near, messages.Outbox(near)
+    for number in range(count):
+        rendezvous.post(ALL, {"number": number})
+    answers = [rendezvous.receive()["mail"]["number"] for _ in range(count)]
+    deadline = time.monotonic() + 60
+    while rendezvous.has_unsent and time.monotonic() < deadline:
+        rendezvous.flush()
+        time.sleep(0.001)
+    near.close()
+    agent.join(60)
+    far.close()
+    assert answers == received == list(range(count))
 
 
 def test_machines_that_do_not_answer_are_asked_at_the_same_time():

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.launch.spec import Elastic
-from phalanx.recovery.launcher.group import Group
+from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.policy import fails_too_often
 from phalanx.recovery.launcher.protocol import FillDue, GiveUp, Later, Rank, Send, Tell
 from phalanx.recovery.launcher.view import GroupView
@@ -32,7 +32,7 @@ class Case:
         self.ranks = [new_rank(number) for number in range(ranks)]
         self.view = GroupView("", {"": NodeView("here", ranks + room, ranks=ranks)})
         elastic = Elastic(sizes or (ranks,), spares)
-        self.group = Group(elastic, "", self.view, self.ranks, max_restarts=max_restarts, now=0.0)
+        self.group = ElasticGroup(elastic, "", self.view, self.ranks, max_restarts=max_restarts, now=0.0)
         self.orders: list[tuple[str, type]] = []
         self.reports: list[dict] = []
         self.given_up: list[str] = []

@@ -24,12 +24,10 @@ from phalanx.recovery.launcher.protocol import (
     Action,
     AllHereEnded,
     AllOver,
-    Answer,
+    AnswerRequest,
     Deliver,
     EndHere,
     Event,
-    Failed,
-    Finished,
     GiveUp,
     Later,
     LeaderLost,
@@ -38,12 +36,14 @@ from phalanx.recovery.launcher.protocol import (
     NodesChanged,
     NodesLost,
     Rank,
+    RankCrashed,
+    RankFinished,
+    RankSpoke,
+    RankStarted,
     Resized,
     Retire,
     Send,
-    Spoke,
     Start,
-    Started,
     Tell,
     Tick,
     Unsurvived,
@@ -94,7 +94,7 @@ class ElasticControl:
             Later: lambda action: context.later(action.seconds, lambda: self._handle(action.event)),
             GiveUp: self._give_up,
             Unsurvived: self._end_with,
-            Answer: lambda action: self._requests.attempt(lambda: self._requests.answer(action.refused)),
+            AnswerRequest: lambda action: self._requests.attempt(lambda: self._requests.answer(action.refused)),
             AllOver: self._note_end,
         }
 
@@ -128,13 +128,13 @@ class ElasticControl:
     def on_loss(self, ended: RankState, how: str) -> bool:
         """Replace a rank that has ended with an error; return whether the run goes on."""
         failure = {} if self.node.leads else self._evidence.find_failure([ended]).to_message()
-        actions = self.node.handle(Failed(ended.key, ended.code or 0, how, failure), time.monotonic())
+        actions = self.node.handle(RankCrashed(ended.key, ended.code or 0, how, failure), time.monotonic())
         self._carry_out(actions)
         return not any(isinstance(action, Unsurvived) for action in actions)
 
     def on_end(self, ended: RankState) -> None:
         """Note a rank that has finished."""
-        self._handle(Finished(ended.key))
+        self._handle(RankFinished(ended.key))
 
     def on_overdue(self) -> None:
         """Kill the rank that others have waited for too long over nccl; report it if it is not of this node."""
@@ -187,7 +187,7 @@ class ElasticControl:
             if received is None:
                 self._context.selector.unregister(control)
             else:
-                self._handle(Spoke(state.key, decode(received[0])))
+                self._handle(RankSpoke(state.key, decode(received[0])))
 
         if control in self._context.selector.get_map():
             self._context.selector.unregister(control)
@@ -263,7 +263,7 @@ class ElasticControl:
     def _start(self, action: Start) -> None:
         for _ in range(action.count):
             state = self._context.group.add(action.generation)
-            self._handle(Started(state.key, state.slot, state.local_rank))
+            self._handle(RankStarted(state.key, state.slot, state.local_rank))
             self._listen(state)
 
     def _retire(self, action: Retire) -> None:

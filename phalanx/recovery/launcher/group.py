@@ -92,7 +92,7 @@ _TRIES = 3
 """Consecutive failed starts, or interruptions without a lost rank, before giving up."""
 
 
-class Group:
+class ElasticGroup:
     """Takes what ranks report, losses and requests, and says what to do; the actions collect in `actions`."""
 
     def __init__(

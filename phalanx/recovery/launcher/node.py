@@ -1,7 +1,8 @@
 """A node's launcher among the others: it leads, follows, or takes over after the node that led was lost.
 
-It knows its own ranks, and the view of the group that all share. If it leads, its `Group` decides about the ranks of
-all nodes; else it reports what its ranks say, and carries out orders. `handle` takes an event and returns actions.
+It knows its own ranks, and the view of the group that all share. If it leads, its `ElasticGroup` decides about the
+ranks of all nodes; else it reports what its ranks say, and carries out orders. `handle` takes an event and returns
+actions.
 
     follow --the leader was lost, this node is the next--> take over --all have reported, or time is up--> lead
 """
@@ -17,18 +18,16 @@ from typing import Any, Final
 from phalanx.host.wire import Wire
 from phalanx.launch.mailbox import may_continue
 from phalanx.launch.spec import Elastic
-from phalanx.recovery.launcher.group import Group
+from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
     Action,
     AllHereEnded,
     AllOver,
-    Answer,
+    AnswerRequest,
     Deliver,
     EndHere,
     Event,
-    Failed,
     FillDue,
-    Finished,
     GiveUp,
     LeaderLost,
     Mailed,
@@ -36,12 +35,14 @@ from phalanx.recovery.launcher.protocol import (
     NodesChanged,
     NodesLost,
     Rank,
+    RankCrashed,
+    RankFinished,
+    RankSpoke,
+    RankStarted,
     Resized,
     Retire,
     Send,
-    Spoke,
     Start,
-    Started,
     Tick,
 )
 from phalanx.recovery.launcher.view import GroupView
@@ -86,12 +87,12 @@ class Node:
         epoch: float = 0.0,
         late: bool = False,
     ) -> None:
-        """`ranks`: of this node. `late`: whether it came when the others had begun. `epoch`: as in `Group`."""
+        """`ranks`: of this node. `late`: whether it came when the others had begun. `epoch`: as in `ElasticGroup`."""
         self.own, self.view = own, view
         self.now = now
         self._elastic, self._max_restarts, self._epoch = elastic, max_restarts, epoch
         self.here = {rank.key: rank for rank in ranks}
-        self.group: Group | None = self._first_group() if view.leader == own else None
+        self.group: ElasticGroup | None = self._first_group() if view.leader == own else None
         self._ready: dict[str, RankReady] = {}
         """What those ranks of this node have reported that wait for a place."""
         self._members = set() if late else set(self.here)
@@ -108,10 +109,10 @@ class Node:
         """Reports of nodes that knew earlier than this one that it takes over."""
         self._actions: list[Action] = []
         self._handlers: Final[dict[type, Callable[[Any], None]]] = {
-            Spoke: self._on_spoke,
-            Started: self._on_started,
-            Failed: self._on_failed,
-            Finished: self._on_finished,
+            RankSpoke: self._on_spoke,
+            RankStarted: self._on_started,
+            RankCrashed: self._on_failed,
+            RankFinished: self._on_finished,
             AllHereEnded: self._on_all_here_ended,
             Mailed: self._on_mail,
             NodeArrived: self._on_arrival,
@@ -137,7 +138,7 @@ class Node:
             ViewChange: self._on_view_change,
         }
 
-    def _first_group(self) -> Group:
+    def _first_group(self) -> ElasticGroup:
         members = []
         keys = {rank.rank: rank for rank in self.here.values()}
         for name, ranks in self.view.ranks_by_node().items():
@@ -146,9 +147,9 @@ class Node:
                 members.append(own or Rank(f"r{rank}", name, rank, rank, local_rank))
         return self._group(members)
 
-    def _group(self, members: Iterable[Rank]) -> Group:
+    def _group(self, members: Iterable[Rank]) -> ElasticGroup:
         facts: Any = {"max_restarts": self._max_restarts, "now": self.now, "epoch": self._epoch}
-        return Group(self._elastic, self.own, self.view, members, **facts)
+        return ElasticGroup(self._elastic, self.own, self.view, members, **facts)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened; return what to do about it."""
@@ -229,7 +230,7 @@ class Node:
 
     # --- ranks of this node -------------------------------------------------------------------------------------------
 
-    def _on_spoke(self, event: Spoke) -> None:
+    def _on_spoke(self, event: RankSpoke) -> None:
         rank = self.here.get(event.key)
         if rank is None:  # retired since
             return
@@ -246,10 +247,10 @@ class Node:
         if self._takeover is None:
             self._send(self.view.leader, message)
 
-    def _on_started(self, event: Started) -> None:
+    def _on_started(self, event: RankStarted) -> None:
         self.here[event.key] = Rank(event.key, self.own, event.slot, event.slot, event.local_rank)
 
-    def _on_failed(self, event: Failed) -> None:
+    def _on_failed(self, event: RankCrashed) -> None:
         rank = self.here.get(event.key)
         if rank is None:
             return
@@ -266,7 +267,7 @@ class Node:
         self._members.discard(key)
         self._actions.append(Retire(key))
 
-    def _on_finished(self, event: Finished) -> None:
+    def _on_finished(self, event: RankFinished) -> None:
         rank = self.here.get(event.key)
         if rank is None:
             return
@@ -316,9 +317,9 @@ class Node:
         if self.group is None:
             self._report(ResizeAsked(event.ranks))
             return
-        self._actions.append(Answer(self._resize(self.group, event.ranks)))
+        self._actions.append(AnswerRequest(self._resize(self.group, event.ranks)))
 
-    def _resize(self, group: Group, ranks: int) -> str | None:
+    def _resize(self, group: ElasticGroup, ranks: int) -> str | None:
         return group.resize(ranks, f"a request for {ranks} rank{'s' * (ranks != 1)}")
 
     def _on_tick(self, _: Tick) -> None:
@@ -400,7 +401,7 @@ class Node:
         self._actions.append(GiveUp(f"this machine is left out of the run: {message.why}", alone=True))
 
     def _on_resize_answer(self, sender: str, message: ResizeAnswer) -> None:
-        self._actions.append(Answer(message.refused))
+        self._actions.append(AnswerRequest(message.refused))
 
     def _on_run_over(self, sender: str, message: RunOver) -> None:
         self._actions.append(AllOver())

@@ -42,7 +42,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Spoke:
+class RankSpoke:
     """A rank of this node has sent a message."""
 
     key: str
@@ -50,7 +50,7 @@ class Spoke:
 
 
 @dataclass(frozen=True)
-class Started:
+class RankStarted:
     """A process for the next generation was started here."""
 
     key: str
@@ -59,7 +59,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankCrashed:
     """A rank of this node has ended with an error; `failure`: the report about it."""
 
     key: str
@@ -69,7 +69,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Finished:
+class RankFinished:
     """A rank of this node has ended well."""
 
     key: str
@@ -135,8 +135,19 @@ class FillDue:
 
 
 Event = (
-    Spoke | Started | Failed | Finished | AllHereEnded | Mailed | NodeArrived | NodesLost | LeaderLost | Resized | Tick
-) | FillDue
+    RankSpoke
+    | RankStarted
+    | RankCrashed
+    | RankFinished
+    | AllHereEnded
+    | Mailed
+    | NodeArrived
+    | NodesLost
+    | LeaderLost
+    | Resized
+    | Tick
+    | FillDue
+)
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -224,7 +235,7 @@ class Unsurvived:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerRequest:
     """Answer a user's request for another number of ranks; `refused`: why it is not carried out."""
 
     refused: str | None
@@ -236,5 +247,17 @@ class AllOver:
 
 
 Action = (
-    Deliver | Start | Retire | EndHere | Send | Accept | NodesChanged | Tell | Later | GiveUp | Unsurvived | Answer
-) | AllOver
+    Deliver
+    | Start
+    | Retire
+    | EndHere
+    | Send
+    | Accept
+    | NodesChanged
+    | Tell
+    | Later
+    | GiveUp
+    | Unsurvived
+    | AnswerRequest
+    | AllOver
+)
