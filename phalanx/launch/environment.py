@@ -37,6 +37,10 @@ class NodeInfo:
     """Name, host and ranks of each machine."""
     late: bool = False
     """Whether this machine came when the others had begun."""
+    round: int = 0
+    """How many times the machines have gathered before."""
+    term: int = 0
+    """How many times another machine has become the leader."""
 
     def without(self, names: set[str]) -> NodeInfo:
         """Return this with some machines left out."""

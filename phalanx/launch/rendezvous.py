@@ -153,6 +153,10 @@ class Rendezvous:
         """Watch other machines from now on, by their entries; None: not any more."""
         self._send({"nodes": entries})
 
+    def lead(self, term: int) -> None:
+        """Tell the other machines that this one leads: enough of them have reported to it."""
+        self._send({"lead": term})
+
     def close(self) -> None:
         """Close the connection, which ends the agent."""
         self.agent_key = ""
@@ -242,6 +246,8 @@ def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
                     outbox.send({"node": nodes.gather(request["gather"], outbox.send)})
                 elif "nodes" in request:
                     nodes.change(request["nodes"])
+                elif "lead" in request:
+                    nodes.lead(request["lead"])
                 else:
                     nodes.post(request["to"], request["post"])
             for message in nodes.news():

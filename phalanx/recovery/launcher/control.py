@@ -30,6 +30,7 @@ from phalanx.recovery.launcher.protocol import (
     Event,
     GiveUp,
     Later,
+    Lead,
     LeaderLost,
     Mailed,
     NodeArrived,
@@ -90,6 +91,7 @@ class ElasticControl:
             Send: self._send,
             Accept: self._accept,
             NodesChanged: self._change_nodes,
+            Lead: lambda action: context.rendezvous.lead(action.term),
             Tell: lambda action: context.console.handle(action.event),
             Later: lambda action: context.later(action.seconds, lambda: self._handle(action.event)),
             GiveUp: self._give_up,
@@ -111,7 +113,7 @@ class ElasticControl:
         return {
             "mail": self._on_mail,
             "arrival": self._on_arrival,
-            "lost_nodes": lambda names: self._handle(NodesLost(tuple(names))),
+            "lost_nodes": lambda names, ended: self._handle(NodesLost(tuple(names), tuple(ended))),
             "leader": self._on_lost_leader,
         }
 
@@ -204,14 +206,14 @@ class ElasticControl:
         self,
         leader: str,
         lost: str,
+        term: int,
+        ended: Sequence[str],
         address: tuple[str, int] | None = None,
-        others: Sequence[str] = (),
-        ended: Sequence[str] = (),
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
         self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
         at = (address[0], address[1]) if address is not None else None
-        self._handle(LeaderLost(leader, at, tuple(others), tuple(ended)))
+        self._handle(LeaderLost(leader, at, term, tuple(ended)))
 
     def _ask_for_ranks(self) -> None:
         """Let the node carry out a user's request, or pass it on if the leader does not see this folder."""
@@ -279,7 +281,7 @@ class ElasticControl:
 
     def _accept(self, action: Accept) -> None:
         own, view = self._context.node, self.node.view
-        place = {"master_addr": own.master_addr, "master_port": own.master_port, **action.place}
+        place = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term, **action.place}
         nodes = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
         self._context.rendezvous.post(action.node, {"accept": {**place, "machines": nodes}})
 
@@ -308,4 +310,4 @@ def first_view(place: NodeInfo, failures: int) -> GroupView:
         for name, host, slots, standby in place.machines
     }
     alone = {place.own: NodeView("", _ANY_NUMBER, ranks=place.world_size)}
-    return GroupView(place.leader, nodes or alone, failures=failures)
+    return GroupView(place.leader, nodes or alone, term=place.term, failures=failures)

@@ -532,6 +532,7 @@ class ElasticGroup:
                 local_world_size=counts[rank.node],
                 node_rank=list(nodes).index(rank.node),
                 generation=self.generation,
+                term=self._view.term,
                 failures=self.failures,
                 began=self._epoch + change.began,
                 reason="; ".join(change.reasons),
@@ -572,10 +573,6 @@ class ElasticGroup:
 
     def _give_up(self, cause: str) -> None:
         self.actions.append(GiveUp(cause))
-
-    def publish(self) -> None:
-        """Send the whole view to all nodes: some may not have seen the last changes of a leader that was lost."""
-        self._send(ALL, self._view.whole())
 
     def _change_view(
         self, nodes: Mapping[str, NodeView | None], *, generation: int | None = None, failures: int | None = None

@@ -103,6 +103,8 @@ class NodesLost:
     """Nodes have ended or cannot be reached; noticed by the leader's agent."""
 
     names: tuple[str, ...]
+    ended: tuple[str, ...] = ()
+    """Those whose launchers have certainly ended; any other one may only be out of reach."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ class LeaderLost:
 
     leader: str
     address: tuple[str, int] | None = None
-    others: tuple[str, ...] = ()
-    """The nodes that answered, which will report their ranks."""
+    term: int = 0
+    """How many times the leader has changed, as this node has seen it."""
     ended: tuple[str, ...] = ()
     """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
 
@@ -205,6 +207,13 @@ class NodesChanged:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """Tell the other nodes that this one leads: enough of them have reported to it."""
+
+    term: int
+
+
+@dataclass(frozen=True)
 class Tell:
     """Show an event to the user."""
 
@@ -254,6 +263,7 @@ Action = (
     | Send
     | Accept
     | NodesChanged
+    | Lead
     | Tell
     | Later
     | GiveUp
