@@ -432,7 +432,7 @@ class ElasticGroup:
 
     def on_arrival(self, name: str, node: NodeView, place: Mapping[str, Any]) -> None:
         """Take in the ranks of a node that has come late, as many as the run can use: they get ready meanwhile."""
-        self._change_view({name: node})
+        came = self._view.change({name: node}, generation=self.generation, failures=self.failures)
         first = max((rank.slot for rank in (*self.ranks.values(), *self.members)), default=-1) + 1
         position: dict[str, Any] = {
             "node_rank": len(self._view.nodes) - 1,
@@ -442,7 +442,9 @@ class ElasticGroup:
         if self.address is not None:
             position |= {"master_addr": self.address[0], "master_port": self.address[1]}
         self.actions.append(Accept(name, {**place, **position}))
-        self._send(name, self._view.whole())
+        self._send(name, self._view.whole())  # first: the change alone says nothing to a node that knows no view
+        self._send(ALL, came)
+        self.actions.append(NodesChanged({name: node}))
         self.starting[name] += node.slots
         self._grow(f"the machine {node.host} arrived")
 
