@@ -297,6 +297,11 @@ def agree_on_round(store: Store, wanted: int) -> int:
     return found
 
 
+def current_round(store: Store) -> int:
+    """Return the round that the machines have agreed on last."""
+    return int(store.get("round"))
+
+
 def _name(number: int) -> str:
     """Return the name of a machine by its arrival; names sort in the order of arrival."""
     return f"{number:05d}"

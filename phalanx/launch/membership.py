@@ -25,7 +25,8 @@ from typing import Any, Literal
 
 Entry = dict[str, Any]
 """What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
-Address = tuple[str, int]
+Beat = tuple[int, int]
+"""A heartbeat: a counter, and the version of the list of machines that the sender knows."""
 Sign = Literal["ended", "silent"]
 """What a neighbour notices: the machine refuses connections, or does not answer."""
 Phase = Literal["settled", "searching", "unconfirmed", "electing"]
@@ -145,6 +146,15 @@ class Move:
     lost: str
     term: int
     ended: tuple[str, ...]
+    gone: tuple[str, ...]
+    """Machines that are not in the list any more, which too few of the others may know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """Tell the others that enough machines know a version of the list: those that have left it do not count."""
+
+    version: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +165,7 @@ class Stop:
     hint: str
 
 
-Action = Ask | Watch | Accuse | Lost | Move | Stop
+Action = Ask | Watch | Accuse | Lost | Agreed | Move | Stop
 
 
 class Membership:
@@ -170,6 +180,16 @@ class Membership:
         self.term = 0
         """How many times the leader has changed: what an earlier one says does not count."""
         self.phase: Phase = "settled"
+        self.version = 0
+        """That of the list of machines; the leader counts it."""
+        self.gone: dict[str, float] = {}
+        """Machines that have left the list, and in which version, until enough others know that.
+
+        Till then they count where machines may go on without others: a leader that is cut off notices that of one
+        machine after the other, while the others have a majority.
+        """
+        self._known: dict[str, int] = {}
+        """As the leader: the version that each machine knows."""
         self.ended: set[str] = set()
         """Machines whose launcher has certainly ended."""
         self._beats = Heartbeats()
@@ -208,20 +228,36 @@ class Membership:
         """Seconds between two heartbeats to the leader."""
         return beat_seconds(len(self.nodes))
 
-    def begin(self, leader: str, nodes: Mapping[str, Entry], now: float, *, term: int = 0) -> None:
-        """Take part with these machines, which one of them leads."""
+    def begin(
+        self, leader: str, nodes: Mapping[str, Entry], now: float, *, term: int = 0, gone: Iterable[str] = ()
+    ) -> None:
+        """Take part with these machines, which one of them leads. `gone`: those that have left and count still."""
         self.leader, self.nodes, self.term = leader, nodes, max(term, self.term)
-        self.phase = "settled"
+        self.phase, self.version = "settled", 0
+        self.gone, self._known = dict.fromkeys(gone, 0.0), {}
         self.ended, self._uncertain = set(), set()
         self._beats = Heartbeats()
         self._answers, self._accused, self._noticed, self._reported = {}, {}, {}, {}
         self._enter_store(now)
         self._follow_ring(now)
 
-    def change(self, entries: Mapping[str, Entry | None], now: float) -> None:
+    def change(self, entries: Mapping[str, Entry | None], now: float, version: int) -> None:
         """Take part with these machines, too, or without them (None), as the launcher says."""
+        self.version = max(version, self.version)
+        went = [node for node, entry in entries.items() if entry is None]
+        self.gone |= {node: version for node in went if node in self.nodes or node in self.gone}
         self.nodes = changed(self.nodes, entries)
         self._follow_ring(now)
+
+    def _leave_out(self, nodes: Collection[str], now: float) -> None:
+        """Go on without machines, which count until enough others know that."""
+        self.gone |= dict.fromkeys(nodes, math.inf)  # the launcher counts the versions
+        self.nodes = changed(self.nodes, dict.fromkeys(nodes))
+        self._follow_ring(now)
+
+    def agree(self, version: int) -> None:
+        """Note that enough machines know a version of the list."""
+        self.gone = {node: left for node, left in self.gone.items() if left > version}
 
     def confirm(self, term: int) -> None:
         """Note that the leader leads: it has said so, or the launcher of this machine has had enough reports."""
@@ -230,9 +266,11 @@ class Membership:
             self.phase = "settled"
             self._uncertain.clear()
 
-    def on_beats(self, beats: Mapping[str, Any], now: float) -> None:
-        """Take the heartbeat counters in the leader's store."""
+    def on_beats(self, beats: Mapping[str, Beat], now: float) -> None:
+        """Take the heartbeats in the leader's store."""
         self._beats.take(beats, now)
+        if self.gone:
+            self._known = {node: version for node, (_, version) in beats.items()}
 
     def on_contact(self, at: float) -> None:
         """Note when the leader's store has answered last."""
@@ -312,6 +350,8 @@ class Membership:
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
+        if self.gone and self.phase == "settled":
+            self._look_for_agreement(actions)
         late = self._beats.silent(SUSPECT_SECONDS + 2 * self.period, now)
         gone = set(self._beats.silent(self._silence + 2 * self.period, now))
         suspects = [node for node in dict.fromkeys([*late, *self._accused]) if node in self.nodes and node != self.own]
@@ -326,11 +366,25 @@ class Membership:
         if not lost:
             return
         alive = self.nodes.keys() - set(lost)
-        if self.phase == "settled" and not may_continue(self.nodes, alive, self.ended, self.leader):
+        if self.phase == "settled" and not may_continue(self._counted, alive, self.ended, self.leader):
             actions.append(self._split(lost))
             return
-        self.change(dict.fromkeys(lost), now)
+        self._leave_out(lost, now)
         actions.append(Lost(tuple(lost), tuple(node for node in lost if node in self.ended)))
+
+    @property
+    def _counted(self) -> list[str]:
+        """The machines that count where some may go on without others."""
+        return [*self.nodes, *(node for node in self.gone if node not in self.nodes)]
+
+    def _look_for_agreement(self, actions: list[Action]) -> None:
+        """Let machines that have left the list count no more once enough others know that they have."""
+        for version in sorted({int(left) for left in self.gone.values() if left <= self.version}, reverse=True):
+            knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
+            if may_continue(self._counted, knowing, self.ended, self.leader):
+                self.agree(version)
+                actions.append(Agreed(version))
+                return
 
     def _answered(self, node: str, since: float) -> bool | None:
         answer, at = self._answers.get(node, (None, -1.0))
@@ -379,7 +433,7 @@ class Membership:
             self._uncertain.add(self.leader)
         self._lost = self.leader
         self._accused, self._suspected = {}, None
-        self.change({self.leader: None}, now)
+        self._leave_out([self.leader], now)
         self.phase, self._asked = "searching", ()
         self._go_on_searching(now, actions)
 
@@ -413,7 +467,7 @@ class Membership:
         self.phase = "electing" if self.leads else "unconfirmed"
         self._confirm_by = now + election_seconds(self._silence, len(self.nodes)) + self._silence + _CONFIRM_SECONDS
         self._enter_store(now)
-        actions.append(Move(leader, self._lost, self.term, tuple(sorted(self.ended))))
+        actions.append(Move(leader, self._lost, self.term, tuple(sorted(self.ended)), tuple(self.gone)))
 
     def _left_out(self) -> Stop:
         host = self.nodes[self.leader]["host"]

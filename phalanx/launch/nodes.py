@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,12 +33,14 @@ from phalanx.launch.gathering import (
     MovedError,
     agree_on_round,
     check_same,
+    current_round,
     describe_run,
 )
 from phalanx.launch.mailbox import ALL, Mail, Mailbox
 from phalanx.launch.membership import (
     SUSPECT_SECONDS,
     Accuse,
+    Agreed,
     Ask,
     Entry,
     Heartbeats,
@@ -62,6 +64,7 @@ _CONNECT_SECONDS = 60.0
 _LOST_SECONDS = 2.0
 """A machine of a fixed number without a heartbeat for this long is named when ranks elsewhere fail."""
 _POLL_SECONDS = 0.05
+_JOIN_SECONDS = 0.25
 _SEND_SECONDS = 2.0
 _LEAVE_SECONDS = 3.0
 _SIGNPOST_SECONDS = 1.0
@@ -158,7 +161,7 @@ class NodeGroup:
         if place is None and not self._may_change:
             raise gathering.roster.without_this_one()
         if place is None:
-            return self._join_late(json.loads(self._attempt_store.get(DECIDED)))
+            return self._join_late(json.loads(self._attempt_store.get(DECIDED)), send)
         self._run_id, self._leader = place["run_id"], place["leader"]
         list_at = place.pop("list_at", None)
         if self._may_change:
@@ -208,7 +211,7 @@ class NodeGroup:
         finally:
             self._nodes = gathering.taking_part or gathering.roster.entries
 
-    def _join_late(self, run: Message) -> dict[str, Any]:
+    def _join_late(self, run: Message, send: Callable[[Message], None]) -> dict[str, Any]:
         """Ask the machine that leads to take this one in."""
         self._leader, self._run_id = run["leader"], run["run_id"]
         self._members = None
@@ -226,23 +229,26 @@ class NodeGroup:
                         node: {"host": host, "ranks": ranks, "standby": standby}
                         for node, host, ranks, standby in place["machines"]
                     }
-                    self._begin(place.get("term", 0))
+                    self._begin(place.get("term", 0), place.pop("gone", ()))
                     known = {"own": self._own, "leader": self._leader, "run_id": self._run_id, "round": self._round}
                     return {**place, **known}
                 self._unread.append(mail)
-            time.sleep(_POLL_SECONDS)
+            if current_round(self._sign("phalanx")) > self._round:  # all start again: with this one
+                mailbox.close()
+                return self._gather(send)
+            time.sleep(_JOIN_SECONDS)
         raise PhalanxError(
             f"the run at {self._host}:{self._port} did not take this machine in within {self._seconds:.0f} s.",
             hint="It has as many ranks as it may have (--num-workers 2:8 sets the most), or it has ended.",
         )
 
-    def _begin(self, term: int = 0) -> None:
+    def _begin(self, term: int = 0, gone: Iterable[str] = ()) -> None:
         """Take part with the machines that are known."""
         now = time.monotonic()
         if self._may_change:
             term = max(term, self._members.term if self._members is not None else 0)
             self._members = Membership(self._own, self._silence, now)
-            self._members.begin(self._leader, self._nodes, now, term=term)
+            self._members.begin(self._leader, self._nodes, now, term=term, gone=gone)
         elif self._leads:
             self._beats = Heartbeats()
             self._beats.watch((node for node in self._nodes if node != self._own), now)
@@ -273,6 +279,8 @@ class NodeGroup:
 
     def post(self, to: str, message: Message) -> None:
         """Send a message to the launcher of a machine, to `LEADER`, or to `ALL`."""
+        if "accept" in message and self._members is not None:
+            message["accept"]["gone"] = list(self._members.gone)
         if self._mailbox is not None:
             self._mailbox.post(self._leader if to == LEADER else to, message)
 
@@ -296,6 +304,8 @@ class NodeGroup:
             return [{"mail": mail}]
         if "accused" in mail and self._members is not None:
             self._members.on_accusation(mail["accused"], time.monotonic())
+        if "agreed" in mail and self._members is not None and mail["sender"] == self._leader:
+            self._members.agree(mail["agreed"])
         if "leads" in mail and self._members is not None and mail["sender"] == self._leader:
             self._members.confirm(mail["leads"])
         if "node_finished" in mail:
@@ -314,10 +324,10 @@ class NodeGroup:
                 return [{kind: mail[kind]}]
         return [{"arrival": mail["arrival"], "entry": mail["node"]}] if "arrival" in mail else []
 
-    def change(self, entries: dict[str, Entry | None]) -> None:
+    def change(self, entries: dict[str, Entry | None], version: int) -> None:
         """Take part with these machines, too, or without them (None), as the launcher says."""
         if self._members is not None:
-            self._members.change(entries, time.monotonic())
+            self._members.change(entries, time.monotonic(), version)
             self._nodes = self._members.nodes
             self._serve()
 
@@ -347,6 +357,7 @@ class NodeGroup:
         """Tell the machines' state what was heard, and carry out what it says."""
         now = time.monotonic()
         members.on_beats(mailbox.beats(), now)
+        mailbox.version = members.version
         members.on_contact(mailbox.contact)
         if mailbox.failed:
             members.on_store_ended()
@@ -363,6 +374,8 @@ class NodeGroup:
                 self._neighbours.watch({node: tuple(members.nodes[node]["standby"]) for node in action.nodes})
             elif isinstance(action, Accuse):
                 self.post(LEADER, {"accused": dict(action.signs)})
+            elif isinstance(action, Agreed):
+                self.post(ALL, {"agreed": action.version})
             elif isinstance(action, Lost):
                 news.append({"lost_nodes": list(action.nodes), "ended": list(action.ended)})
             elif isinstance(action, Move):
@@ -384,7 +397,8 @@ class NodeGroup:
 
         mailbox.close()  # what was not sent is lost with the machine
         host = self._nodes[move.lost]["host"]
-        news: Message = {"leader": move.leader, "lost": host, "term": move.term, "ended": list(move.ended)}
+        news: Message = {"leader": move.leader, "lost": host, "term": move.term}
+        news |= {"ended": list(move.ended), "gone": list(move.gone)}
         self._nodes, self._leader, self._leads = members.nodes, move.leader, members.leads
         self._host, self._port = self._nodes[self._leader]["standby"]
         if self._leads:

@@ -17,14 +17,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "COUNT"), help="run many, and print those that fail")
     parser.add_argument("--nodes", type=int, default=16, help="at most this many nodes")
     parser.add_argument("--shrink", action="store_true", help="look for the shortest history that fails in the same way")
+    parser.add_argument("--ranks", action="store_true", help="print what ranks say and are told, too")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         plan = draw(arguments.seed, arguments.nodes)
-        failure = failure_of(plan)
+        failure = failure_of(plan, detailed=arguments.ranks)
         if failure.violation is not None and arguments.shrink:
             plan = shrink(plan)
-            failure = failure_of(plan)
+            failure = failure_of(plan, detailed=arguments.ranks)
         print(plan, *failure.history, failure.violation or "all invariants hold", sep="\n")
         return int(failure.violation is not None)
     first, count = arguments.seeds or (0, 200)

@@ -33,7 +33,9 @@ class Violation(AssertionError):
 class Cluster:
     """All machines of a job."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, detailed: bool = False) -> None:
+        """`detailed`: whether the history has what ranks say and are told."""
+        self.detailed = detailed
         self.plan = plan
         self.rng = random.Random(plan.seed ^ 0x5EED)
         self.clock = Clock()
@@ -101,13 +103,15 @@ class Cluster:
             last = min(last, self.network.cut_since(own.machine, other.machine))
         return last
 
-    def beats(self, leader: Launcher, members: Any) -> dict[str, int]:
+    def beats(self, leader: Launcher, members: Any) -> dict[str, tuple[int, int]]:
         """Return the heartbeat counters in a leader's store."""
         found = {}
         for name, entry in members.nodes.items():
             other = self.processes[entry["standby"][1]]
             if other is not leader and other.store is leader.store:
-                found[name] = int(self.last_contact(leader, other) / members.period)
+                beat = int(self.last_contact(leader, other) / members.period)
+                version = other.members.version if other.members is not None else 0
+                found[name] = (beat, version)
         return found
 
     def neighbour(self, own: Launcher, name: str) -> Launcher | None:

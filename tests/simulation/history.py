@@ -19,9 +19,9 @@ class Result:
     cluster: Cluster
 
 
-def failure_of(plan: Plan) -> Result:
+def failure_of(plan: Plan, *, detailed: bool = False) -> Result:
     """Let a plan happen."""
-    cluster = Cluster(plan)
+    cluster = Cluster(plan, detailed=detailed)
     try:
         cluster.run()
     except Violation as violation:

@@ -105,6 +105,7 @@ class Launcher:
         self._stopping = False
         self._batching = False
         self._waiting: list[Any] = []
+        self._unread_batches: list[Any] = []
         self.clock.later(cluster.rng.uniform(0.0, 1.0), self.guard(self._connect))
         self._tick_agent()
         self._tick_launcher()
@@ -312,13 +313,19 @@ class Launcher:
         self.note("comes late")
         entry = {"host": f"machine{self.machine}", "ranks": self.plan.ranks_per_node, "standby": ["", self.number]}
         self._mail(self.leader, {"arrival": self.own, "node": entry})
-        mailbox = self._mailbox
+        self._wait_to_be_taken_in(self.now + self.plan.request["seconds"], self._mailbox)
 
-        def give_up() -> None:
-            if self.node is None and self._mailbox == mailbox:
-                self._exit(1, "the run did not take this machine in")
-
-        self.clock.later(self.plan.request["seconds"], self.guard(give_up))
+    def _wait_to_be_taken_in(self, deadline: float, mailbox: int) -> None:
+        if self.node is not None or self._mailbox != mailbox:
+            return
+        store = self.store
+        assert store is not None
+        if self.now > deadline or not store.owner.alive:
+            self._exit(1, "the run did not take this machine in")
+        elif store.round > self.round and self.cluster.network.connected(self.machine, store.owner.machine):
+            self._gather()
+        else:
+            self.clock.later(0.25, self.guard(lambda: self._wait_to_be_taken_in(deadline, mailbox)))
 
     def _start(self, place: dict[str, Any], nodes: Mapping[str, Any]) -> None:
         """Begin the attempt with this place."""
@@ -326,7 +333,7 @@ class Launcher:
         self.leader, self.run_id = place["leader"], place["run_id"]
         term = max(place.get("term", 0), self.term)
         self.members = Membership(self.own, self.plan.silence, self.now)
-        self.members.begin(self.leader, nodes, self.now, term=term)
+        self.members.begin(self.leader, nodes, self.now, term=term, gone=place.pop("gone", ()))
         late = place.get("late", False)
         place.pop("list_at", None)
         machines = self.cluster.machines_of(nodes)
@@ -383,6 +390,7 @@ class Launcher:
     def on_batch(self, room: Any, batch: list[Any]) -> None:
         """As the leader: read what another machine has written into the store."""
         if not self.leads or self.store is not room[0] or self.round != room[1]:
+            self._unread_batches.append((room, batch))  # it is in the store, and may be read later
             return
         for to, mail in batch:
             if to in (self.own, "leader"):
@@ -414,6 +422,9 @@ class Launcher:
         waiting, self._waiting = self._waiting, []
         for room, mails in waiting:
             self.on_pushed(room, mails)
+        batches, self._unread_batches = self._unread_batches, []
+        for room, batch in batches:
+            self.on_batch(room, batch)
 
     def on_mail(self, mail: dict[str, Any]) -> None:
         """Read one message."""
@@ -432,12 +443,14 @@ class Launcher:
             self._start({**place, "leader": self.leader, "run_id": self.run_id}, nodes)
             for late in self.cluster.unread.pop(self.number, []):
                 self.on_mail(late)
-        elif "arrival" in mail and self.node is not None:
+        elif "arrival" in mail and self.node is not None and not self._stopping:
             entry = mail["node"]
             self.handle(protocol.NodeArrived(mail["arrival"], entry["host"], entry["ranks"], tuple(entry["standby"])))
         elif "accused" in mail and self.members is not None:
             self.members.on_accusation(mail["accused"], self.now)
             self.look_around()
+        elif "agreed" in mail and self.members is not None and sender == self.leader:
+            self.members.agree(mail["agreed"])
         elif "leads" in mail and self.members is not None and sender == self.leader:
             self.members.confirm(mail["leads"])
         elif "remote_failure" in mail and sender != self.own and not self._knows_failure:
@@ -489,6 +502,8 @@ class Launcher:
             self._ask(action.nodes)
         elif isinstance(action, membership.Accuse):
             self._mail("leader", {"accused": dict(action.signs)})
+        elif isinstance(action, membership.Agreed):
+            self._mail("all", {"agreed": action.version})
         elif isinstance(action, membership.Lost):
             self.nodes = members.nodes
             self.note(f"has lost {', '.join(action.nodes[:8])}")
@@ -534,7 +549,7 @@ class Launcher:
         self.store.round = max(self.store.round, self.round)
         self.cluster.launchers_by_name[self.own, self.store] = self
         address = ("", self.number) if self.leads else None
-        self.handle(protocol.LeaderLost(move.leader, address, move.term, move.ended))
+        self.handle(protocol.LeaderLost(move.leader, address, move.term, move.ended, move.gone))
         self.clock.later(self.cluster.brief(), self.guard(self._read_waiting))
 
     def _become_leader(self, term: int) -> None:
@@ -603,10 +618,11 @@ class Launcher:
                     self.clock.later(self.cluster.brief(), self.guard(lambda rank=rank: rank.on_order(End())))
         elif isinstance(action, protocol.Accept):
             assert self.node is not None
-            self._mail(action.node, {"accept": {**action.place, "term": self.node.view.term, "nodes": self.cluster.entries_of(self.node.view)}})
+            gone = list(self.members.gone) if self.members else []
+            self._mail(action.node, {"accept": {**action.place, "gone": gone, "term": self.node.view.term, "nodes": self.cluster.entries_of(self.node.view)}})
         elif isinstance(action, protocol.NodesChanged):
             if self.members is not None:
-                self.members.change(self.cluster.entries_from(action.nodes), self.now)
+                self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version)
                 self.nodes = self.members.nodes
         elif isinstance(action, protocol.Lead):
             self._become_leader(action.term)

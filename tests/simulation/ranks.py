@@ -42,10 +42,17 @@ class Rank:
 
     def say(self, message: Wire) -> None:
         """Send a message to the launcher."""
+        self.note(f"says {message}")
         self.cluster.clock.later(self.cluster.brief(), lambda: self.launcher.on_rank_message(self, message))
+
+    def note(self, text: str) -> None:
+        """Add a line to a detailed history."""
+        if self.cluster.detailed:
+            self.launcher.note(f"  {self.key} {text}"[:200])
 
     def on_order(self, order: Wire) -> None:
         """Obey the launcher."""
+        self.note(f"is told {order}")
         if not self.alive:
             return
         if isinstance(order, Abort):
@@ -105,6 +112,7 @@ class Rank:
         if not self.alive:
             return
         self.alive = False
+        self.note(f"exits with {code} after step {self.step}")
         group, self.group = self.group, None
         for each in (group, self.cluster.groups.get(self.place)):
             if each is not None:

@@ -200,6 +200,8 @@ class ElasticControl:
         self._handle(Mailed(sender, decode(mail)))
 
     def _on_arrival(self, name: str, entry: dict[str, Any]) -> None:
+        if self._context.is_stopping():  # it will find the next attempt, if there is one
+            return
         self._handle(NodeArrived(name, entry["host"], entry["ranks"], tuple(entry["standby"])))
 
     def _on_lost_leader(
@@ -208,12 +210,13 @@ class ElasticControl:
         lost: str,
         term: int,
         ended: Sequence[str],
+        gone: Sequence[str],
         address: tuple[str, int] | None = None,
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
         self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
         at = (address[0], address[1]) if address is not None else None
-        self._handle(LeaderLost(leader, at, term, tuple(ended)))
+        self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone)))
 
     def _ask_for_ranks(self) -> None:
         """Let the node carry out a user's request, or pass it on if the leader does not see this folder."""
@@ -290,7 +293,7 @@ class ElasticControl:
             name: None if node is None else {"host": node.host, "ranks": node.slots, "standby": node.standby}
             for name, node in action.nodes.items()
         }
-        self._context.rendezvous.watch_nodes(entries)
+        self._context.rendezvous.watch_nodes(entries, action.version)
 
     def _give_up(self, action: GiveUp) -> None:
         self._context.fail(FailureReport(cause=action.cause, exit_code=1), final=action.alone)

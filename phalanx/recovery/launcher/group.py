@@ -247,12 +247,17 @@ class ElasticGroup:
         if rank not in self.members and rank not in self.spares:
             self.spares.append(rank)
             self.starting -= Counter([rank.node])  # not below zero
+            if self.spares_only:  # the others have finished meanwhile
+                self._order(rank, End())
+                return
         self._check_ended()
         self._form_if_ready()
 
     def on_end(self, rank: Rank) -> None:
-        """Note a rank that has finished."""
+        """Note a rank that has finished: the group does not change any more."""
         rank.code = 0
+        if self.state == "running" and self.change is not None and rank in self.members:
+            self._drop_request()
         if not self.spares_only and rank in self.members:
             self._check_ended()
 
@@ -419,6 +424,8 @@ class ElasticGroup:
         """Change the number of ranks at a step's boundary; return why that is not possible, if so."""
         if refused := self.sizes.refusal(size):
             return refused
+        if not all(member.alive for member in self.members):
+            return "the run is about to end."
         self.sizes.most = size
         if size == len(self.members):
             return None
@@ -444,14 +451,14 @@ class ElasticGroup:
         self.actions.append(Accept(name, {**place, **position}))
         self._send(name, self._view.whole())  # first: the change alone says nothing to a node that knows no view
         self._send(ALL, came)
-        self.actions.append(NodesChanged({name: node}))
+        self.actions.append(NodesChanged({name: node}, came.version))
         self.starting[name] += node.slots
         self._grow(f"the machine {node.host} arrived")
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""
         most = self.sizes.below(min(self.sizes.most, self.present - self._elastic.spares))
-        if most > len(self.members) and self.is_settled:
+        if most > len(self.members) and self.is_settled and all(member.alive for member in self.members):
             self._request(most, why)
             self._form_if_ready()
 
@@ -589,7 +596,7 @@ class ElasticGroup:
         self._send(ALL, change)
         came_or_went = {name: node for name, node in nodes.items() if (node is None) == (name in known)}
         if came_or_went:
-            self.actions.append(NodesChanged(came_or_went))
+            self.actions.append(NodesChanged(came_or_went, change.version))
 
 
 def _numbered(ranks: list[Rank]) -> list[Rank]:

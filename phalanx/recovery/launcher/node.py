@@ -420,7 +420,7 @@ class Node:
             names = [*before, *message.nodes] if message.whole else message.nodes
             changes = {name: after.get(name) for name in names if (name in before) != (name in after)}
             if changes:
-                self._actions.append(NodesChanged(changes))
+                self._actions.append(NodesChanged(changes, message.version))
 
     def _on_arrival(self, event: NodeArrived) -> None:
         if self.group is not None:
@@ -461,7 +461,7 @@ class Node:
             ended = set(event.ended)
             missing = self.view.nodes.keys() - {self.own, lost, *ended, *self._early}
             deadline = self.now + election_seconds(self._elastic.silence_seconds, len(self.view.nodes))
-            self._takeover = _Takeover(lost, event.address, missing, ended, deadline, self._early)
+            self._takeover = _Takeover(lost, event.address, missing, ended, event.gone, deadline, self._early)
             return
         self._has_said_end = False  # the report of the end may have been lost with the node before
         self._report(self._hello())
@@ -482,7 +482,8 @@ class Node:
     def _lead_or_stop(self, takeover: _Takeover) -> None:
         """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
         here = {self.own, *takeover.reports}
-        if may_continue(self.view.nodes, here, takeover.ended, takeover.lost) and self._catch_up(takeover):
+        counted = dict.fromkeys([*self.view.nodes, *takeover.gone])
+        if may_continue(counted, here, takeover.ended, takeover.lost) and self._catch_up(takeover):
             self._lead(takeover)
             return
         self._takeover = None
@@ -499,7 +500,7 @@ class Node:
                 return False
             self._on_view_change(self.view.leader, known[version])
         self.view.term = max([self.view.term, *(report.term for report in takeover.reports.values())])
-        return True
+        return self.own in self.view.nodes
 
     def _lead(self, takeover: _Takeover) -> None:
         """Decide from now on; the ranks of the lost node are replaced, or left out."""
@@ -525,6 +526,8 @@ class Node:
             if rank not in present
         ]
         self.view.generation = max(1, self.view.generation)  # a group that has begun
+        if not members:  # this node came late, and all that trained are lost
+            self._actions.append(GiveUp("no rank is left that holds the state of the run"))
         members.sort(key=lambda rank: rank.rank)
         self.group = self._group(members)
         self.group.address = takeover.address
@@ -544,6 +547,7 @@ class _Takeover:
     address: tuple[str, int]
     missing: set[str]
     ended: set[str]
+    gone: tuple[str, ...]
     deadline: float
     reports: dict[str, Hello] = dataclasses.field(default_factory=dict)
     waiting: list[tuple[str, Wire]] = dataclasses.field(default_factory=list)

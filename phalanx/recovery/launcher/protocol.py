@@ -117,6 +117,8 @@ class LeaderLost:
     """How many times the leader has changed, as this node has seen it."""
     ended: tuple[str, ...] = ()
     """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
+    gone: tuple[str, ...] = ()
+    """Nodes that left before, which more than half of the others may not know: they count still."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,8 @@ class NodesChanged:
     """Watch these nodes from now on; None: not any more."""
 
     nodes: Mapping[str, NodeView | None]
+    version: int = 0
+    """That of the view that says so."""
 
 
 @dataclass(frozen=True)
