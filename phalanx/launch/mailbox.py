@@ -20,7 +20,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CommunicationError
-from phalanx.launch.membership import Beat
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -64,9 +63,7 @@ class Mailbox:
         self._written: Counter[str] = Counter()
         """As the leader: how many messages each machine was sent."""
         self._beats = self._bodies = 0
-        self.version = 0
-        """That of the list of machines that this one knows; it travels with the heartbeats."""
-        self._seen: dict[str, Beat] = {}
+        self._seen: dict[str, Any] = {}
         self.contact = time.monotonic()
         """When the store has answered last."""
         self._wakeup = threading.Event()
@@ -98,8 +95,8 @@ class Mailbox:
         """Return the messages that have arrived."""
         return [self._in.popleft() for _ in range(len(self._in))]
 
-    def beats(self) -> Mapping[str, Beat]:
-        """As the leader: return the last heartbeat of each machine."""
+    def beats(self) -> Mapping[str, Any]:
+        """As the leader: return the last heartbeat counter of each machine."""
         return self._seen
 
     def close(self, seconds: float = 0.0) -> None:
@@ -212,15 +209,14 @@ class Mailbox:
             return
         if not self._store.check(keys):  # in a store that was taken over some have not written yet
             for key in keys:
-                self._store.compare_set(key, "", "0 0")
-        beats = [(int(beat), int(version)) for beat, version in map(bytes.split, self._store.multi_get(keys))]
-        self._seen = dict(zip(nodes, beats, strict=True))
+                self._store.compare_set(key, "", "0")
+        self._seen = dict(zip(nodes, self._store.multi_get(keys), strict=True))
 
     # --- the others ---------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self._own}", f"{self._beats} {self.version}")
+        self._store.set(f"beat/{self._own}", str(self._beats))
 
     def _send(self) -> None:
         batch = [self._out[index] for index in range(len(self._out))]

@@ -25,8 +25,6 @@ from typing import Any, Literal
 
 Entry = dict[str, Any]
 """What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
-Beat = tuple[int, int]
-"""A heartbeat: a counter, and the version of the list of machines that the sender knows."""
 Sign = Literal["ended", "silent"]
 """What a neighbour notices: the machine refuses connections, or does not answer."""
 Phase = Literal["settled", "searching", "unconfirmed", "electing"]
@@ -38,6 +36,8 @@ _BEATS_PER_SECOND = 2_000
 _LOOK_SECONDS = 0.1
 _WATCHED = 3
 """How many machines each one watches."""
+_LEASE_SECONDS = 2.0
+"""How much longer than a leader without the others these wait: its ranks have ended before they go on without it."""
 _CONFIRM_SECONDS = 5.0
 """How much longer than two machines may need to notice a lost leader a new one may take to say that it leads."""
 _FIRST_ASKED = 8
@@ -241,13 +241,17 @@ class Membership:
         self._enter_store(now)
         self._follow_ring(now)
 
-    def change(self, entries: Mapping[str, Entry | None], now: float, version: int) -> None:
-        """Take part with these machines, too, or without them (None), as the launcher says."""
+    def change(self, entries: Mapping[str, Entry | None], now: float, version: int) -> bool:
+        """Take part with these machines, too, or without them (None), as the launcher says.
+
+        Return whether the leader has to know that this machine knows.
+        """
         self.version = max(version, self.version)
         went = [node for node, entry in entries.items() if entry is None]
         self.gone |= {node: version for node in went if node in self.nodes or node in self.gone}
         self.nodes = changed(self.nodes, entries)
         self._follow_ring(now)
+        return bool(went) and not self.leads
 
     def _leave_out(self, nodes: Collection[str], now: float) -> None:
         """Go on without machines, which count until enough others know that."""
@@ -266,11 +270,13 @@ class Membership:
             self.phase = "settled"
             self._uncertain.clear()
 
-    def on_beats(self, beats: Mapping[str, Beat], now: float) -> None:
-        """Take the heartbeats in the leader's store."""
+    def on_beats(self, beats: Mapping[str, Any], now: float) -> None:
+        """Take the heartbeat counters in the leader's store."""
         self._beats.take(beats, now)
-        if self.gone:
-            self._known = {node: version for node, (_, version) in beats.items()}
+
+    def on_known(self, node: str, version: int) -> None:
+        """Note the version of the list that a machine knows."""
+        self._known[node] = max(version, self._known.get(node, 0))
 
     def on_contact(self, at: float) -> None:
         """Note when the leader's store has answered last."""
@@ -421,7 +427,7 @@ class Membership:
         # A process that is killed closes its connections one after the other: its machine may refuse a moment later.
         self._suspected = now if self._suspected is None else self._suspected
         answer = self._answered(self.leader, self._suspected)
-        if answer is not False and silence <= self._silence + 2 * self.period:
+        if answer is not False and silence <= 1.1 * self._silence + 2 * self.period + _LEASE_SECONDS:
             actions.append(Ask((self.leader,)))
             return
         if self.phase == "unconfirmed" and self._uncertain:  # the run may have ended without this machine

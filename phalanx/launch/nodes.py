@@ -304,6 +304,8 @@ class NodeGroup:
             return [{"mail": mail}]
         if "accused" in mail and self._members is not None:
             self._members.on_accusation(mail["accused"], time.monotonic())
+        if "knows" in mail and self._members is not None:
+            self._members.on_known(mail["sender"], mail["knows"])
         if "agreed" in mail and self._members is not None and mail["sender"] == self._leader:
             self._members.agree(mail["agreed"])
         if "leads" in mail and self._members is not None and mail["sender"] == self._leader:
@@ -327,7 +329,8 @@ class NodeGroup:
     def change(self, entries: dict[str, Entry | None], version: int) -> None:
         """Take part with these machines, too, or without them (None), as the launcher says."""
         if self._members is not None:
-            self._members.change(entries, time.monotonic(), version)
+            if self._members.change(entries, time.monotonic(), version):
+                self.post(LEADER, {"knows": version})
             self._nodes = self._members.nodes
             self._serve()
 
@@ -357,7 +360,6 @@ class NodeGroup:
         """Tell the machines' state what was heard, and carry out what it says."""
         now = time.monotonic()
         members.on_beats(mailbox.beats(), now)
-        mailbox.version = members.version
         members.on_contact(mailbox.contact)
         if mailbox.failed:
             members.on_store_ended()
@@ -376,6 +378,7 @@ class NodeGroup:
                 self.post(LEADER, {"accused": dict(action.signs)})
             elif isinstance(action, Agreed):
                 self.post(ALL, {"agreed": action.version})
+                news.append({"agreed": action.version})
             elif isinstance(action, Lost):
                 news.append({"lost_nodes": list(action.nodes), "ended": list(action.ended)})
             elif isinstance(action, Move):

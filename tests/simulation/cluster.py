@@ -103,15 +103,13 @@ class Cluster:
             last = min(last, self.network.cut_since(own.machine, other.machine))
         return last
 
-    def beats(self, leader: Launcher, members: Any) -> dict[str, tuple[int, int]]:
+    def beats(self, leader: Launcher, members: Any) -> dict[str, int]:
         """Return the heartbeat counters in a leader's store."""
         found = {}
         for name, entry in members.nodes.items():
             other = self.processes[entry["standby"][1]]
             if other is not leader and other.store is leader.store:
-                beat = int(self.last_contact(leader, other) / members.period)
-                version = other.members.version if other.members is not None else 0
-                found[name] = (beat, version)
+                found[name] = int(self.last_contact(leader, other) / members.period)
         return found
 
     def neighbour(self, own: Launcher, name: str) -> Launcher | None:

@@ -449,6 +449,8 @@ class Launcher:
         elif "accused" in mail and self.members is not None:
             self.members.on_accusation(mail["accused"], self.now)
             self.look_around()
+        elif "knows" in mail and self.members is not None:
+            self.members.on_known(sender, mail["knows"])
         elif "agreed" in mail and self.members is not None and sender == self.leader:
             self.members.agree(mail["agreed"])
         elif "leads" in mail and self.members is not None and sender == self.leader:
@@ -504,6 +506,7 @@ class Launcher:
             self._mail("leader", {"accused": dict(action.signs)})
         elif isinstance(action, membership.Agreed):
             self._mail("all", {"agreed": action.version})
+            self.handle(protocol.Agreed(action.version))
         elif isinstance(action, membership.Lost):
             self.nodes = members.nodes
             self.note(f"has lost {', '.join(action.nodes[:8])}")
@@ -622,7 +625,8 @@ class Launcher:
             self._mail(action.node, {"accept": {**action.place, "gone": gone, "term": self.node.view.term, "nodes": self.cluster.entries_of(self.node.view)}})
         elif isinstance(action, protocol.NodesChanged):
             if self.members is not None:
-                self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version)
+                if self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version):
+                    self._mail("leader", {"knows": action.version})
                 self.nodes = self.members.nodes
         elif isinstance(action, protocol.Lead):
             self._become_leader(action.term)

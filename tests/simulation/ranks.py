@@ -25,6 +25,10 @@ GroupKey = tuple[int, int, int, int]
 """Launch, round, term and generation: the order of all groups of a job."""
 
 
+_TIMEOUT_SECONDS = 60.0
+"""How long a collective waits."""
+
+
 class Rank:
     """One process."""
 
@@ -130,6 +134,7 @@ class RankGroup:
         self.broken = False
         self.step = 0
         self.leave_for = ""
+        self._waits_since: float | None = None
 
     def arrive(self, rank: Rank, number: int) -> None:
         """Meet the others at their store."""
@@ -154,8 +159,10 @@ class RankGroup:
         if self.broken:
             return
         if not self._stands():  # cut off, or a machine stands still: it goes on when that has ended
-            self.cluster.clock.later(0.5, self._join)
+            if not self._has_timed_out():
+                self.cluster.clock.later(0.5, self._join)
             return
+        self._waits_since = None
         steps = [rank.step for rank in self.arrived.values() if rank.step is not None]
         self.step = max(steps) if steps else self.cluster.folder.newest()
         self.cluster.invariants.on_group(self, from_memory=bool(steps))
@@ -166,6 +173,20 @@ class RankGroup:
             rank.say(RankJoined(self.key[3]))
         self._schedule()
 
+    def _has_timed_out(self) -> bool:
+        """Whether a collective has waited for too long: then its ranks leave, or end if they have never joined."""
+        if self._waits_since is None:
+            self._waits_since = self.cluster.clock.now
+        if self.cluster.clock.now - self._waits_since < _TIMEOUT_SECONDS:
+            return False
+        for rank in list(self.arrived.values()):
+            if rank.alive and rank.group is self and rank.launcher.runs:
+                if self.key[3] == 0 and not self.joined:
+                    rank.exit(1)
+                else:
+                    rank.leave("a collective timed out")
+        return self.broken
+
     def _schedule(self) -> None:
         self.cluster.clock.later(self.cluster.plan.step_seconds, self._take_step)
 
@@ -173,8 +194,10 @@ class RankGroup:
         if self.broken:
             return
         if not self._stands():
-            self._schedule()
+            if not self._has_timed_out():
+                self._schedule()
             return
+        self._waits_since = None
         if self.leave_for:
             self._dissolve()
             return

@@ -22,6 +22,7 @@ from phalanx.recovery.launcher.policy import patience
 from phalanx.recovery.launcher.protocol import (
     Accept,
     Action,
+    Agreed,
     AllHereEnded,
     AllOver,
     AnswerRequest,
@@ -114,6 +115,7 @@ class ElasticControl:
             "mail": self._on_mail,
             "arrival": self._on_arrival,
             "lost_nodes": lambda names, ended: self._handle(NodesLost(tuple(names), tuple(ended))),
+            "agreed": lambda version: self._handle(Agreed(version)),
             "leader": self._on_lost_leader,
         }
 

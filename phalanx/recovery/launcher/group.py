@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -140,6 +140,11 @@ class ElasticGroup:
         self._failed_starts = self._without_step = 0
         self._last_step = -1
         self._said_short = False
+        self._agree_on = 0
+        """The version of the view that enough nodes have to know before a group forms; 0: there is none.
+
+        A node that is only cut off may go on without this one, and would not know that it is left out.
+        """
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -172,7 +177,7 @@ class ElasticGroup:
     def is_ready(self) -> bool:
         """Whether all ranks have left the last group, and there are enough for the next one."""
         left = self.state == "leaving" and all(member.key in self.steps for member in self.members)
-        return left and self.missing <= len(self.able)
+        return left and self.missing <= len(self.able) and not self._agree_on
 
     @property
     def is_settled(self) -> bool:
@@ -296,11 +301,13 @@ class ElasticGroup:
         if not survived:
             self.actions.append(Unsurvived(failure))
 
-    def on_nodes_lost(self, names: Iterable[str]) -> None:
-        """Note nodes that were lost with all their ranks."""
+    def on_nodes_lost(self, names: Iterable[str], ended: Collection[str]) -> None:
+        """Note nodes that were lost with all their ranks; `ended`: those that cannot go on without the others."""
         hosts = {name: self._view.nodes[name].host for name in names if name in self._view.nodes}
         if hosts:
             self._change_view(self._view.without(hosts))
+        if not hosts.keys() <= set(ended):
+            self._agree_on = self._view.version
         for node, host in hosts.items():
             if self.starting.pop(node, 0):
                 self.actions.append(Later(0.0, FillDue()))
@@ -311,6 +318,12 @@ class ElasticGroup:
                 cause = f"the machine {host} was lost with rank{'s' * (len(lost) > 1)} "
                 self._give_up(cause + ", ".join(str(rank.rank) for rank in lost))
                 return
+
+    def on_agreed(self, version: int) -> None:
+        """Note that enough nodes know a version of the view."""
+        if version >= self._agree_on:
+            self._agree_on = 0
+            self._form_if_ready()
 
     def lose(self, ended: Sequence[Rank], how: str, *, replaceable: bool = True) -> bool:
         """Note ranks that were lost together; return whether the run goes on without a restart.

@@ -21,6 +21,7 @@ from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
     Action,
+    Agreed,
     AllHereEnded,
     AllOver,
     AnswerRequest,
@@ -122,6 +123,7 @@ class Node:
             Mailed: self._on_mail,
             NodeArrived: self._on_arrival,
             NodesLost: self._on_nodes_lost,
+            Agreed: self._on_agreed,
             LeaderLost: self._on_leader_lost,
             Resized: self._on_resized,
             Tick: self._on_tick,
@@ -430,12 +432,16 @@ class Node:
     def _on_nodes_lost(self, event: NodesLost) -> None:
         if self.group is not None:
             self._ended -= set(event.names)
-            self.group.on_nodes_lost(event.names)
+            self.group.on_nodes_lost(event.names, event.ended)
         elif self._takeover is not None:
             self._takeover.missing -= set(event.names)
             self._takeover.ended |= set(event.ended)
             for name in event.names:  # what it has reported does not count any more
                 self._takeover.reports.pop(name, None)
+
+    def _on_agreed(self, event: Agreed) -> None:
+        if self.group is not None:
+            self.group.on_agreed(event.version)
 
     # --- another leader -----------------------------------------------------------------------------------------------
 
@@ -532,7 +538,7 @@ class Node:
         self.group = self._group(members)
         self.group.address = takeover.address
         self._ended -= lost
-        self.group.on_nodes_lost(lost)
+        self.group.on_nodes_lost(lost, lost)  # the reports of the others are their consent
         for rank, last_report in ready:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:

@@ -108,6 +108,13 @@ class NodesLost:
 
 
 @dataclass(frozen=True)
+class Agreed:
+    """Enough nodes know a version of the view: none that has left it can go on without this one."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class LeaderLost:
     """The node that led was lost, and another one leads: this one, if `address` (of a new store for ranks) is given."""
 
@@ -147,6 +154,7 @@ Event = (
     | Mailed
     | NodeArrived
     | NodesLost
+    | Agreed
     | LeaderLost
     | Resized
     | Tick
