@@ -207,6 +207,8 @@ class Membership:
         self._uncertain: set[str] = set()
         """Machines that did not refuse when another leader was looked for: they may go on without this one."""
         self._confirm_by = 0.0
+        self._is_stale = False
+        """Whether this machine has heard nothing for so long that the others may have gone on without it."""
         self._lost = ""
         self._asked: tuple[str, ...] = ()
         """The machines that were asked to lead, whose answers are not all there."""
@@ -317,6 +319,8 @@ class Membership:
             self._go_on_searching(now, actions)
         elif self.leads:
             self._find_lost(now, actions)
+            if self.gone and self.phase == "settled":
+                self._look_for_agreement(actions)
         else:
             self._watch_leader(now, actions)
         return actions
@@ -356,8 +360,6 @@ class Membership:
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        if self.gone and self.phase == "settled":
-            self._look_for_agreement(actions)
         late = self._beats.silent(SUSPECT_SECONDS + 2 * self.period, now)
         gone = set(self._beats.silent(self._silence + 2 * self.period, now))
         suspects = [node for node in dict.fromkeys([*late, *self._accused]) if node in self.nodes and node != self.own]
@@ -417,7 +419,7 @@ class Membership:
 
     def _watch_leader(self, now: float, actions: list[Action]) -> None:
         if self.phase == "unconfirmed" and now > self._confirm_by:
-            actions.append(self._left_out())
+            actions.append(self._left_out(self.leader))
             return
         silence = now - self._contact
         ended = self._store_ended or self._noticed.get(self.leader) == "ended"
@@ -431,10 +433,12 @@ class Membership:
             actions.append(Ask((self.leader,)))
             return
         if self.phase == "unconfirmed" and self._uncertain:  # the run may have ended without this machine
-            actions.append(self._left_out())
+            actions.append(self._left_out(self.leader))
             return
         if self.phase == "settled":
             self._uncertain = set()
+            # The others have left this one out by now, and may have ended because the run has.
+            self._is_stale = silence > self._silence
         if answer is not False:
             self._uncertain.add(self.leader)
         self._lost = self.leader
@@ -459,6 +463,9 @@ class Membership:
                 return
             self._uncertain |= silent
         rest = [node for node in before if node not in self._uncertain]
+        if not rest and self._is_stale and self._lost in self.ended:
+            actions.append(self._left_out(self._lost))
+            return
         if not rest:
             self._move(self.own, now, actions)
             return
@@ -475,9 +482,10 @@ class Membership:
         self._enter_store(now)
         actions.append(Move(leader, self._lost, self.term, tuple(sorted(self.ended)), tuple(self.gone)))
 
-    def _left_out(self) -> Stop:
-        host = self.nodes[self.leader]["host"]
-        return Stop(
-            f"lost contact with the machine that decided, and {host}, which may see it still, does not take over.",
-            "This machine stops to avoid a split. Start it again: it can come late.",
-        )
+    def _left_out(self, node: str) -> Stop:
+        if node == self._lost:
+            text = "lost contact with the machine that decided for so long that the others may be gone"
+        else:
+            host = self.nodes[node]["host"]
+            text = f"lost contact with the machine that decided, and {host}, which may see it still, does not take over"
+        return Stop(f"{text}.", "This machine stops to avoid a split. Start it again: it can come late.")

@@ -14,9 +14,13 @@ def main() -> int:
     """Run histories."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="run one history and print it")
-    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "COUNT"), help="run many, and print those that fail")
+    parser.add_argument(
+        "--seeds", type=int, nargs=2, metavar=("FIRST", "COUNT"), help="run many, and print those that fail"
+    )
     parser.add_argument("--nodes", type=int, default=16, help="at most this many nodes")
-    parser.add_argument("--shrink", action="store_true", help="look for the shortest history that fails in the same way")
+    parser.add_argument(
+        "--shrink", action="store_true", help="look for the shortest history that fails in the same way"
+    )
     parser.add_argument("--ranks", action="store_true", help="print what ranks say and are told, too")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     arguments = parser.parse_args()

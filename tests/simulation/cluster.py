@@ -101,6 +101,8 @@ class Cluster:
             last = min(last, other.paused_since)
         if not self.network.connected(own.machine, other.machine):
             last = min(last, self.network.cut_since(own.machine, other.machine))
+        for began, ended in reversed(own.pauses):
+            last = began if began < last < ended else last
         return last
 
     def beats(self, leader: Launcher, members: Any) -> dict[str, int]:
@@ -146,7 +148,9 @@ class Cluster:
     def entries_from(self, nodes: Mapping[str, NodeView | None]) -> dict[str, Any]:
         """Return nodes as entries, as the membership has them."""
         return {
-            name: None if node is None else {"host": node.host, "ranks": node.slots, "standby": list(node.standby or ())}
+            name: None
+            if node is None
+            else {"host": node.host, "ranks": node.slots, "standby": list(node.standby or ())}
             for name, node in nodes.items()
         }
 
@@ -264,8 +268,12 @@ class Cluster:
 
     def run(self) -> None:
         """Let the history happen; Violation if an invariant does not hold."""
-        end = max([fault.at + (fault.seconds if fault.seconds < 100.0 else 0.0) for fault in self.plan.faults], default=0.0)
+        end = max(
+            [fault.at + (fault.seconds if fault.seconds < 100.0 else 0.0) for fault in self.plan.faults], default=0.0
+        )
         end += self.plan.steps * self.plan.step_seconds + _QUIET_SECONDS
+        if any(fault.seconds == float("inf") for fault in self.plan.faults):
+            end += 4 * _QUIET_SECONDS  # collectives that wait for ever time out, one after the other
         last = max([fault.at + 35.0 for fault in self.plan.faults], default=0.0)
         self.clock.run(end, lambda: self.is_over() and self.clock.now > last)
         self.invariants.at_end()

@@ -35,7 +35,9 @@ def failure_of(plan: Plan, *, detailed: bool = False) -> Result:
     return Result(cluster.history, None, cluster)
 
 
-def run_seeds(seeds: Iterable[int], most_nodes: int = 16, seconds: float = float("inf")) -> tuple[int, dict[int, Violation]]:
+def run_seeds(
+    seeds: Iterable[int], most_nodes: int = 16, seconds: float = float("inf")
+) -> tuple[int, dict[int, Violation]]:
     """Run the histories of seeds; return how many, and those that fail."""
     began, done = time.monotonic(), 0
     failed: dict[int, Violation] = {}

@@ -103,7 +103,9 @@ class Invariants:
         if view.version and not launcher.plan.coarseness > 1:
             key = (f"{launcher.run_id}/{launcher.round}", view.term, view.version)
             if self._views.setdefault(key, facts) != facts:
-                self._fail("views differ", f"{launcher.own} has {facts} in version {key}, another one {self._views[key]}")
+                self._fail(
+                    "views differ", f"{launcher.own} has {facts} in version {key}, another one {self._views[key]}"
+                )
         group = node.group
         if group is None or launcher.plan.coarseness > 1:
             return
@@ -114,7 +116,9 @@ class Invariants:
         if launcher.members is not None and launcher.members.phase == "settled" and not launcher._stopping:
             strangers = view.nodes.keys() ^ launcher.members.nodes.keys()
             if strangers:
-                self._fail("views differ", f"the agent and the launcher of {launcher.own} differ in {sorted(strangers)}")
+                self._fail(
+                    "views differ", f"the agent and the launcher of {launcher.own} differ in {sorted(strangers)}"
+                )
 
     def on_exit(self, launcher: Launcher) -> None:
         """An exit code says what has happened."""

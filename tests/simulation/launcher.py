@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ class Launcher:
         self.exit_code: int | None = None
         self.alive = True
         self.paused_since: float | None = None
+        self.pauses: list[tuple[float, float]] = []
         self._deferred: list[Callable[[], None]] = []
         self.standby = Store(self)
         self.endpoint: Store | None = None
@@ -99,7 +101,7 @@ class Launcher:
         self._knows_failure = False
         self._mailbox = 0
         """Counts the stores that mail was exchanged in: what arrives in an earlier one is not read."""
-        self._out: dict[str, list[Any]] = {}
+        self._out: list[tuple[str, dict[str, Any]]] = []
         self._asked: dict[str, float] = {}
         self._signpost = False
         self._stopping = False
@@ -154,6 +156,7 @@ class Launcher:
     def go_on(self) -> None:
         """End a pause."""
         if self.paused_since is not None:
+            self.pauses.append((self.paused_since, self.clock.now))
             self.paused_since = None
             deferred, self._deferred = self._deferred, []
             for call in deferred:
@@ -210,7 +213,7 @@ class Launcher:
         self._mailbox += 1
         self._knows_failure = self._all_over = self._stopping = False
         self._outcome = None
-        self.ranks, self._out, self._asked = {}, {}, {}
+        self.ranks, self._out, self._asked = {}, [], {}
         wanted, store = max(self.attempt, self.round + 1), self.store
 
         def agree() -> None:
@@ -251,8 +254,7 @@ class Launcher:
         now = self.now
         came = {name: entry for name, entry in room.entries.items() if name not in roster.entries}
         beats = {
-            name: round(self.cluster.last_contact(self, launcher) / 2.0)
-            for name, launcher in room.waiting.items()
+            name: round(self.cluster.last_contact(self, launcher) / 2.0) for name, launcher in room.waiting.items()
         }
         roster.take(came, beats, now)
         try:
@@ -260,10 +262,15 @@ class Launcher:
         except PhalanxError as error:
             for name in roster.entries:
                 room.places[name] = refusal(error)
-            self._stop(FailureReport(cause=error.message, exit_code=EXIT_USAGE if isinstance(error, UsageError) else 1), final=True)
+            self._stop(
+                FailureReport(cause=error.message, exit_code=EXIT_USAGE if isinstance(error, UsageError) else 1),
+                final=True,
+            )
             return
         if taking_part is None:
-            self.clock.later(_POLL_SECONDS * self.plan.coarseness, self.guard(lambda: self._lead_gathering(room, expected)))
+            self.clock.later(
+                _POLL_SECONDS * self.plan.coarseness, self.guard(lambda: self._lead_gathering(room, expected))
+            )
             return
         facts = {"run_id": self.run_id or self.identity, "leader": self.own}
         room.places = roster.places(taking_part, facts)
@@ -286,7 +293,9 @@ class Launcher:
         if self.cluster.network.connected(self.machine, store.owner.machine):
             place = room.places.get(self.own)
             if place is not None and "error" in place:
-                self._stop(FailureReport(cause=place["error"], exit_code=EXIT_USAGE if place["usage"] else 1), final=True)
+                self._stop(
+                    FailureReport(cause=place["error"], exit_code=EXIT_USAGE if place["usage"] else 1), final=True
+                )
                 return
             if place is not None and room.decided is not None:
                 self._start(dict(place), room.decided["nodes"])
@@ -344,9 +353,16 @@ class Launcher:
         view = self.cluster.shared(first_view(info, self.failures))
         first = 0 if late else place["first_rank"]
         elastic = Elastic(self.plan.sizes, silence_seconds=self.plan.silence)
-        local = [protocol.Rank(f"r{first + n}", self.own, first + n, first + n, n) for n in range(0 if late else self.plan.ranks_per_node)]
-        self.node = Node(self.own, view, elastic, local, max_restarts=self.plan.max_restarts, now=self.now, epoch=0.0, late=late)
-        self.note(f"starts round {self.round} with {len(nodes)} nodes, leader {self.leader}" + (", late" if late else ""))
+        local = [
+            protocol.Rank(f"r{first + n}", self.own, first + n, first + n, n)
+            for n in range(0 if late else self.plan.ranks_per_node)
+        ]
+        self.node = Node(
+            self.own, view, elastic, local, max_restarts=self.plan.max_restarts, now=self.now, epoch=0.0, late=late
+        )
+        self.note(
+            f"starts round {self.round} with {len(nodes)} nodes, leader {self.leader}" + (", late" if late else "")
+        )
         if late:
             for slot in range(self.plan.ranks_per_node):
                 self._start_rank(slot, late=True)
@@ -354,7 +370,10 @@ class Launcher:
         for rank in local:
             started = self.ranks[rank.key] = Rank(self, rank.key, rank.slot, rank.local_rank)
             seconds = self.cluster.rng.uniform(*self.plan.process_seconds)
-            self.clock.later(seconds, self.guard(lambda started=started, rank=rank: self._begin_rank(started, rank.rank, info.world_size)))
+            self.clock.later(
+                seconds,
+                self.guard(lambda started=started, rank=rank: self._begin_rank(started, rank.rank, info.world_size)),
+            )
 
     def _begin_rank(self, rank: Rank, number: int, world_size: int) -> None:
         if rank.alive and rank.place[3] == -1:
@@ -366,21 +385,20 @@ class Launcher:
 
     def _mail(self, to: str, mail: dict[str, Any]) -> None:
         """Send mail through the leader, as the mailbox does; what is sent within a moment travels together."""
-        self._out.setdefault(to, []).append({**mail, "sender": self.own})
+        self._out.append((to, {**mail, "sender": self.own}))
         if not self._batching:
             self._batching = True
             self.clock.later(_BATCH_SECONDS, self.guard(self._deliver))
 
     def _deliver(self) -> None:
         self._batching = False
-        out, self._out = self._out, {}
+        batch, self._out = self._out, []
         if self.leads and self.members is not None:
-            for to, mails in out.items():
-                self._distribute(to, mails)
-        elif out:
+            for to, mails in itertools.groupby(batch, key=lambda each: each[0]):
+                self._distribute(to, [mail for _, mail in mails])
+        elif batch:
             leader = self._leader_process()
             if leader is not None:
-                batch = [(to, mail) for to, mails in out.items() for mail in mails]
                 room = (self.store, self.round)
                 self._send(leader, lambda: leader.on_batch(room, batch), "mail", self.cluster.size(batch))
 
@@ -403,7 +421,13 @@ class Launcher:
         if to in (self.own, "leader", "all"):
             for mail in mails:
                 self.clock.later(0.0, self.guard(lambda mail=mail: self.on_mail(mail)))
-        names = [name for name in self.nodes if name != self.own] if to == "all" else [to] if to not in (self.own, "leader") else []
+        names = (
+            [name for name in self.nodes if name != self.own]
+            if to == "all"
+            else [to]
+            if to not in (self.own, "leader")
+            else []
+        )
         size = self.cluster.size(mails)
         for name in names:
             other = self.cluster.by_name(name, room, self)
@@ -481,12 +505,20 @@ class Launcher:
                 if last < self.clock.now - 0.5:
                     last -= cluster.rng.random() * members.period * (self.plan.coarseness > 1)
                 members.on_contact(now - (self.clock.now - last))
-                if not leader.alive and cluster.network.connected(self.machine, leader.machine) and not cluster.is_dark(leader.machine):
+                if (
+                    not leader.alive
+                    and cluster.network.connected(self.machine, leader.machine)
+                    and not cluster.is_dark(leader.machine)
+                ):
                     members.on_store_ended()
         for name in members._watching:
             other = cluster.neighbour(self, name)
             if other is not None:
-                ended = not other.alive and cluster.network.connected(self.machine, other.machine) and not cluster.is_dark(other.machine)
+                ended = (
+                    not other.alive
+                    and cluster.network.connected(self.machine, other.machine)
+                    and not cluster.is_dark(other.machine)
+                )
                 last = cluster.last_contact(self, other)
                 members.on_neighbour(name, None if ended else now - (self.clock.now - last))
         for action in members.check(now):
@@ -547,7 +579,7 @@ class Launcher:
         leader = self if members.leads else self.cluster.neighbour(self, move.leader)
         assert leader is not None
         self.nodes, self.leader, self.leads = members.nodes, move.leader, members.leads
-        self._out = {}
+        self._out = []
         self.store = leader.standby
         self.store.round = max(self.store.round, self.round)
         self.cluster.launchers_by_name[self.own, self.store] = self
@@ -571,7 +603,12 @@ class Launcher:
 
     def _leave_signpost(self) -> None:
         store = self.cluster.endpoint_store()
-        if store is not None and store.owner is not self and self.leads and self.cluster.network.connected(self.machine, 0):
+        if (
+            store is not None
+            and store.owner is not self
+            and self.leads
+            and self.cluster.network.connected(self.machine, 0)
+        ):
             store.moved = self.store
         self.clock.later(1.0, self.guard(self._leave_signpost))
 
@@ -622,7 +659,17 @@ class Launcher:
         elif isinstance(action, protocol.Accept):
             assert self.node is not None
             gone = list(self.members.gone) if self.members else []
-            self._mail(action.node, {"accept": {**action.place, "gone": gone, "term": self.node.view.term, "nodes": self.cluster.entries_of(self.node.view)}})
+            self._mail(
+                action.node,
+                {
+                    "accept": {
+                        **action.place,
+                        "gone": gone,
+                        "term": self.node.view.term,
+                        "nodes": self.cluster.entries_of(self.node.view),
+                    }
+                },
+            )
         elif isinstance(action, protocol.NodesChanged):
             if self.members is not None:
                 if self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version):
@@ -690,7 +737,9 @@ class Launcher:
         self.note(f"ends the attempt: {failure.cause[:120]}")
         if publish and not final:
             self._mail("all", {"remote_failure": failure.to_message()})
-        outcome = Outcome(failure.exit_code, failure, final=final, failures=max(self.failures, self.node.failures if self.node else 0))
+        outcome = Outcome(
+            failure.exit_code, failure, final=final, failures=max(self.failures, self.node.failures if self.node else 0)
+        )
         self._outcome = outcome
         self.clock.later(self.cluster.rng.uniform(0.2, 1.5), self.guard(self._end_attempt))
 
@@ -719,4 +768,3 @@ class Launcher:
     def _exit_soon(self) -> None:
         self._stopping = True
         self.clock.later(self.cluster.brief() + (1.0 if self.leads else 0.0), self.guard(lambda: self._exit(0)))
-

@@ -90,7 +90,9 @@ def draw(seed: int, most_nodes: int = 16) -> Plan:
                 kind=kind,
                 machine=rng.choice([0, rng.randrange(nodes)]),
                 other=rng.randrange(nodes),
-                seconds=float("inf") if forever else round(rng.choice([0.5, 2.0, 4.0, 8.0, 15.0, 30.0]) * rng.uniform(0.5, 1.5), 3),
+                seconds=float("inf")
+                if forever
+                else round(rng.choice([0.5, 2.0, 4.0, 8.0, 15.0, 30.0]) * rng.uniform(0.5, 1.5), 3),
                 value=rng.randrange(1, nodes * ranks_per_node + 1),
             )
         )

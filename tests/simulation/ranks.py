@@ -316,4 +316,3 @@ class Folder:
     def free(self, machine: int) -> None:
         """Free it again."""
         self._full.discard(machine)
-

@@ -348,8 +348,12 @@ class Node:
     # --- other nodes --------------------------------------------------------------------------------------------------
 
     def _on_mail(self, event: Mailed) -> None:
-        if event.sender != self.own:  # what goes to all comes back
-            self._read(event.sender, event.message)
+        if event.sender == self.own:  # what goes to all comes back
+            return
+        if self.group is not None and event.sender not in self.view.nodes and not isinstance(event.message, Hello):
+            self._send(event.sender, LeftOut("it was lost, and the others have gone on"))
+            return
+        self._read(event.sender, event.message)
 
     def _read(self, sender: str, message: Wire) -> None:
         if isinstance(message, _ORDERS) and sender not in (self.own, self.view.leader):
@@ -477,6 +481,8 @@ class Node:
 
     def _on_hello(self, sender: str, message: Hello) -> None:
         takeover = self._takeover
+        if takeover is not None and sender in takeover.ended:
+            return  # it has ended since
         if takeover is not None:
             takeover.reports[sender] = message
             takeover.missing.discard(sender)
