@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
-from phalanx.launch.membership import Entry, Heartbeats
+from phalanx.launch.membership import Entry, Heartbeats, Quorum
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,8 +53,9 @@ class MovedError(Exception):
 class Roster:
     """The machines that have come, as the leader counts them, and when they are enough; no store and no clock."""
 
-    def __init__(self, request: Message, endpoint: str, now: float) -> None:
-        self._endpoint = endpoint
+    def __init__(self, request: Message, endpoint: str, now: float, before: Quorum | None = None) -> None:
+        """`before`: the machines of the attempt before, of which enough have to come: the others may go on."""
+        self._endpoint, self._before = endpoint, before
         self.num_nodes: int = request["num_nodes"]
         self._least: int | None = request.get("min_ranks")
         """How many ranks are enough; None: those of all machines."""
@@ -96,6 +97,8 @@ class Roster:
             return None
         elif self._least is None or sum(entry["ranks"] for entry in present.values()) < self._least:
             raise self.too_few(now)
+        elif self._before is not None and not self._before.suffices(present.values()):
+            raise self._split()
         else:
             taking_part = present
         if not self.may_change:
@@ -133,6 +136,13 @@ class Roster:
             hint="Start one launcher per machine, and give every job its own port (--rdzv-endpoint).",
         )
 
+    def _split(self) -> PhalanxError:
+        return PhalanxError(
+            f"too few machines of the attempt before came again at {self._endpoint} within {self._seconds:.0f} s; "
+            "the others may continue the run, and this machine stops to avoid a split.",
+            hint="Half of the machines, or more, must see each other, with the one that decides among them.",
+        )
+
     def too_few(self, now: float) -> PhalanxError:
         """Return the error of a run that cannot begin."""
         present = self.present(now).values()
@@ -157,12 +167,19 @@ class Gathering:
     """One attempt's gathering over a store, from the entry of this machine to its place."""
 
     def __init__(
-        self, store: Store, request: Message, entry: Entry, endpoint: str, look: Callable[[], None] = lambda: None
+        self,
+        store: Store,
+        request: Message,
+        entry: Entry,
+        endpoint: str,
+        *,
+        before: Quorum | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`look`: called while this machine waits; raises if it need not wait here any more."""
+        """`before`: as in `Roster`. `look`: called while this machine waits; raises if it need not wait any more."""
         self._look = look
         self._store: Any = store  # torch's stubs lack some of its methods
-        self.roster = Roster(request, endpoint, time.monotonic())
+        self.roster = Roster(request, endpoint, time.monotonic(), before)
         self.own = _name(store.add(_ARRIVALS, 1))
         self._beats = 0
         self._beat()

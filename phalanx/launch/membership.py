@@ -29,6 +29,7 @@ Sign = Literal["ended", "silent"]
 """What a neighbour notices: the machine refuses connections, or does not answer."""
 Phase = Literal["settled", "searching", "unconfirmed", "electing"]
 
+_NO_ENTRY: Entry = {"standby": ()}
 SUSPECT_SECONDS = 1.0
 """Silence after which a machine is asked whether it runs, and the time that it has to answer."""
 _BEAT_SECONDS = 0.5
@@ -77,6 +78,21 @@ def changed(nodes: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str
 def in_order(nodes: Mapping[str, Any]) -> list[str]:
     """Return the names in the order of arrival, which is that of the ring of neighbours."""
     return sorted(nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quorum:
+    """Machines, by the addresses of their launchers, of which enough have to be there."""
+
+    members: Mapping[str, Entry]
+    ended: Collection[str]
+    leader: str
+
+    def suffices(self, present: Iterable[Entry]) -> bool:
+        """Whether the machines with these entries may go on without the others."""
+        addresses = {tuple(entry["standby"]) for entry in present}
+        alive = {node for node, entry in self.members.items() if tuple(entry["standby"]) in addresses}
+        return may_continue(self.members, alive, self.ended, self.leader)
 
 
 class Heartbeats:
@@ -147,12 +163,13 @@ class Move:
     term: int
     ended: tuple[str, ...]
     gone: tuple[str, ...]
-    """Machines that are not in the list any more, which too few of the others may know."""
+    new: tuple[str, ...]
+    """Machines that are not in the list any more, and that are in it now, which too few of the others may know."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """Tell the others that enough machines know a version of the list: those that have left it do not count."""
+    """Tell the others that enough machines know a version of the list: now it counts."""
 
     version: int
 
@@ -188,6 +205,8 @@ class Membership:
         Till then they count where machines may go on without others: a leader that is cut off notices that of one
         machine after the other, while the others have a majority.
         """
+        self.new: dict[str, float] = {}
+        """Machines that have come, and in which version; till enough others know that they do not count."""
         self._known: dict[str, int] = {}
         """As the leader: the version that each machine knows."""
         self.ended: set[str] = set()
@@ -231,12 +250,22 @@ class Membership:
         return beat_seconds(len(self.nodes))
 
     def begin(
-        self, leader: str, nodes: Mapping[str, Entry], now: float, *, term: int = 0, gone: Iterable[str] = ()
+        self,
+        leader: str,
+        nodes: Mapping[str, Entry],
+        now: float,
+        *,
+        term: int = 0,
+        gone: Iterable[str] = (),
+        new: Iterable[str] = (),
     ) -> None:
-        """Take part with these machines, which one of them leads. `gone`: those that have left and count still."""
+        """Take part with these machines, which one of them leads.
+
+        `gone`, `new`: those that have left and count still, and those that have come and do not count yet.
+        """
         self.leader, self.nodes, self.term = leader, nodes, max(term, self.term)
         self.phase, self.version = "settled", 0
-        self.gone, self._known = dict.fromkeys(gone, 0.0), {}
+        self.gone, self.new, self._known = dict.fromkeys(gone, 0.0), dict.fromkeys(new, 0.0), {}
         self.ended, self._uncertain = set(), set()
         self._beats = Heartbeats()
         self._answers, self._accused, self._noticed, self._reported = {}, {}, {}, {}
@@ -251,9 +280,10 @@ class Membership:
         self.version = max(version, self.version)
         went = [node for node, entry in entries.items() if entry is None]
         self.gone |= {node: version for node in went if node in self.nodes or node in self.gone}
+        self.new |= {node: version for node in entries if node not in went and node not in self.nodes}
         self.nodes = changed(self.nodes, entries)
         self._follow_ring(now)
-        return bool(went) and not self.leads
+        return not self.leads
 
     def _leave_out(self, nodes: Collection[str], now: float) -> None:
         """Go on without machines, which count until enough others know that."""
@@ -264,6 +294,7 @@ class Membership:
     def agree(self, version: int) -> None:
         """Note that enough machines know a version of the list."""
         self.gone = {node: left for node, left in self.gone.items() if left > version}
+        self.new = {node: came for node, came in self.new.items() if came > version}
 
     def confirm(self, term: int) -> None:
         """Note that the leader leads: it has said so, or the launcher of this machine has had enough reports."""
@@ -319,7 +350,7 @@ class Membership:
             self._go_on_searching(now, actions)
         elif self.leads:
             self._find_lost(now, actions)
-            if self.gone and self.phase == "settled":
+            if (self.gone or self.new) and self.phase == "settled":
                 self._look_for_agreement(actions)
         else:
             self._watch_leader(now, actions)
@@ -380,14 +411,23 @@ class Membership:
         self._leave_out(lost, now)
         actions.append(Lost(tuple(lost), tuple(node for node in lost if node in self.ended)))
 
+    def quorum(self) -> Quorum:
+        """Return the machines of which enough have to come when all gather again."""
+        gone = dict.fromkeys(self.gone, _NO_ENTRY)
+        return Quorum(
+            {**gone, **{node: self.nodes[node] for node in self._counted if node in self.nodes}}, self.ended, self.own
+        )
+
     @property
     def _counted(self) -> list[str]:
         """The machines that count where some may go on without others."""
-        return [*self.nodes, *(node for node in self.gone if node not in self.nodes)]
+        members = [node for node in self.nodes if node not in self.new] if self.new else [*self.nodes]
+        return [*members, *(node for node in self.gone if node not in self.nodes and node not in self.new)]
 
     def _look_for_agreement(self, actions: list[Action]) -> None:
-        """Let machines that have left the list count no more once enough others know that they have."""
-        for version in sorted({int(left) for left in self.gone.values() if left <= self.version}, reverse=True):
+        """Let a version of the list count once enough machines of the one before know it."""
+        changes = [*self.gone.values(), *self.new.values()]
+        for version in sorted({int(change) for change in changes if change <= self.version}, reverse=True):
             knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
             if may_continue(self._counted, knowing, self.ended, self.leader):
                 self.agree(version)
@@ -480,7 +520,9 @@ class Membership:
         self.phase = "electing" if self.leads else "unconfirmed"
         self._confirm_by = now + election_seconds(self._silence, len(self.nodes)) + self._silence + _CONFIRM_SECONDS
         self._enter_store(now)
-        actions.append(Move(leader, self._lost, self.term, tuple(sorted(self.ended)), tuple(self.gone)))
+        actions.append(
+            Move(leader, self._lost, self.term, tuple(sorted(self.ended)), tuple(self.gone), tuple(self.new))
+        )
 
     def _left_out(self, node: str) -> Stop:
         if node == self._lost:

@@ -150,7 +150,9 @@ class NodeGroup:
         self._round = agree_on_round(self._sign("phalanx"), max(self._attempt, self._round + 1))
         self._attempt_store = self._sign(f"phalanx/{self._round}")
         endpoint = f"{self._host}:{self._port}"
-        gathering = Gathering(self._attempt_store, self._request, self._entry, endpoint, self._look_for_signpost)
+        before = self._members.quorum() if self._members is not None and self._leads else None
+        parts = (self._attempt_store, self._request, self._entry, endpoint)
+        gathering = Gathering(*parts, before=before, look=self._look_for_signpost)
         self._own = gathering.own
         try:
             place = self._lead(gathering, report) if self._leads else gathering.wait(report)
@@ -229,7 +231,7 @@ class NodeGroup:
                         node: {"host": host, "ranks": ranks, "standby": standby}
                         for node, host, ranks, standby in place["machines"]
                     }
-                    self._begin(place.get("term", 0), place.pop("gone", ()))
+                    self._begin(place.get("term", 0), place.pop("gone", ()), place.pop("new", ()))
                     known = {"own": self._own, "leader": self._leader, "run_id": self._run_id, "round": self._round}
                     return {**place, **known}
                 self._unread.append(mail)
@@ -242,13 +244,13 @@ class NodeGroup:
             hint="It has as many ranks as it may have (--num-workers 2:8 sets the most), or it has ended.",
         )
 
-    def _begin(self, term: int = 0, gone: Iterable[str] = ()) -> None:
+    def _begin(self, term: int = 0, gone: Iterable[str] = (), new: Iterable[str] = ()) -> None:
         """Take part with the machines that are known."""
         now = time.monotonic()
         if self._may_change:
             term = max(term, self._members.term if self._members is not None else 0)
             self._members = Membership(self._own, self._silence, now)
-            self._members.begin(self._leader, self._nodes, now, term=term, gone=gone)
+            self._members.begin(self._leader, self._nodes, now, term=term, gone=gone, new=new)
         elif self._leads:
             self._beats = Heartbeats()
             self._beats.watch((node for node in self._nodes if node != self._own), now)
@@ -280,7 +282,7 @@ class NodeGroup:
     def post(self, to: str, message: Message) -> None:
         """Send a message to the launcher of a machine, to `LEADER`, or to `ALL`."""
         if "accept" in message and self._members is not None:
-            message["accept"]["gone"] = list(self._members.gone)
+            message["accept"] |= {"gone": list(self._members.gone), "new": [*self._members.new, to]}
         if self._mailbox is not None:
             self._mailbox.post(self._leader if to == LEADER else to, message)
 
@@ -401,7 +403,7 @@ class NodeGroup:
         mailbox.close()  # what was not sent is lost with the machine
         host = self._nodes[move.lost]["host"]
         news: Message = {"leader": move.leader, "lost": host, "term": move.term}
-        news |= {"ended": list(move.ended), "gone": list(move.gone)}
+        news |= {"ended": list(move.ended), "gone": list(move.gone), "new": list(move.new)}
         self._nodes, self._leader, self._leads = members.nodes, move.leader, members.leads
         self._host, self._port = self._nodes[self._leader]["standby"]
         if self._leads:

@@ -209,6 +209,7 @@ class Launcher:
 
     def _gather(self) -> None:
         assert self.store is not None
+        self.before = self.members.quorum() if self.members is not None and self.leads else None
         self.members = self.node = self.roster = None
         self._mailbox += 1
         self._knows_failure = self._all_over = self._stopping = False
@@ -224,7 +225,7 @@ class Launcher:
             self.cluster.launchers_by_name[self.own, store] = self
             if self.leads:
                 expected = len(self.nodes) or self.plan.nodes
-                self.roster = Roster(self.plan.request, "endpoint", self.now)
+                self.roster = Roster(self.plan.request, "endpoint", self.now, self.before)
                 self._lead_gathering(room, expected)
             else:
                 self._wait_for_place(room, self.now + self.plan.request["seconds"] + 10.0)
@@ -342,7 +343,9 @@ class Launcher:
         self.leader, self.run_id = place["leader"], place["run_id"]
         term = max(place.get("term", 0), self.term)
         self.members = Membership(self.own, self.plan.silence, self.now)
-        self.members.begin(self.leader, nodes, self.now, term=term, gone=place.pop("gone", ()))
+        self.members.begin(
+            self.leader, nodes, self.now, term=term, gone=place.pop("gone", ()), new=place.pop("new", ())
+        )
         late = place.get("late", False)
         place.pop("list_at", None)
         machines = self.cluster.machines_of(nodes)
@@ -363,6 +366,8 @@ class Launcher:
         self.note(
             f"starts round {self.round} with {len(nodes)} nodes, leader {self.leader}" + (", late" if late else "")
         )
+        for mail in self.cluster.unread.pop(self.number, []):
+            self.clock.later(0.0, self.guard(lambda mail=mail: self.on_mail(mail)))
         if late:
             for slot in range(self.plan.ranks_per_node):
                 self._start_rank(slot, late=True)
@@ -465,8 +470,6 @@ class Launcher:
             place = mail["accept"]
             nodes = place.pop("nodes")
             self._start({**place, "leader": self.leader, "run_id": self.run_id}, nodes)
-            for late in self.cluster.unread.pop(self.number, []):
-                self.on_mail(late)
         elif "arrival" in mail and self.node is not None and not self._stopping:
             entry = mail["node"]
             self.handle(protocol.NodeArrived(mail["arrival"], entry["host"], entry["ranks"], tuple(entry["standby"])))
@@ -584,7 +587,7 @@ class Launcher:
         self.store.round = max(self.store.round, self.round)
         self.cluster.launchers_by_name[self.own, self.store] = self
         address = ("", self.number) if self.leads else None
-        self.handle(protocol.LeaderLost(move.leader, address, move.term, move.ended, move.gone))
+        self.handle(protocol.LeaderLost(move.leader, address, move.term, move.ended, move.gone, move.new))
         self.clock.later(self.cluster.brief(), self.guard(self._read_waiting))
 
     def _become_leader(self, term: int) -> None:
@@ -658,13 +661,14 @@ class Launcher:
                     self.clock.later(self.cluster.brief(), self.guard(lambda rank=rank: rank.on_order(End())))
         elif isinstance(action, protocol.Accept):
             assert self.node is not None
-            gone = list(self.members.gone) if self.members else []
+            assert self.members is not None
+            counts = {"gone": list(self.members.gone), "new": [*self.members.new, action.node]}
             self._mail(
                 action.node,
                 {
                     "accept": {
                         **action.place,
-                        "gone": gone,
+                        **counts,
                         "term": self.node.view.term,
                         "nodes": self.cluster.entries_of(self.node.view),
                     }

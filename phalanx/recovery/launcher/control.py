@@ -213,12 +213,13 @@ class ElasticControl:
         term: int,
         ended: Sequence[str],
         gone: Sequence[str],
+        new: Sequence[str],
         address: tuple[str, int] | None = None,
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
         self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
         at = (address[0], address[1]) if address is not None else None
-        self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone)))
+        self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone), tuple(new)))
 
     def _ask_for_ranks(self) -> None:
         """Let the node carry out a user's request, or pass it on if the leader does not see this folder."""

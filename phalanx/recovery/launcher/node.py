@@ -471,7 +471,9 @@ class Node:
             ended = set(event.ended)
             missing = self.view.nodes.keys() - {self.own, lost, *ended, *self._early}
             deadline = self.now + election_seconds(self._elastic.silence_seconds, len(self.view.nodes))
-            self._takeover = _Takeover(lost, event.address, missing, ended, event.gone, deadline, self._early)
+            self._takeover = _Takeover(
+                lost, event.address, missing, ended, event.gone, event.new, deadline, self._early
+            )
             return
         self._has_said_end = False  # the report of the end may have been lost with the node before
         self._report(self._hello())
@@ -494,8 +496,13 @@ class Node:
     def _lead_or_stop(self, takeover: _Takeover) -> None:
         """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
         here = {self.own, *takeover.reports}
-        counted = dict.fromkeys([*self.view.nodes, *takeover.gone])
-        if may_continue(counted, here, takeover.ended, takeover.lost) and self._catch_up(takeover):
+        before = self.view.nodes
+        known = self._catch_up(takeover)
+        members = {*before, *self.view.nodes, *takeover.gone} - {
+            *takeover.new,
+            *(self.view.nodes.keys() - before.keys()),
+        }
+        if known and may_continue(members, here, takeover.ended, takeover.lost):
             self._lead(takeover)
             return
         self._takeover = None
@@ -560,6 +567,7 @@ class _Takeover:
     missing: set[str]
     ended: set[str]
     gone: tuple[str, ...]
+    new: tuple[str, ...]
     deadline: float
     reports: dict[str, Hello] = dataclasses.field(default_factory=dict)
     waiting: list[tuple[str, Wire]] = dataclasses.field(default_factory=list)

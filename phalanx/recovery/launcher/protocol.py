@@ -126,6 +126,8 @@ class LeaderLost:
     """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
     gone: tuple[str, ...] = ()
     """Nodes that left before, which more than half of the others may not know: they count still."""
+    new: tuple[str, ...] = ()
+    """Nodes that came before, which more than half of the others may not know: they do not count yet."""
 
 
 @dataclass(frozen=True)
