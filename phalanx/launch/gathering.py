@@ -138,7 +138,7 @@ class Roster:
 
     def _split(self) -> PhalanxError:
         return PhalanxError(
-            f"too few machines of the attempt before came again at {self._endpoint} within {self._seconds:.0f} s; "
+            f"too few machines came again at {self._endpoint} within {self._seconds:.0f} s; "
             "the others may continue the run, and this machine stops to avoid a split.",
             hint="Half of the machines, or more, must see each other, with the one that decides among them.",
         )

@@ -409,7 +409,7 @@ class Membership:
             actions.append(self._split(lost))
             return
         self._leave_out(lost, now)
-        actions.append(Lost(tuple(lost), tuple(node for node in lost if node in self.ended)))
+        actions.append(Lost(tuple(lost), tuple(node for node in lost if node in self._surely_ended)))
 
     def quorum(self) -> Quorum:
         """Return the machines of which enough have to come when all gather again."""
@@ -417,6 +417,14 @@ class Membership:
         return Quorum(
             {**gone, **{node: self.nodes[node] for node in self._counted if node in self.nodes}}, self.ended, self.own
         )
+
+    @property
+    def _surely_ended(self) -> set[str]:
+        """The machines that have ended and cannot have gone on without this one.
+
+        If the leader is only silent the others may have gone on with it, and ended because the run has.
+        """
+        return self.ended if self.phase == "settled" or self._lost in self.ended else set()
 
     @property
     def _counted(self) -> list[str]:
@@ -521,7 +529,7 @@ class Membership:
         self._confirm_by = now + election_seconds(self._silence, len(self.nodes)) + self._silence + _CONFIRM_SECONDS
         self._enter_store(now)
         actions.append(
-            Move(leader, self._lost, self.term, tuple(sorted(self.ended)), tuple(self.gone), tuple(self.new))
+            Move(leader, self._lost, self.term, tuple(sorted(self._surely_ended)), tuple(self.gone), tuple(self.new))
         )
 
     def _left_out(self, node: str) -> Stop:

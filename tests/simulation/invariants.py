@@ -101,7 +101,7 @@ class Invariants:
         view = node.view
         facts = tuple(sorted((name, entry.ranks) for name, entry in view.nodes.items()))
         if view.version and not launcher.plan.coarseness > 1:
-            key = (f"{launcher.run_id}/{launcher.round}", view.term, view.version)
+            key = (f"{launcher.run_id}/{launcher.round}", view.recent[-1].term, view.version)
             if self._views.setdefault(key, facts) != facts:
                 self._fail(
                     "views differ", f"{launcher.own} has {facts} in version {key}, another one {self._views[key]}"

@@ -716,14 +716,19 @@ class Launcher:
 
     def on_rank_message(self, rank: Rank, message: Wire) -> None:
         """Pass on what a rank says."""
-        self.guard(lambda: self.handle(protocol.RankSpoke(rank.key, message)) and None)()
+
+        def speak() -> None:
+            if self.ranks.get(rank.key) is rank:  # else it is of an earlier attempt
+                self.handle(protocol.RankSpoke(rank.key, message))
+
+        self.guard(speak)()
 
     def on_rank_exit(self, rank: Rank, code: int) -> None:
         """Note the end of a rank's process."""
         self.guard(lambda: self._assess(rank, code))()
 
     def _assess(self, rank: Rank, code: int) -> None:
-        if rank.key not in self.ranks or self.node is None:
+        if self.ranks.get(rank.key) is not rank or self.node is None:
             return
         if code == 0:
             self.handle(protocol.RankFinished(rank.key))

@@ -206,6 +206,10 @@ class ElasticGroup:
         return [member for member in self.members if member.key not in done]
 
     @property
+    def _leaves_at_step(self) -> bool:
+        return self.state == "leaving" and self.change is not None and self.change.requested
+
+    @property
     def _all_aborted(self) -> bool:
         return all(member.key in self._aborted or member.key in self.steps for member in self.members)
 
@@ -216,7 +220,8 @@ class ElasticGroup:
         self.ranks.setdefault(rank.key, rank)
         if not rank.alive or rank.dismissed:  # it was lost after it had sent this
             return
-        if isinstance(message, (RankReady, RankInterrupted)) and rank in self.members and self.state != "leaving":
+        is_news = self.state != "leaving" or (isinstance(message, RankInterrupted) and self._leaves_at_step)
+        if isinstance(message, (RankReady, RankInterrupted)) and rank in self.members and is_news:
             self._leave("interruption", f"rank {rank.rank} was interrupted: {message.why[:200]}")
         if isinstance(message, RankJoined):
             self._on_joined(rank, message)
