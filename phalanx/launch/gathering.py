@@ -36,6 +36,8 @@ MOVED = "moved"
 """A key of a store at the endpoint: where the run goes on, if its first leader was lost and is started again."""
 DECIDED, NODES = "decided", "nodes"
 """Keys of what all machines have in common, and of the entries of those that take part, if their number may change."""
+HEARING_SECONDS = 1.5
+"""How long the first machine waits at least: a run that has moved away says so (`MOVED`) within this time."""
 _READERS = 8
 """How many machines read the list of all from one that has it."""
 _NAMED = 8
@@ -60,7 +62,7 @@ class Roster:
         self._least: int | None = request.get("min_ranks")
         """How many ranks are enough; None: those of all machines."""
         self._seconds: float = request["seconds"]
-        self.deadline = now + self._seconds
+        self._began, self.deadline = now, now + self._seconds
         # 64 machines that wait send a heartbeat every second, 4,096 every 4 s: the store's load does not grow.
         self.beat_seconds = max(1.0, self.num_nodes / _WAITING_BEATS_PER_SECOND)
         self.silent_seconds = _MISSED_BEATS * self.beat_seconds
@@ -91,11 +93,14 @@ class Roster:
     def complete(self, expected: int, now: float) -> dict[str, Entry] | None:
         """Return those that take part, in node order, once they are enough; None: wait; PhalanxError: they are not."""
         present = self.present(now)
-        if len(present) >= expected:
+        ranks = sum(entry["ranks"] for entry in present.values())
+        if self.may_change and now < self._began + HEARING_SECONDS:
+            return None
+        if len(present) >= expected and ranks >= (self._least or 0):
             taking_part = present if self.may_change else dict(list(present.items())[: self.num_nodes])
         elif now <= self.deadline:
             return None
-        elif self._least is None or sum(entry["ranks"] for entry in present.values()) < self._least:
+        elif self._least is None or ranks < self._least:
             raise self.too_few(now)
         elif self._before is not None and not self._before.suffices(present.values()):
             raise self._split()

@@ -245,6 +245,13 @@ class Membership:
         return self.leader == self.own
 
     @property
+    def leaves_signpost(self) -> bool:
+        """Whether this machine says at the endpoint where the run goes on: the leader and some after it do."""
+        names = in_order(self.nodes)
+        place = bisect.bisect_left(names, self.leader)
+        return self.own in (names[place:] + names[:place])[: 1 + _WATCHED]
+
+    @property
     def period(self) -> float:
         """Seconds between two heartbeats to the leader."""
         return beat_seconds(len(self.nodes))

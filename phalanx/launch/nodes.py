@@ -67,7 +67,7 @@ _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 0.25
 _SEND_SECONDS = 2.0
 _LEAVE_SECONDS = 3.0
-_SIGNPOST_SECONDS = 1.0
+_SIGNPOST_SECONDS = 0.4
 
 
 class NodeGroup:
@@ -420,15 +420,18 @@ class NodeGroup:
                 return news
         self._attempt_store = self._sign(f"phalanx/{self._round}")
         self._open_mailbox().start()
+        if self._signpost is not None:
+            self._signpost.stop()
+        if members.leaves_signpost:
+            self._signpost = Signpost(self._request, (self._host, self._port), self._signed)
+            self._signpost.start()
         return news
 
     def _describe_run(self) -> None:
-        """Say in the store of this machine, and at the endpoint, that it leads."""
+        """Say in the store of this machine that it leads."""
         assert self._attempt_store is not None, "opened before"
         facts = {"run_id": self._run_id, "leader": self._own, "num_nodes": len(self._nodes)}
         describe_run(self._attempt_store, facts, self._last_name)
-        self._signpost = Signpost(self._request, (self._host, self._port), self._signed)
-        self._signpost.start()
 
     def leave(self) -> None:
         """Send what is left, and leave; the leader leaves last, so that the others can still read."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from tests.simulation.cluster import Cluster, Violation
+from tests.simulation.invariants import Unguaranteed
 from tests.simulation.plan import Plan, draw
 
 
@@ -26,6 +27,8 @@ def failure_of(plan: Plan, *, detailed: bool = False) -> Result:
         cluster.run()
     except Violation as violation:
         return Result(cluster.history, violation, cluster)
+    except Unguaranteed:
+        return Result(cluster.history, None, cluster)
     except Exception as error:  # noqa: BLE001 - the state machines must not raise either
         import traceback
 

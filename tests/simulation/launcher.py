@@ -282,6 +282,7 @@ class Launcher:
                 if name in taking_part and self.cluster.is_near(room, name):
                     self.cluster.count(self, launcher, "list", 100 * len(taking_part))
         self._start(room.places[self.own], taking_part)
+        self.cluster.invariants.on_begin(self)
 
     def _wait_for_place(self, room: Room, deadline: float) -> None:
         if self._look_for_signpost():
@@ -586,6 +587,9 @@ class Launcher:
         self.store = leader.standby
         self.store.round = max(self.store.round, self.round)
         self.cluster.launchers_by_name[self.own, self.store] = self
+        if not self._signpost:
+            self._signpost = True
+            self._leave_signpost()
         address = ("", self.number) if self.leads else None
         self.handle(protocol.LeaderLost(move.leader, address, move.term, move.ended, move.gone, move.new))
         self.clock.later(self.cluster.brief(), self.guard(self._read_waiting))
@@ -600,20 +604,18 @@ class Launcher:
         room = self.store.room(self.round)
         room.arrivals = max([room.arrivals, *map(int, self.nodes)])
         room.decided = {"run_id": self.run_id, "leader": self.own, "nodes": self.nodes}
-        if not self._signpost:
-            self._signpost = True
-            self._leave_signpost()
 
     def _leave_signpost(self) -> None:
-        store = self.cluster.endpoint_store()
+        store, members = self.cluster.endpoint_store(), self.members
         if (
             store is not None
             and store.owner is not self
-            and self.leads
+            and members is not None
+            and members.leaves_signpost
             and self.cluster.network.connected(self.machine, 0)
         ):
             store.moved = self.store
-        self.clock.later(1.0, self.guard(self._leave_signpost))
+        self.clock.later(0.4, self.guard(self._leave_signpost))
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -728,6 +730,7 @@ class Launcher:
         self.guard(lambda: self._assess(rank, code))()
 
     def _assess(self, rank: Rank, code: int) -> None:
+        rank.reaped = True
         if self.ranks.get(rank.key) is not rank or self.node is None:
             return
         if code == 0:
@@ -767,7 +770,7 @@ class Launcher:
         self._exit(outcome.exit_code, outcome.failure.cause[:100] if outcome.failure else "")
 
     def _check_over(self) -> None:
-        if self.node is None or self._stopping or any(rank.alive for rank in self.ranks.values()):
+        if self.node is None or self._stopping or any(not rank.reaped for rank in self.ranks.values()):
             return
         if not self._all_over:
             self.handle(protocol.AllHereEnded())

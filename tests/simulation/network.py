@@ -78,8 +78,12 @@ class Network:
             self._cut[source, target] = (since, faults - 1)
             return
         del self._cut[source, target]
-        held = self._held.pop((source, target), [])
-        self._clock.later(self.one_way(), lambda: [arrive() for arrive in held] and None)
+        self._clock.later(self.one_way(), lambda: self._release(source, target))
+
+    def _release(self, source: int, target: int) -> None:
+        if (source, target) not in self._cut:
+            for arrive in self._held.pop((source, target), []):
+                arrive()
 
     def connected(self, one: int, other: int) -> bool:
         """Whether two machines can exchange something, which takes both directions."""

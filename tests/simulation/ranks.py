@@ -36,6 +36,8 @@ class Rank:
         self.launcher, self.key, self.slot, self.local_rank = launcher, key, slot, local_rank
         self.cluster = launcher.cluster
         self.alive = True
+        self.reaped = False
+        """Whether the launcher knows that it has ended."""
         self.step: int | None = None
         """The last complete step of the state that it holds; None: it has none."""
         self.place: GroupKey = (launcher.launch, launcher.round, launcher.term, -1)

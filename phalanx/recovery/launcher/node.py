@@ -525,6 +525,9 @@ class Node:
         """Decide from now on; the ranks of the lost node are replaced, or left out."""
         self._takeover = None
         self._actions.append(Lead(self.view.term))
+        for node in takeover.reports.keys() - self.view.nodes.keys():  # the leader before has left it out
+            del takeover.reports[node]
+            self._send(node, LeftOut("it was lost, and the others have gone on"))
         lost = self.view.nodes.keys() - {self.own, *takeover.reports}
         for node, report in takeover.reports.items():
             for change in self.view.since(report.version) if report.version < self.view.version else []:
@@ -555,7 +558,7 @@ class Node:
         for rank, last_report in ready:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:
-            self._read(sender, message)
+            self._on_mail(Mailed(sender, message))
 
 
 @dataclasses.dataclass
