@@ -100,6 +100,7 @@ class Launcher:
         self._all_over = False
         self._knows_failure = False
         self._mailbox = 0
+        self._gathers = False
         """Counts the stores that mail was exchanged in: what arrives in an earlier one is not read."""
         self._out: list[tuple[str, dict[str, Any]]] = []
         self._asked: dict[str, float] = {}
@@ -212,6 +213,8 @@ class Launcher:
         self.before = self.members.quorum() if self.members is not None and self.leads else None
         self.members = self.node = self.roster = None
         self._mailbox += 1
+        self._gathers = True
+        self.cluster.unread.pop(self.number, None)
         self._knows_failure = self._all_over = self._stopping = False
         self._outcome = None
         self.ranks, self._out, self._asked = {}, [], {}
@@ -219,6 +222,7 @@ class Launcher:
 
         def agree() -> None:
             store.round = self.round = max(store.round, wanted)
+            self._gathers = False
             room = store.room(self.round)
             entry = {"node_rank": self.machine, "host": f"machine{self.machine}", "ranks": self.plan.ranks_per_node}
             self.own = room.arrive(self, {**entry, "standby": ["", self.number]})
@@ -340,6 +344,7 @@ class Launcher:
 
     def _start(self, place: dict[str, Any], nodes: Mapping[str, Any]) -> None:
         """Begin the attempt with this place."""
+        self.clock.later(self.cluster.brief(), self.guard(self._read_waiting))
         self.nodes = nodes
         self.leader, self.run_id = place["leader"], place["run_id"]
         term = max(place.get("term", 0), self.term)
@@ -413,7 +418,7 @@ class Launcher:
 
     def on_batch(self, room: Any, batch: list[Any]) -> None:
         """As the leader: read what another machine has written into the store."""
-        if not self.leads or self.store is not room[0] or self.round != room[1]:
+        if not self.leads or self.store is not room[0] or self.round != room[1] or self._gathers:
             self._unread_batches.append((room, batch))  # it is in the store, and may be read later
             return
         for to, mail in batch:
@@ -442,7 +447,7 @@ class Launcher:
 
     def on_pushed(self, room: Any, mails: list[Any]) -> None:
         """Read what the leader has written for this machine, now or when this machine reads there."""
-        if self.store is room[0] and self.round == room[1]:
+        if self.store is room[0] and self.round == room[1] and not self._gathers:
             for mail in mails:
                 self.on_mail(mail)
         else:

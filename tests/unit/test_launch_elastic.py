@@ -204,7 +204,7 @@ def test_a_new_leader_does_not_count_a_machine_that_was_lost_before():
     """It would wait for it at the end, and start ranks on it."""
     launcher = Launcher("00002")
     launcher.happen(Mailed("00001", ViewChange(1, 0, 1, 1, {"00003": None})))
-    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None})]
+    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None}, 1)]
     launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ended=("00001",)), Tick())
     assert list(launcher.node.view.nodes) == ["00002"]
     launcher.happen(RankFinished("r1"), AllHereEnded())
@@ -215,7 +215,7 @@ def test_a_new_leader_knows_a_machine_that_came_late():
     launcher = Launcher("00002")
     came = NodeView("late", 1, ("10.0.0.4", 1))
     launcher.happen(Mailed("00001", ViewChange(1, 0, 1, 1, {"00004": came, "00003": None})))
-    assert launcher.kinds(NodesChanged) == [NodesChanged({"00004": came, "00003": None})]
+    assert launcher.kinds(NodesChanged) == [NodesChanged({"00004": came, "00003": None}, 1)]
     launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1))
     facts = RankFacts("r3", 3, 2, 0, None, True, None)
     launcher.happen(Mailed("00004", hello(facts, version=1)))

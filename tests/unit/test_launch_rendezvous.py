@@ -170,7 +170,7 @@ def test_a_fixed_number_of_machines_ends_with_the_one_that_hosts_the_store():
 def accept(machines: Machines, leader: int, news: dict[str, Any]) -> None:
     """Take a machine in, as the launcher of the leader does."""
     group = machines.groups[leader]
-    group.change({news["arrival"]: news["entry"]})
+    group.change({news["arrival"]: news["entry"]}, 1)
     nodes = [[name, entry["host"], entry["ranks"], entry["standby"]] for name, entry in group._nodes.items()]
     group.post(news["arrival"], {"accept": {"late": True, "machines": nodes}})
 
@@ -187,7 +187,7 @@ def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
         ((place,),) = [late.result()]
     first = machines.groups[0]._own
     assert (place["late"], place["run_id"], place["leader"]) == (True, "run0", first)
-    machines.groups[1].change({news["arrival"]: news["entry"]})  # as its launcher has heard from the leader
+    machines.groups[1].change({news["arrival"]: news["entry"]}, 1)  # as its launcher has heard from the leader
     machines.kill(0)
     news = machines.await_news(1, "leader")
     second = machines.groups[1]._own
@@ -222,7 +222,7 @@ def test_a_lost_machine_no_longer_counts_for_the_quorum():
     machines.gather(0, 1, 2)
     machines.kill(2)
     (lost,) = machines.await_news(0, "lost_nodes")["lost_nodes"]
-    machines.groups[1].change({lost: None})  # as its launcher has heard from the leader
+    machines.groups[1].change({lost: None}, 1)  # as its launcher has heard from the leader
     machines.kill(0)
     news = machines.await_news(1, "leader")
     assert next(iter(news)) == "leader"
