@@ -302,12 +302,13 @@ def check_same(store: Store, identity: dict[str, str]) -> None:
         )
 
 
-def describe_run(store: Store, facts: Message, last: str) -> None:
-    """Write into the store of a machine that took over what others find there: the run has begun, with these facts.
-
-    `last`: the name of the machine that came last; those that come from now on get others.
-    """
+def reserve_names(store: Store, last: str) -> None:
+    """Let machines that come to the store of one that takes over get other names than those up to `last`."""
     store.add(_ARRIVALS, int(last))
+
+
+def describe_run(store: Store, facts: Message) -> None:
+    """Write into the store of a machine that took over what others find there: the run has begun, with these facts."""
     store.set(DECIDED, json.dumps(facts))
 
 

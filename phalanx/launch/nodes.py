@@ -35,6 +35,7 @@ from phalanx.launch.gathering import (
     check_same,
     current_round,
     describe_run,
+    reserve_names,
 )
 from phalanx.launch.mailbox import ALL, Mail, Mailbox
 from phalanx.launch.membership import (
@@ -419,6 +420,8 @@ class NodeGroup:
                 mailbox.failed = True
                 return news
         self._attempt_store = self._sign(f"phalanx/{self._round}")
+        if self._leads:
+            reserve_names(self._attempt_store, self._last_name)
         self._open_mailbox().start()
         if self._signpost is not None:
             self._signpost.stop()
@@ -431,7 +434,7 @@ class NodeGroup:
         """Say in the store of this machine that it leads."""
         assert self._attempt_store is not None, "opened before"
         facts = {"run_id": self._run_id, "leader": self._own, "num_nodes": len(self._nodes)}
-        describe_run(self._attempt_store, facts, self._last_name)
+        describe_run(self._attempt_store, facts)
 
     def leave(self) -> None:
         """Send what is left, and leave; the leader leaves last, so that the others can still read."""

@@ -592,6 +592,8 @@ class Launcher:
         self.store = leader.standby
         self.store.round = max(self.store.round, self.round)
         self.cluster.launchers_by_name[self.own, self.store] = self
+        if self.leads:
+            self.store.room(self.round).arrivals += max(map(int, [*self.nodes, move.lost]))
         if not self._signpost:
             self._signpost = True
             self._leave_signpost()
@@ -607,7 +609,6 @@ class Launcher:
         members.confirm(term)
         self._mail("all", {"leads": term})
         room = self.store.room(self.round)
-        room.arrivals = max([room.arrivals, *map(int, self.nodes)])
         room.decided = {"run_id": self.run_id, "leader": self.own, "nodes": self.nodes}
 
     def _leave_signpost(self) -> None:
