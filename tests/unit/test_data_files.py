@@ -232,6 +232,10 @@ def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
     assert int(rows[1]["labels"]) == 0
     with pytest.raises(UsageError, match="cannot be read"):
         load(str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "nope"))
+    made.pad_token = None
+    made.save_pretrained(tmp_path / "without-padding")
+    with pytest.raises(UsageError, match="has no padding token, and texts are padded to 4 tokens"):
+        load(str(tmp_path / "rows.csv"), tokenizer=str(tmp_path / "without-padding"), seq_len=4, val_fraction=0)
 
 
 @pytest.mark.parametrize(

@@ -141,5 +141,9 @@ def test_momentum_is_the_first_beta_of_adam(name):
         for given in ({}, {"momentum": 0.5})
     ]
     assert betas == [(0.9, 0.999), (0.5, 0.999)]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adamw8bit", "lamb"])
+def test_the_first_beta_is_below_1(name):
     with pytest.raises(ConfigError, match=f"momentum = 1.0: it is beta1 of {name}, and must be below 1"):
         DistributedConfig(optimizer=name, momentum=1.0)

@@ -244,3 +244,17 @@ def test_what_a_function_declares_of_its_arguments_is_checked_in_every_call():
         call_with(make, {"root": "here", "rate": 1.5}, "data set 'x'")
     with pytest.raises(UsageError, match="data set 'x' needs the option root"):
         call_with(make, {}, "data set 'x'")
+
+
+def test_lazy_modules_are_given_their_shapes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    said = r"lazy modules without shapes: 0\.weight, 0\.bias, 1\.weight and 3 more"
+    data = (torch.randn(32, 3), torch.randint(0, 4, (32,)))
+    with pytest.raises(UsageError, match=said) as refused:
+        Trainer(model, loss_fn="cross_entropy", optimizer="sgd", num_workers=1, epochs=1).fit(data)
+    assert "model(inputs)" in refused.value.hint
+    with Formation() as formation, pytest.raises(UsageError, match=said):
+        formation.prepare(model)
+    model(data[0])
+    Trainer(model, loss_fn="cross_entropy", optimizer="sgd", num_workers=1, epochs=1, batch_size=8).fit(data)
