@@ -2,7 +2,7 @@
 
 One command runs all cases of `nccl_cases`, in one start of the ranks for each number of ranks:
 
-    python -m pytest tests/engines/test_nccl_parity.py
+    python -m pytest tests/gpu/test_nccl_parity.py
 
 float32 (without TF32) to 1e-5, float64 to 1e-10, bf16 to 5% of the distance that the weights have moved.
 With CASES_DEVICE=cpu the same cases run over gloo on the CPU. With OUT=FOLDER each is logged there as it ends.

@@ -23,7 +23,7 @@ from command import ROOT, clean_environment
 from waiting import until
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-PROGRAM = Path(__file__).with_name("nccl_faults.py")
+PROGRAM = Path(__file__).parents[1] / "helpers" / "nccl_faults.py"
 FOUR = {"num_workers": 4, "max_steps": 24, "batch_size": 4, "memory_frequency": 1}
 
 

@@ -17,7 +17,7 @@ import psutil
 
 from phalanx.cli import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "phalanx.cli")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_", "OMPI_", "PMI_", "PHALANX_", "TORCHELASTIC_")
 

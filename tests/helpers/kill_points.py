@@ -3,7 +3,7 @@
 The calls are seen by ptrace, in all threads of the process. Where ptrace is not permitted, Python's audit events and
 `os.fsync` take their place: fewer points, and the same checks. Run as a script it needs nothing of pytest:
 
-    python tests/kill_points.py DIRECTORY KIND|copy
+    python tests/helpers/kill_points.py DIRECTORY KIND|copy
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The equivalence matrix: every strategy, and every pair that goes together, against one process.
 
-`test_matrix` runs it over gloo on the CPU, `tests/engines/test_nccl_parity` over nccl on a GPU.
+`test_matrix` runs it over gloo on the CPU, `tests/gpu/test_nccl_parity` over nccl on a GPU.
 """
 
 from __future__ import annotations

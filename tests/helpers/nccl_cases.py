@@ -1,6 +1,6 @@
 """What several nccl ranks run on one GPU, by number of ranks: each case is compared with one process on that GPU.
 
-`nccl_launch` starts the ranks, and `tests/engines/test_nccl_parity.py` reads what they measured. All cases of a number
+`nccl_launch` starts the ranks, and `tests/gpu/test_nccl_parity.py` reads what they measured. All cases of a number
 of ranks run in the same processes, one after the other: to start those takes longer than to train such small models.
 """
 

@@ -1,6 +1,6 @@
 """Start the ranks of `nccl_cases`, and collect what each case measured.
 
-    python tests/nccl_launch.py FOLDER [part of a case's name ...]
+    python tests/helpers/nccl_launch.py FOLDER [part of a case's name ...]
 
 prints a table without pytest. With CASES_DEVICE=cpu the same cases run over gloo.
 """

@@ -1,4 +1,4 @@
-"""The package as a graph of modules and imports, read from the source, for the tests of this folder."""
+"""The package as a graph of modules and imports, read from the source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "phalanx"
+PACKAGE = Path(__file__).resolve().parents[2] / "phalanx"
 
 
 @functools.cache

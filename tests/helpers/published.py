@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.tools.plan import Cluster, Goal, Layout, ModelShape
 
-FOLDER = Path(__file__).parent / "data" / "planner"
+FOLDER = Path(__file__).parents[1] / "recorded" / "planner"
 MPT = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),

@@ -1,4 +1,4 @@
-"""The calls that code written for `distributed` makes, as text: `tests/cli/test_seeds.py` runs them."""
+"""The calls that code written for `distributed` makes, as text: `tests/journeys/test_seeds.py` runs them."""
 
 from __future__ import annotations
 

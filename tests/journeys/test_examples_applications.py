@@ -26,7 +26,7 @@ def run_step(example: str, step: str, folder: Path, **env: str) -> str:
     return done.stdout
 
 
-@long_proof  # test_imagenet_cli trains, evaluates and exports from shards, too
+@long_proof  # test_imagenet trains, evaluates and exports from shards, too
 def test_images_from_shards_to_an_exported_model(tmp_path):
     assert "train  400     1" in run_step("08-imagenet", "pack", tmp_path)
     run_step("08-imagenet", "train", tmp_path)

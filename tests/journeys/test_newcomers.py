@@ -1,6 +1,6 @@
 """What two newcomers do: one at a prompt, who stops a training and goes on, and one who brings a LightningModule.
 
-The third, with a cluster, is in tests/engines, on a real Slurm.
+A third, with a cluster, is in `tests/faults/test_submit_slurm.py`, on a real Slurm.
 """
 
 from __future__ import annotations

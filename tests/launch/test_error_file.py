@@ -41,7 +41,7 @@ def test_leading_frames_of_the_library_are_cut():
     error = _caught(lambda: _call_from_the_library(_bad_model))
     lines = users_traceback(error)
     assert lines[0] == "Traceback (most recent call last):"
-    assert _files(lines) == ["test_launch_error_file.py"]
+    assert _files(lines) == ["test_error_file.py"]
     assert lines[-1] == "ValueError: bad batch"
     # The exception itself, which the log shows, is whole.
     assert error.__traceback__.tb_frame.f_code.co_filename == str(LIBRARY)
@@ -52,7 +52,7 @@ def test_frames_of_the_library_between_the_users_stay():
         _call_from_the_library(_bad_model)
 
     error = _caught(lambda: _call_from_the_library(users_loop))
-    own = "test_launch_error_file.py"
+    own = "test_error_file.py"
     assert _files(users_traceback(error)) == [own, own, "stand_in.py", own]
 
 
@@ -72,7 +72,7 @@ def test_the_exception_before_is_cut_too():
 
     lines = users_traceback(_caught(lambda: _call_from_the_library(chained)))
     assert "ValueError: bad batch" in lines
-    assert _files(lines) == ["test_launch_error_file.py", "test_launch_error_file.py"]
+    assert _files(lines) == ["test_error_file.py", "test_error_file.py"]
 
 
 @pytest.mark.parametrize(

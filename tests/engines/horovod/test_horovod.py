@@ -32,7 +32,7 @@ def horovodrun(*words: object, cwd: Path) -> str:
     done = subprocess.run(
         [HOROVODRUN, "--gloo", "-np", "2", sys.executable, *map(str, words)],
         cwd=cwd,
-        env=clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"),
+        env=clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests/helpers'}", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=300,
@@ -46,7 +46,7 @@ def horovodrun(*words: object, cwd: Path) -> str:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What all cases gave on each of two ranks of one horovodrun."""
     folder = tmp_path_factory.mktemp("horovod")
-    horovodrun(ROOT / "tests" / "horovod_cases.py", folder, cwd=folder)
+    horovodrun(ROOT / "tests/helpers/horovod_cases.py", folder, cwd=folder)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
 
 

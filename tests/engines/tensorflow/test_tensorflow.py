@@ -25,7 +25,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 
 PARTS = f"import os\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom keras_parts import *\n"
-PATH = f"{ROOT}:{ROOT / 'tests'}"
+PATH = f"{ROOT}:{ROOT / 'tests/helpers'}"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from phalanx.tools.doctor.hosts import compare_hosts
 from phalanx.tools.doctor.network import check_links
 from phalanx.tools.doctor.reader import HostReader, worst
 
-DATA = ROOT / "tests" / "data" / "doctor"
+DATA = ROOT / "tests" / "recorded" / "doctor"
 
 
 def recorded(name: str, **changes) -> HostReader:

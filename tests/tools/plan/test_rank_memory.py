@@ -31,7 +31,7 @@ from phalanx.tools.plan.stages import held_passes, in_flight, train_cut
 from phalanx.zoo.models import loss
 from phalanx.zoo.models.registry import build
 
-DATA = Path(__file__).parents[1] / "data" / "planner"
+DATA = Path(__file__).parents[2] / "recorded" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}
 GPU = Gpu(**{**_NEEDED, "name": "h200", "tflops": {}})  # only its reserve counts here
 _LLAMA = {"gated_mlp": True, "biases": False, "rms_norm": True}

@@ -1,6 +1,6 @@
 """The files in deploy/ are what `phalanx submit --render` prints, and are valid for the tools that read them.
 
-Write them again after a change of the renderers: python tests/cli/test_submit_files.py
+Write them again after a change of the renderers: python tests/tools/submit/test_submit_files.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 TRAIN = "text --num-nodes 4 --gpus-per-node 8 --device cuda --checkpoint-frequency auto --job-name train"
 IN_PODS = f"{TRAIN} --image registry.example.com/phalanx:cuda --pvc phalanx:/workspace --time-limit 12h"
@@ -54,7 +54,7 @@ def plain_user(tmp_path, monkeypatch):
 @pytest.mark.parametrize("file", FILES)
 def test_deploy_files_are_what_is_rendered(file):
     text = rendered(FILES[file])
-    assert (DEPLOY / file).read_text() == text, "write them again: python tests/cli/test_submit_files.py"
+    assert (DEPLOY / file).read_text() == text, "write them again: python tests/tools/submit/test_submit_files.py"
     assert str(ROOT) not in text
     assert sys.prefix not in text
 

@@ -167,7 +167,7 @@ def _run(folder, script):
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         pytest.skip("Ray listens on all interfaces, and no network namespace of its own can be made for it here")
     (folder / "search.py").write_text(textwrap.dedent(script))
-    path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/engines'}"
+    path = f"{ROOT}:{ROOT / 'tests/helpers'}:{ROOT / 'tests/tools/tune'}"
     env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path, "TMPDIR": "/tmp"}
     env["PHALANX_ALL_TESTS"] = str(int(ALL))
     words = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$0" search.py', sys.executable]

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_ui_columns import started, step
+from test_columns import started, step
 
 from phalanx.host.files import open_below
 from phalanx.observe.events import CheckpointSaved, RunEnded
