@@ -1,7 +1,7 @@
 """Every private torch API that Phalanx uses, one function each: the page to read when a new torch breaks something.
 
 `tools/private_torch.py` lists the names, here and in the other files `torch_*.py`, with what breaks without each, and
-compares them with the versions of torch that were looked at; `tests/unit/test_torch_compat.py` calls each function.
+compares them with the versions of torch that were looked at; `tests/test_torch_compat.py` calls each function.
 """
 
 from __future__ import annotations
