@@ -309,7 +309,7 @@ PAIRS = (
         "share_gpus",
         {"device": "cpu"},
         " with device = 'cpu'",
-        "leave it out, --num-workers N --device cpu is enough",
+        "leave share_gpus out: --device cpu is enough for any number of ranks",
     ),
     Pair(
         "share_gpus",
