@@ -98,7 +98,7 @@ class _Recorder:
 
     def _count_source(self, work: Work, group: ProcessGroup, pair: PairCalls) -> None:
         """Count a message of any rank with those of the rank that has sent it."""
-        from phalanx.torch_records import source_rank
+        from phalanx.torch_compat import source_rank
 
         source, tag = source_rank(work), int(pair.name.rpartition(" ")[2])
         found = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)

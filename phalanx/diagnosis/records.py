@@ -51,7 +51,7 @@ class Joined:
 
 def read_calls_here() -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
     """Return the calls of this process, the oldest first, and the ranks of each group by its name."""
-    from phalanx.torch_records import flight_records, group_ranks
+    from phalanx.torch_compat import flight_records, group_ranks
 
     calls, groups = to_calls(flight_records(), group_ranks(), Joined.messages)
     ring = call_ring()
@@ -113,7 +113,7 @@ def began(record: Record) -> float:
 
 def to_call(record: Record) -> dict[str, Any]:
     """Return one record as a call."""
-    from phalanx.torch_records import is_done
+    from phalanx.torch_compat import is_done
 
     shapes = ", ".join(f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})" for shape in record["input_sizes"])
     dtypes = ", ".join(dict.fromkeys(_DTYPES.get(name, name) for name in record["input_dtypes"]))
@@ -177,7 +177,7 @@ class OverdueWatch:
 
     def find(self, now: float) -> str:
         """Say which operation is late, in words by which the launcher knows a timeout; empty where none is."""
-        from phalanx.torch_records import has_backend, recorded_progress, unfinished_records
+        from phalanx.torch_compat import has_backend, recorded_progress, unfinished_records
 
         if not has_backend(self._backend) or self._makes_progress(recorded_progress()):
             return ""
@@ -196,7 +196,7 @@ class OverdueWatch:
         return skips
 
     def _describe(self, now: float) -> str:
-        from phalanx.torch_records import flight_records, is_done
+        from phalanx.torch_compat import flight_records, is_done
 
         late = [each for each in with_batch_ends(flight_records()) if not is_done(each) and _is_late(each, now)]
         own = [each for each in late if each["profiling_name"].startswith(f"{self._backend}:")]
@@ -209,7 +209,7 @@ class OverdueWatch:
 
     def _blocked(self, now: float) -> str:
         """Say where the main thread has been in one call of torch.distributed for as long as the timeout."""
-        from phalanx.torch_records import group_timeout
+        from phalanx.torch_compat import group_timeout
 
         frame = _distributed_frame(sys._current_frames().get(threading.main_thread().ident or 0))
         place = None if frame is None else (id(frame), frame.f_lasti)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from phalanx import torch_compat, torch_compiler
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.strategies.base import local
 from phalanx.strategies.tensors import drop_gathered
@@ -30,7 +30,7 @@ class WeightAverage:
         trained = {
             name: p
             for name, p in model.named_parameters()
-            if p.requires_grad or torch_compiler.uncompiled_name(name) in self.other
+            if p.requires_grad or torch_compat.uncompiled_name(name) in self.other
         }
         buffers = {name: b for name, b in model.named_buffers() if name in saved_names and b.is_floating_point()}
         tensors = {**trained, **buffers}
@@ -40,7 +40,7 @@ class WeightAverage:
                 f"ema_decay averages weights in their own precision, which is too low: {low}",
                 hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
             )
-        before, names = self.other, [torch_compiler.uncompiled_name(name) for name in tensors]
+        before, names = self.other, [torch_compat.uncompiled_name(name) for name in tensors]
         self.other = {
             name: before.get(name, value.detach().clone()) for name, value in zip(names, tensors.values(), strict=True)
         }
@@ -50,7 +50,7 @@ class WeightAverage:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the averages of parameters, which are equal on ranks that hold replicas."""
-        names = [torch_compiler.uncompiled_name(name) for name, _ in self._model.named_parameters()]
+        names = [torch_compat.uncompiled_name(name) for name, _ in self._model.named_parameters()]
         return {name: self.other[name] for name in names if name in self.other}
 
     def update(self, step: int) -> None:

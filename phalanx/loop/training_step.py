@@ -183,7 +183,7 @@ def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: 
                 hint="Give a torch optimizer, or a function of parameters.",
             )
     outside = [n for n, p in model.named_parameters() if p.requires_grad and n.split(".")[0] not in optimizers]
-    direct = [*torch_compat.own_parameters(model), *torch_compat.own_buffers(model)]
+    direct = [*torch_compat.direct_parameters(model), *torch_compat.direct_buffers(model)]
     if outside or direct:
         name = (outside or direct)[0]
         raise UsageError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from phalanx import checkpoint, torch_compiler
+from phalanx import checkpoint, torch_compat
 from phalanx.errors import CheckpointError, nearest
 from phalanx.strategies.base import part_like, whole
 from phalanx.strategies.tensors import PLACED, is_meta, is_placed, materialise
@@ -117,7 +117,7 @@ def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
     state = whole_weights(model, keep=here)
     if state is None:
         return
-    state = {torch_compiler.uncompiled_name(name): value for name, value in state.items()}
+    state = {torch_compat.uncompiled_name(name): value for name, value in state.items()}
     temporary = path.with_name(f".{path.name}.writing")
     try:
         try:
@@ -162,8 +162,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         )
     saved = read_weights(path)
     here = model.state_dict()
-    names = {name: torch_compiler.uncompiled_name(name) for name in here}
-    _compare(path, saved, {torch_compiler.uncompiled_name(n): info for n, info in _described(model, here).items()})
+    names = {name: torch_compat.uncompiled_name(name) for name in here}
+    _compare(path, saved, {torch_compat.uncompiled_name(n): info for n, info in _described(model, here).items()})
     model.load_state_dict({name: part_like(saved[names[name]], value) for name, value in here.items()})
 
 
@@ -180,7 +180,7 @@ def read_weights(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")
-    return {torch_compiler.uncompiled_name(name): value for name, value in state.items()}
+    return {torch_compat.uncompiled_name(name): value for name, value in state.items()}
 
 
 def _described(model: nn.Module, state: Mapping[str, Any]) -> dict[str, _Info | None]:

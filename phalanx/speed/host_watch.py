@@ -192,7 +192,7 @@ class HostWatch:
         self._tensors = [
             (tensors, name, tensor, tensor.data_ptr(), tensor.requires_grad)
             for module in model.modules()
-            for tensors in (torch_compat.own_parameters(module), torch_compat.own_buffers(module))
+            for tensors in (torch_compat.direct_parameters(module), torch_compat.direct_buffers(module))
             for name, tensor in tensors.items()
             if tensor is not None
         ]

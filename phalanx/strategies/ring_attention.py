@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from phalanx import torch_flash
+from phalanx import torch_compat
 from phalanx.errors import ModelError
 
 ROWS = 1024
@@ -58,8 +58,8 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-CPU_FLASH = Kernel(torch_flash.flash_cpu, torch_flash.flash_cpu_backward)
-CUDA_FLASH = Kernel(torch_flash.flash_cuda, torch_flash.flash_cuda_backward)
+CPU_FLASH = Kernel(torch_compat.flash_cpu, torch_compat.flash_cpu_backward)
+CUDA_FLASH = Kernel(torch_compat.flash_cuda, torch_compat.flash_cuda_backward)
 PLAIN = Kernel(_forward, _backward)
 """Any device and dtype."""
 

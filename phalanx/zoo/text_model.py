@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config.fields import T5_END, T5_PAD
 from phalanx.errors import UsageError
 from phalanx.model import WrapsModel, implements
 from phalanx.recipes import CONVERSATIONS
@@ -26,6 +25,7 @@ from phalanx.zoo.models.hf import load_pretrained
 from phalanx.zoo.models.hf.files import end_tokens_of, read_json
 from phalanx.zoo.recipe import TextCode, printable
 from phalanx.zoo.saved_run import SavedRun, load_run
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 from phalanx.zoo.token_data import read_token_manifest
 
 Ask = Callable[[Messages], list[int]]

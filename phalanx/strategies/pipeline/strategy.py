@@ -251,7 +251,7 @@ class Pipeline(nn.Module):
 def _copied_buffers(stage: nn.Module) -> Iterator[None]:
     """Let a forward pass change copies. Writing the values back would change what its backward pass has saved."""
     copies = [
-        (module_buffers, dict(module_buffers)) for module_buffers in map(torch_compat.own_buffers, stage.modules())
+        (module_buffers, dict(module_buffers)) for module_buffers in map(torch_compat.direct_buffers, stage.modules())
     ]
     try:
         for module_buffers, buffers in copies:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx import torch_compat, torch_records
+from phalanx import torch_compat
 from phalanx.comm.comm_thread import mark_jobs
 from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
@@ -159,14 +159,14 @@ class StepProfile(Callback):
         if on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         if on_gpu and self._plan.memory:
-            torch_records.record_allocations(_ALLOCATIONS)
+            torch_compat.record_allocations(_ALLOCATIONS)
         in_trace = self._plan.memory and not on_gpu
         if self._world.is_launched:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
         self._profiler = torch.profiler.profile(
             activities=activities,
             profile_memory=in_trace,
-            experimental_config=torch_records.profiler_config(all_threads=not in_trace),
+            experimental_config=torch_compat.profiler_config(all_threads=not in_trace),
         )
         self._name_modules()
         numbers = itertools.count(1)  # equal on all ranks: jobs have one order
@@ -254,8 +254,8 @@ class StepProfile(Callback):
             self._modules.pop().__exit__(None, None, None)
 
     def _write_allocations(self) -> None:
-        found = torch_records.allocations()
-        torch_records.record_allocations(None)
+        found = torch_compat.allocations()
+        torch_compat.record_allocations(None)
         stem = self._folder / f"rank-{self._world.rank}.memory"
         replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(found))  # for pytorch.org/memory_viz
         history = found["device_traces"][self._formation.device.index or 0]

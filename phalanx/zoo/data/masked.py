@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import Limits, limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError
 from phalanx.zoo.data.files import TextDataset, files, text
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.tables import VOCABULARY, read_tokenizer
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 _RATE: Limits = {"above": 0, "below": 1}
 _MASKED, _RANDOM = 0.8, 0.1

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Subset
 
-from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError, unknown_name
@@ -24,6 +24,7 @@ from phalanx.zoo.data.masked import byte_sentinels, check_t5
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.splits import check_fraction
 from phalanx.zoo.data.tables import read_tokenizer
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 TASKS = ("copy", "sort")
 _LOOKED_AT = 1000

@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.torch_compat import scaled_product
-from phalanx.torch_compiler import has_triton
+from phalanx.torch_compat import has_triton, scaled_product
 
 
 class LMOutput(NamedTuple):

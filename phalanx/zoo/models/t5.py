@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import model as contract
-from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, unknown_name
 from phalanx.zoo.models.decoder import Decoder
 from phalanx.zoo.models.generation import LOOK_EVERY, Sampling
 from phalanx.zoo.models.init import from_preset, is_meta
 from phalanx.zoo.models.loss import LMHead, LMOutput, scored, token_loss
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 ACTIVATIONS = ("relu", "gated-gelu")
 

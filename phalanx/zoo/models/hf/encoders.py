@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.config.fields import T5_END, T5_PAD
 from phalanx.zoo.models.bert import Bert, BertConfig
 from phalanx.zoo.models.hf.mapping import ConfigName, HFMapping, TensorRule, needed, read, require, transposed, written
 from phalanx.zoo.models.t5 import T5, T5Config
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 _ARCHITECTURES = {
     "mlm": "BertForMaskedLM",
