@@ -241,8 +241,8 @@ class Staging:
         if layout is not self._layout:
             self._prepare(layout, pinned=bool(devices))
         if tensors:
-            known = all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
-            torch_compat.foreach_copy_(self._targets, tensors, non_blocking=known)
+            non_blocking = all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+            torch_compat.foreach_copy_(self._targets, tensors, non_blocking=non_blocking)
         for device in devices:
             torch.cuda.synchronize(device)
 

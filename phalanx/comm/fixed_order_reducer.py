@@ -50,7 +50,7 @@ class FixedOrderReducer(GradientReducer):
     def _finish_pass(self) -> None:
         if not self._allow_unused:
             self._check_use()
-        self._used = [used or here for used, here in zip(self._used, self._here, strict=True)]
+        self._used = [used or arrived for used, arrived in zip(self._used, self._here, strict=True)]
         self._accumulator.feed([self._taken(parameter) for parameter in self._parameters])
         if not self.sync:
             return

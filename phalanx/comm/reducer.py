@@ -125,9 +125,9 @@ def is_nested() -> bool:
     return False
 
 
-def _reentrant(what: str) -> ModelError:
+def _reentrant(problem: str) -> ModelError:
     return ModelError(
-        f"a backward pass within the backward of an autograd function, as reentrant checkpointing runs it, {what}",
+        f"a backward pass within the backward of an autograd function, as reentrant checkpointing runs it, {problem}",
         hint=_NOT_REENTRANT,
     )
 
@@ -281,7 +281,7 @@ class GradientReducer(BackwardHooks):
 
     def _check_use(self) -> None:
         needs_gradient = [parameter.requires_grad for parameter in self._parameters]
-        unused = [number for number, here in enumerate(self._here) if needs_gradient[number] and not here]
+        unused = [number for number, arrived in enumerate(self._here) if needs_gradient[number] and not arrived]
         if unused and not self._allow_unused:
             raise self._unused(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 
@@ -300,8 +300,8 @@ class GradientReducer(BackwardHooks):
         """After the first pass, lay the buckets out in the order in which rank 0's gradients arrived."""
         arrived = set(arrivals)
         missing = [number for number in self._order if number not in arrived]
-        seen = torch.tensor([*arrivals, *missing], device=self._memory.device)
-        order = self._exchange.all_gather(seen)[0].tolist()
+        numbers = torch.tensor([*arrivals, *missing], device=self._memory.device)
+        order = self._exchange.all_gather(numbers)[0].tolist()
         self._arrivals = None
         if order != self._order:
             self._every = [*order, *(number for number in self._every if number not in order)]

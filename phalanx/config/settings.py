@@ -236,18 +236,18 @@ class Settings(
     @property
     def recompute(self) -> Recompute | None:
         """What is recomputed in backward, or None when all activations are kept; ValueError says what to write."""
-        wanted = self.activation_checkpointing
-        if wanted is False:
+        setting = self.activation_checkpointing
+        if setting is False:
             return None
-        if wanted is True or wanted == "full":
+        if setting is True or setting == "full":
             return Recompute()
-        if wanted == "selective":
+        if setting == "selective":
             return Recompute(selective=True)
-        if (share := _BUDGET.match(wanted)) and float(share[1]) <= 1:
+        if (share := _BUDGET.match(setting)) and float(share[1]) <= 1:
             return Recompute(budget=float(share[1]))
-        match = _EVERY.match(wanted)
+        match = _EVERY.match(setting)
         if match is None or int(match[1]) == 0:
-            close = nearest(wanted, ("full", "selective", "every 2", "budget 0.5"))
+            close = nearest(setting, ("full", "selective", "every 2", "budget 0.5"))
             guess = f" Did you mean {close!r}?" if close else ""
             allowed = "false, true, 'full', 'selective', 'every <n>', 'budget <share from 0 to 1>'"
             raise ValueError(f"not one of {allowed}.{guess}")
@@ -315,8 +315,8 @@ def add_engine(name: object) -> Any:
 def _add_engine(name: str) -> Any:
     group = getattr(load_entry_point("phalanx.engines", name), "options", None)
     if group is not None:
-        if taken := group.__dataclass_fields__.keys() & FIELDS.keys():
-            raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(taken))}")
+        if duplicates := group.__dataclass_fields__.keys() & FIELDS.keys():
+            raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(duplicates))}")
         add_fields(group)
         GROUPS.append(group)
     return group
@@ -339,19 +339,19 @@ def parse_metric(text: str) -> Watched:
         return Watched(name, "min" if mode == "min" else "max")  # the user logs it
     if not slash or not metric or split not in ("val", "train") or (split == "train" and metric != "loss"):
         bare = re.sub(r"^(val|eval|valid|validation|train|test)[_/]", "", name) or "loss"  # as others write it
-        own = f"; for a value that you log, min:{name} or max:{name}" if name.strip("/") else ""
-        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}{own}.")
+        advice = f"; for a value that you log, min:{name} or max:{name}" if name.strip("/") else ""
+        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}{advice}.")
     if colon and mode not in ("min", "max"):
         raise ValueError(f"{mode!r} is neither min nor max: write min:{name} or max:{name}.")
     if colon:
         return Watched(name, "min" if mode == "min" else "max")
     words = re.split(r"[^a-z0-9]+", metric.lower())
-    lower, higher = (any(re.fullmatch(known, word) for word in words) for known in (_LOWER, _HIGHER))
+    lower, higher = (any(re.fullmatch(words_of, word) for word in words) for words_of in (_LOWER, _HIGHER))
     if lower == higher:
         close = nearest(metric, ("loss", "accuracy", "perplexity", "error", "precision", "recall", "score"))
         guess = f" Or did you mean {split}/{close}?" if close else ""
-        what = f"write min:{name} or max:{name}.{guess}"
-        raise ValueError(f"the name does not say whether lower or higher is better: {what}")
+        directions = f"write min:{name} or max:{name}.{guess}"
+        raise ValueError(f"the name does not say whether lower or higher is better: {directions}")
     return Watched(name, "min" if lower else "max")
 
 
@@ -362,11 +362,11 @@ _PARTS = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2})")
 
 
-def parse_duration(given: float | str) -> float:
+def parse_duration(value: float | str) -> float:
     """Return seconds of a number, `90`, `30m`, `1h30m` or `1:30:00`; ValueError says what to write."""
-    if isinstance(given, (int, float)):
-        return float(given)
-    text = given.strip().lower().replace(" ", "")
+    if isinstance(value, (int, float)):
+        return float(value)
+    text = value.strip().lower().replace(" ", "")
     if clock := _CLOCK.fullmatch(text):
         seconds = float(int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + int(clock[3]))
     elif text and not _PARTS.sub("", text):
@@ -396,13 +396,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def precision_name(wanted: bool | str, device_type: str) -> PrecisionName:
+def precision_name(setting: bool | str, device_type: str) -> PrecisionName:
     """Return the precision of the forward pass; True picks what is fast: fp16 on CUDA, bf16 on a CPU that has it."""
-    if wanted is True:
+    if setting is True:
         return "fp16" if device_type == "cuda" else "bf16" if cpu_has_bf16() else "fp32"
-    if wanted is False or (wanted == "fp8" and device_type == "cpu" and not cpu_has_bf16()):
+    if setting is False or (setting == "fp8" and device_type == "cpu" and not cpu_has_bf16()):
         return "fp32"
-    return "fp16" if wanted == "fp16" else "bf16"  # the config allows no other name
+    return "fp16" if setting == "fp16" else "bf16"  # the config allows no other name
 
 
 @functools.cache

@@ -95,16 +95,16 @@ def resolve(
     of_environment = {n: parse_text(NAMES[n], environ[v]) for n, v in variables.items() if v in environ}
     of_recipe = f"recipe {recipe_name}"
     users = [*read, ("environment", of_environment), (given_as, dict(given))]
-    found = _check_all([(of_recipe, recipe or {}), *users], given_as)
-    if gpu_settings and not found.mistakes:
-        found = _with_gpu_settings(found, (of_recipe, recipe or {}), gpu_settings, users, on_gpus=on_gpus)
-    if mistakes := misspelt_variables(environ) + found.mistakes:
+    merged = _check_all([(of_recipe, recipe or {}), *users], given_as)
+    if gpu_settings and not merged.mistakes:
+        merged = _with_gpu_settings(merged, (of_recipe, recipe or {}), gpu_settings, users, on_gpus=on_gpus)
+    if mistakes := misspelt_variables(environ) + merged.mistakes:
         raise ConfigError(mistakes)
-    return Resolved(found.config, found.origins)
+    return Resolved(merged.config, merged.origins)
 
 
 def _with_gpu_settings(
-    found: _Checked,
+    merged: _Checked,
     recipe: tuple[str, Mapping[str, Any]],
     gpu_settings: Mapping[str, Any],
     users: _Layers,
@@ -115,8 +115,8 @@ def _with_gpu_settings(
     source, settings = recipe
     if alone := _check_all([(source, gpu_settings)], "").mistakes:
         raise ConfigError(alone)
-    if not (found.config.device == "cuda" or (on_gpus and found.config.device != "cpu")):
-        return found
+    if not (merged.config.device == "cuda" or (on_gpus and merged.config.device != "cpu")):
+        return merged
     together = _check_all([(source, {**settings, **gpu_settings}), *users], users[-1][0])
     if not together.mistakes:
         return together
@@ -124,8 +124,8 @@ def _with_gpu_settings(
     for name, value in gpu_settings.items():
         tried = _check_all([(source, {**used, name: value}), *users], users[-1][0])
         if not tried.mistakes:
-            found, used[name] = tried, value
-    return found
+            merged, used[name] = tried, value
+    return merged
 
 
 def _check_all(layers: _Layers, given_as: str) -> _Checked:
@@ -178,26 +178,26 @@ def _replaced_of_recipe(values: Mapping[str, Any], origins: Mapping[str, str]) -
     of_recipe = {name for name in values if origins[name].startswith("recipe ")}
     # The user gave the engine's own file, so it wins over the recipe.
     engines = [engine for engine in engine_rules(values) if hasattr(engine, "settled")]
-    found = {name for engine in engines for name in engine.settled(values)}
+    replaced = {name for engine in engines for name in engine.settled(values)}
     for limit, other in (_LIMITS, _LIMITS[::-1]):
         # The length that the user gives is the length: a recipe's own, in the other unit, would cut it short.
         if values.get(limit) is not None and limit not in of_recipe:
-            found.add(other)
-    return [name for name in found if name in of_recipe]
+            replaced.add(other)
+    return [name for name in replaced if name in of_recipe]
 
 
 def _origins(source: str, written: Mapping[str, Any]) -> dict[str, str]:
     """Return where a source has each setting: PHALANX_NUM_GPUS has num_gpus and num_workers."""
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, value in written.items():
         origin = f"environment {ENV_PREFIX}{name.upper()}" if source == "environment" else source
-        found |= dict.fromkeys((name, *rename({name: value})[0]), origin)
-    return found
+        origins |= dict.fromkeys((name, *rename({name: value})[0]), origin)
+    return origins
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the message for each variable that looks like one of a setting, and is not."""
-    found = []
+    messages = []
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
         if name == variable or name in NOT_SETTINGS or name.lower() in NAMES or _OF_KUBERNETES.search(name):
@@ -205,8 +205,8 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
         if (close := like(name.lower(), NAMES)) is not None:  # else it belongs to another program
             setting, _, value = close.partition("=")
             meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
-            found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
-    return found
+            messages.append(f"unknown environment variable {variable}. Did you mean {meant}?")
+    return messages
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -227,8 +227,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    found = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
-    return _without_option_texts(found) if _is_record(path) else found
+    settings = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
+    return _without_option_texts(settings) if _is_record(path) else settings
 
 
 def _is_record(path: str | Path) -> bool:
@@ -250,7 +250,7 @@ def _without_option_texts(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:
+def read_document(path: str | Path, content: str = "config file") -> dict[str, Any]:
     """Return what a TOML or YAML file holds; by its name's end, and TOML where that says nothing."""
     try:
         import tomllib  # 5 ms, which help and completion do not need
@@ -258,8 +258,8 @@ def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]
         text = Path(path).read_text(encoding="utf-8")
         document = _parse_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
     except FileNotFoundError:
-        hint = "Write one with: phalanx config show --toml > run.toml" if what == "config file" else ""
-        raise UsageError(f"no such {what}: {path}", hint=hint) from None
+        hint = "Write one with: phalanx config show --toml > run.toml" if content == "config file" else ""
+        raise UsageError(f"no such {content}: {path}", hint=hint) from None
     except IsADirectoryError:
         raise UsageError(f"{path} is a directory, not a TOML file") from None
     except OSError as error:

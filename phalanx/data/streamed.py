@@ -119,13 +119,13 @@ class StreamedBatches(Batches):
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
         blocks = _OwnBlocks(self._read(epoch, start, skipped), skipped if self.shards else 0)
-        seen = start > 0
+        has_samples = start > 0
         for step in agreed_steps(blocks, self._layout, self._group):
             if self._drop_last and not self._is_whole(step):
                 break
-            seen = True
+            has_samples = True
             yield from self._micro_batches_of(step, blocks)
-        if not seen:
+        if not has_samples:
             size = self._layout.global_batch
             dropped = (
                 f", or drop_last=True dropped it: it is less than a global batch of {size}" if self._drop_last else ""

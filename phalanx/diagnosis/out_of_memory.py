@@ -108,13 +108,13 @@ class MemoryWatch(Callback):
         if not (is_cuda or "DefaultCPUAllocator: " in str(error)) or not hasattr(self, "_trainer"):
             return error
         match = _ASKED.search(str(error))
-        asked = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        nbytes = float(match[1]) * _UNITS[match[2]] if match else 0.0
         where = self._where(error.__traceback__)
-        what = f"out of memory in {self._trainer.formation.clock.phase}{where}"
-        if asked:
-            what += f": {size(asked)} more were asked for"
+        text = f"out of memory in {self._trainer.formation.clock.phase}{where}"
+        if nbytes:
+            text += f": {size(nbytes)} more were asked for"
         kind = _DeviceOutOfMemory if is_cuda else OutOfMemoryError
-        return kind("\n".join([what, *self.breakdown().lines(asked)]), hint=first_line(error))
+        return kind("\n".join([text, *self.breakdown().lines(nbytes)]), hint=first_line(error))
 
     def _where(self, frames: TracebackType | None) -> str:
         """Return the innermost module that was running, and the line that it was at."""

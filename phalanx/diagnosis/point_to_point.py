@@ -83,10 +83,10 @@ class _Recorder:
 
         @functools.wraps(original)
         def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
-            found = works.pop(id(work), None)
-            if found is None or found[0]() is not work:
+            message = works.pop(id(work), None)
+            if message is None or message[0]() is not work:
                 return original(work, *args, **kwargs)
-            _, pair, number, group = found
+            _, pair, number, group = message
             pair.waits[number] = now()
             done = original(work, *args, **kwargs)
             del pair.waits[number]
@@ -101,16 +101,16 @@ class _Recorder:
         from phalanx.torch_compat import source_rank
 
         source, tag = source_rank(work), int(pair.name.rpartition(" ")[2])
-        found = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)
-        found.begin((), "")
+        calls = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)
+        calls.begin((), "")
 
     def _add(self, group: ProcessGroup, op: str, other: int, tag: int) -> PairCalls:
         """Begin to record the messages to or from a rank of a group, until the group is freed."""
         import torch.distributed as dist
 
-        own, members = dist.get_rank(), dist.get_process_group_ranks(group)
+        rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
         peer = _ANY if other == _ANY else members[other]
-        sender, receiver = (own, peer) if op == "send" else (peer, own)
+        sender, receiver = (rank, peer) if op == "send" else (peer, rank)
         whom = "any rank" if peer == _ANY else f"rank {peer}"
         text = f"{op} {'to' if op == 'send' else 'from'} {whom}{f' with tag {tag}' if tag else ''}"
         ends = members if peer == _ANY else [sender, receiver]

@@ -151,8 +151,8 @@ class BestCheckpoint:
         return f"the best checkpoint, {name}, does not exist any more: the next evaluation is the best so far"
 
 
-def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection[str] | None = None) -> None:
-    """Raise for a metric of the validation data without such data, and for one that is not among the `known` ones."""
+def check_metrics(config: DistributedConfig, *, has_val: bool, names: Collection[str] | None = None) -> None:
+    """Raise for a metric of the validation data without such data, and for one that is not among the `names` ones."""
     best, stopping = config.best_metric, config.stopping_metric
     for setting, watched in (("keep_best", best), ("early_stopping", stopping), ("load_best_at_end", best)):
         chosen = getattr(config, setting)
@@ -164,9 +164,9 @@ def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection
                 f"{setting} = {chosen!r}, but there is no validation data",
                 hint=f"Give fit(train, val), or write {metric}='train/loss'.",
             )
-        if known is not None and watched.name not in known and chosen is not True and not watched.is_logged:
+        if names is not None and watched.name not in names and chosen is not True and not watched.is_logged:
             name = watched.name.removeprefix("val/")
             raise UsageError(
-                f"{setting}: {unknown_name('metric', watched.name, known)}",
+                f"{setting}: {unknown_name('metric', watched.name, names)}",
                 hint=f"For a value that you log: log it as '{name}', and write {setting}='{watched.mode}:{name}'.",
             )

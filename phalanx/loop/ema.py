@@ -69,9 +69,9 @@ class WeightAverage:
         """Exchange the average and the model's weights, in place."""
         self._look_for_buffers()
         drop_gathered(self._model)  # else weights that were gathered in a forward pass would stay in use
-        for here, there in zip(self._here, self._there, strict=True):
-            before = here.clone()
-            here.copy_(there)
+        for weight, there in zip(self._here, self._there, strict=True):
+            before = weight.clone()
+            weight.copy_(there)
             there.copy_(before)
 
     @contextmanager

@@ -200,5 +200,5 @@ def _shape(config: DistributedConfig, total_steps: int | None, warmup: int) -> C
     return lambda step: 0.5 * (1.0 + math.cos(math.pi * progress(step)))
 
 
-def _needs_length(what: str) -> UsageError:
-    return UsageError(f"{what}, but the data has no length", hint="Write max_steps = <number of optimizer steps>.")
+def _needs_length(setting: str) -> UsageError:
+    return UsageError(f"{setting}, but the data has no length", hint="Write max_steps = <number of optimizer steps>.")

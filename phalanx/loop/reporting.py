@@ -214,7 +214,7 @@ class Reporter:
 
     def log(self, step: int, values: Values, value: Any = None, reduce: str | None = None) -> None:
         """Keep values that the user logged until `report_logged`; all ranks call this if they are reduced."""
-        numbers = checked(values, value, taken=OWN_CURVES)
+        numbers = checked(values, value, reserved=OWN_CURVES)
         if reduce is not None:
             numbers = reduced(numbers, reduce, self._formation)
         if self._world.is_main:

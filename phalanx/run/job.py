@@ -215,8 +215,10 @@ def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | N
         error = memory.explained(original)
         if job.gives_back and formation.world_size == 1 and loop is not None and loop.step:
             last = loop.saving.last_path
-            kept = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
-            error.add_note(f"after step {loop.step}, {loop.saving.weights_left or came_back(job.task)}, and {kept}")
+            last_checkpoint = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
+            error.add_note(
+                f"after step {loop.step}, {loop.saving.weights_left or came_back(job.task)}, and {last_checkpoint}"
+            )
         elif job.gives_back and loop is not None and loop.step:
             _trained_until(error, formation, job, loop)
         if error is not original:
@@ -286,12 +288,12 @@ def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
     loader = formation.prepare_loader(job.task.val, training=False, in_order=True).augmented(job.task.augment)
     outputs = predict(formation, model, loader)
-    own = outputs if formation.world.leads_samples else []  # ranks that share samples all have their outputs
+    outputs_here = outputs if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size
     if formation.world_size > 1:
-        dist.gather_object(own, parts if formation.is_main else None, dst=0)
+        dist.gather_object(outputs_here, parts if formation.is_main else None, dst=0)
     else:
-        parts = [own]
+        parts = [outputs_here]
     if not formation.is_main:
         return JobResult()
     ordered = sorted((piece for part in parts for piece in part), key=lambda piece: piece[0])

@@ -56,7 +56,7 @@ class RateSweep:
         places = [math.log10(rate) for rate in self.rates]
         last = len(places) - 1
         reach = max(1, round(_REACH * last / (places[-1] - places[0])))
-        pairs = [(max(0, place - reach), min(last, place + reach)) for place in range(len(places))]
+        pairs = [(max(0, index - reach), min(last, index + reach)) for index in range(len(places))]
         return [(self.smoothed[b] - self.smoothed[a]) / (places[b] - places[a]) for a, b in pairs]
 
     @property

@@ -181,7 +181,10 @@ def _is_independent(top: str) -> bool:
         return True  # an optional import
     places = [spec.origin or "", *(spec.submodule_search_locations or [])]
     installed = [sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")]
-    if not any(place.startswith(folder) for place in places for folder in installed) and spec.origin != "built-in":
+    if (
+        not any(location.startswith(folder) for location in places for folder in installed)
+        and spec.origin != "built-in"
+    ):
         return False  # somewhere else on the path
     needed = [text for name in packages_distributions().get(top, ()) for text in distribution(name).requires or ()]
     return not any(re.match(r"phalanx\b", text) for text in needed)

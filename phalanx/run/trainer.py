@@ -192,7 +192,7 @@ class TorchTrainer:
         ONNX needs an example of the inputs: the data of the last fit, or `data`.
         """
         path, env = local_path(path), read_rank_env()
-        if here := env is None or env.rank == 0:
+        if writes := env is None or env.rank == 0:
             check_folder(f"save('{path}')", path)
         if path.suffix == ".onnx":
             return self._save_onnx(path, data)
@@ -201,7 +201,7 @@ class TorchTrainer:
                 f"save('{path}'): {unknown_name('ending', path.suffix or '(none)', _SAVED_AS)}",
                 hint="A Hugging Face folder is written by phalanx.zoo.models.save_pretrained(model, folder).",
             )
-        save_weights(self.model, path, here=here)
+        save_weights(self.model, path, writes=writes)
         return path
 
     def _save_onnx(self, path: Path, data: Any) -> Path:
@@ -338,8 +338,8 @@ def _what_came(run_dir: Path, trained: str = "") -> str:
     from phalanx.run.stored import StoredRun  # the parent's side, after a failure
 
     last = StoredRun(run_dir).checkpoints[-1:]
-    kept = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
-    return f"{trained or 'the model is as it was before fit'}, and {kept}"
+    checkpoint = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
+    return f"{trained or 'the model is as it was before fit'}, and {checkpoint}"
 
 
 class Trainer(TorchTrainer):

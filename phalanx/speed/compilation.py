@@ -186,8 +186,8 @@ def keep_compiled_code(environ: MutableMapping[str, str] = os.environ) -> str:
 
     torch reads these variables at each compilation; its own place, in the temporary folder, may be in them already.
     """
-    given = environ.get(_INDUCTOR)
-    if given is not None and given != torch_compat.default_compile_cache():
+    directory = environ.get(_INDUCTOR)
+    if directory is not None and directory != torch_compat.default_compile_cache():
         return ""
     try:
         folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "compile"

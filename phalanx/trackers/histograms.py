@@ -53,13 +53,13 @@ class HistogramCallback(Callback):
         if self._wants_gradients:
             self._wants_gradients = False
             weights = dict(trainer.task.model.named_parameters())
-            found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
             step = trainer.step + 1  # a step counts when it is complete
-            self._write("gradients", step, found.items())
-            norms = [local(grad).norm() for grad in found.values()]
+            self._write("gradients", step, gradients.items())
+            norms = [local(grad).norm() for grad in gradients.values()]
             self._write("gradients", step, [("norm_of_each", torch.stack(norms))] if norms else [])
             # In the host's memory: a copy beside the weights may be more than the device has.
-            self._before = {name: local(weights[name]).detach().cpu().clone() for name in found}
+            self._before = {name: local(weights[name]).detach().cpu().clone() for name in gradients}
 
     def _after_step(self, trainer: Any) -> None:
         """Write by which share of its norm the step has changed each parameter; about 1e-3 is usual."""
@@ -71,8 +71,8 @@ class HistogramCallback(Callback):
         self._before = {}
 
     def _write(self, group: str, step: int, tensors: Iterable[tuple[str, torch.Tensor | nn.Parameter]]) -> None:
-        found = ((name, histogram_of(tensor)) for name, tensor in tensors)
-        self._sink.histograms(step, {f"{group}/{name}": one for name, one in found if one is not None})
+        histograms = ((name, histogram_of(tensor)) for name, tensor in tensors)
+        self._sink.histograms(step, {f"{group}/{name}": one for name, one in histograms if one is not None})
 
 
 @torch.no_grad()

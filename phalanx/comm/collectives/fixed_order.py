@@ -80,16 +80,16 @@ class TreeAccumulator:
         return total
 
     def _add(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
-        held = self._held[index]
-        assert held is not None, "a branch is added to before it is released"
-        for into, tensor in zip(held, tensors, strict=True):
+        sums = self._held[index]
+        assert sums is not None, "a branch is added to before it is released"
+        for into, tensor in zip(sums, tensors, strict=True):
             into.add_(tensor)
 
     def _release(self, index: int) -> list[torch.Tensor]:
-        held = self._held[index]
-        assert held is not None, "a branch is released once"
+        sums = self._held[index]
+        assert sums is not None, "a branch is released once"
         self._held[index] = None
-        return held
+        return sums
 
 
 def tree_sum(shards: Sequence[torch.Tensor], first: int = 0, stride: int = 1) -> torch.Tensor:

@@ -50,8 +50,8 @@ class Announcement:
 
 def describe(collective: str, tensor: torch.Tensor, op: str | None = None) -> str:
     """Return what must be equal on all ranks."""
-    shown = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return f"{collective} {shown}" if op is None else f"{collective} {op} {shown}"
+    content = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{collective} {content}" if op is None else f"{collective} {op} {content}"
 
 
 def start_check(
@@ -159,14 +159,17 @@ class MismatchCheck:
         self._seen = self._seen.and_also(Announcement(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
 
 
-def _packed(seen: Announcement, channel: P2PChannel) -> torch.Tensor:
-    header = bytearray(_LAYOUT.pack(seen.rank, seen.other, seen.text, seen.other_text))
+def _packed(announcement: Announcement, channel: P2PChannel) -> torch.Tensor:
+    header = bytearray(_LAYOUT.pack(announcement.rank, announcement.other, announcement.text, announcement.other_text))
     return torch.frombuffer(header, dtype=torch.uint8).to(channel.device)
 
 
-def _mismatch(seen: Announcement) -> CommunicationError:
+def _mismatch(announcement: Announcement) -> CommunicationError:
     (first, first_text), (second, second_text) = sorted(
-        [(seen.rank, seen.text.decode(errors="replace")), (seen.other, seen.other_text.decode(errors="replace"))]
+        [
+            (announcement.rank, announcement.text.decode(errors="replace")),
+            (announcement.other, announcement.other_text.decode(errors="replace")),
+        ]
     )
     return CommunicationError(
         f"the ranks disagree on a collective: rank {first} calls {first_text}, rank {second} calls {second_text}",

@@ -38,10 +38,10 @@ def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], objec
     """Return an all-gather of texts, made of an all-gather of tensors into a list."""
 
     def gather_text(text: str) -> list[str]:
-        own = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT)), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in range(size)]
+        encoded = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT)), dtype=torch.uint8)
+        gathered = [torch.empty_like(encoded) for _ in range(size)]
         try:
-            all_gather(gathered, own)
+            all_gather(gathered, encoded)
         except RuntimeError as error:
             reason = first_line(error)
             raise CommunicationError(f"a rank was lost before the ranks could share memory: {reason}") from error
@@ -52,7 +52,9 @@ def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], objec
 
 def group_text_gatherer(group: dist.ProcessGroup | None) -> AllGatherText:
     """Return an all-gather of texts in a process group that supports CPU tensors."""
-    return text_gatherer(lambda gathered, own: dist.all_gather(gathered, own, group=group), dist.get_world_size(group))
+    return text_gatherer(
+        lambda gathered, tensor: dist.all_gather(gathered, tensor, group=group), dist.get_world_size(group)
+    )
 
 
 def machine_id() -> str:

@@ -58,10 +58,10 @@ class MicrobatchLoss:
         if real <= 0:  # the batch was short: these rows are padding
             return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
         part = cut_rows(self._batch, start, start + real)
-        seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
+        outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
         assert self._passes.loss_fn is not None, "checked before the schedule started"
         with self._passes.autocast():
-            loss = self._passes.loss_fn(seen, self._passes.target(part))
+            loss = self._passes.loss_fn(outputs, self._passes.target(part))
         share = self._passes.weigh(part) / self._weight
         if isinstance(share, torch.Tensor):  # without a label that counts there is no mean and nothing to add
             loss = torch.where(share > 0, loss, 0.0)

@@ -125,21 +125,22 @@ class StepProfile(Callback):
             self._begin()
 
     def _check(self, trainer: Any) -> None:
-        plan, given, total = self._plan, self._formation.config.profile, trainer.total_steps
+        plan, setting, total = self._plan, self._formation.config.profile, trainer.total_steps
         size = self._world.world_size
         if plan.ranks and plan.ranks[-1] >= size:
             raise UsageError(
-                f"profile = {given!r}: there is no rank {plan.ranks[-1]}",
+                f"profile = {setting!r}: there is no rank {plan.ranks[-1]}",
                 hint=f"The {size} rank{'s' * (size > 1)} of this run: 0 to {size - 1}.",
             )
         if total is not None and plan.first > total:
             raise UsageError(
-                f"profile = {given!r} records from step {plan.first} on, but the run has {total} steps",
+                f"profile = {setting!r} records from step {plan.first} on, but the run has {total} steps",
                 hint=f"Write steps=1:{total}, for example.",
             )
         if 0 < plan.last <= trainer.step:
             trainer.report.say(
-                f"profile = {given!r}: nothing is recorded, for the run continues after step {trainer.step}", "warning"
+                f"profile = {setting!r}: nothing is recorded, for the run continues after step {trainer.step}",
+                "warning",
             )
 
     # Recording.
@@ -254,11 +255,11 @@ class StepProfile(Callback):
             self._modules.pop().__exit__(None, None, None)
 
     def _write_allocations(self) -> None:
-        found = torch_compat.allocations()
+        snapshot = torch_compat.allocations()
         torch_compat.record_allocations(None)
         stem = self._folder / f"rank-{self._world.rank}.memory"
-        replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(found))  # for pytorch.org/memory_viz
-        history = found["device_traces"][self._formation.device.index or 0]
+        replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(snapshot))  # for pytorch.org/memory_viz
+        history = snapshot["device_traces"][self._formation.device.index or 0]
         replace_file(stem.with_suffix(".memory.json"), json.dumps(top_owners(history)))
 
     def _metadata(self) -> dict[str, Any]:

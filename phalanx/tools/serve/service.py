@@ -81,7 +81,7 @@ class _Answer:
         elif len(self.made) >= self.request.max_tokens:
             self.finish = "length"
         self._held += "" if ended else self._new_text()
-        places = [place for stop in self.request.stop if (place := self._held.find(stop)) >= 0]
+        places = [position for stop in self.request.stop if (position := self._held.find(stop)) >= 0]
         if places:
             self._held, self.finish = self._held[: min(places)], "stop"
         ready = len(self._held) if self.finish else len(self._held) - self._undecided()
@@ -126,15 +126,15 @@ class TextService:
     """
 
     def __init__(self, text: TextModel, *, device: str = "auto", max_batch: int = 16) -> None:
-        wanted = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        if wanted == "cuda" and not torch.cuda.is_available():
+        device_name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if device_name == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda, but torch sees no GPU here", hint="Run on the CPU with --device cpu.")
         if max_batch < 1:
             raise UsageError(f"--max-batch {max_batch}: it must be at least 1.")
         self.text = text
         self.context = text.model.config.seq_len
-        self._model = text.model.to(wanted).eval()
-        self._device = torch.device(wanted)
+        self._model = text.model.to(device_name).eval()
+        self._device = torch.device(device_name)
         self._rows: list[_Answer | None] = [None] * max_batch
         self._waiting: deque[TextRequest] = deque()
         self._changed = threading.Condition()
@@ -197,11 +197,11 @@ class TextService:
 
     def _fail_all(self) -> None:
         """End all answers of a batch that failed, or of a service that is closed."""
-        left = [row.request for row in self._rows if row is not None]
+        requests = [row.request for row in self._rows if row is not None]
         self._rows = [None] * len(self._rows)
         while self._closed and self._waiting:
-            left.append(self._waiting.popleft())
-        for request in left:
+            requests.append(self._waiting.popleft())
+        for request in requests:
             _fail(request)
 
     @contextmanager
@@ -249,8 +249,8 @@ class TextService:
         for number, answer in answers.items():
             with self._row_alone(number):
                 drawn[number] = answer.draw(logits[number : number + 1])
-        found = torch.cat(list(drawn.values())).flatten().tolist() if drawn else []
-        for number, token in zip(drawn, found, strict=True):
+        next_tokens = torch.cat(list(drawn.values())).flatten().tolist() if drawn else []
+        for number, token in zip(drawn, next_tokens, strict=True):
             with self._row_alone(number):
                 answers[number].add(token)
             self._release(number)

@@ -68,7 +68,7 @@ class HostPlan:
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             ran = dict(zip(self.hosts, pool.map(run, self.hosts), strict=True))
-        return {host: each.stderr.decode(errors="replace") for host, each in ran.items() if each.returncode}
+        return {host: process.stderr.decode(errors="replace") for host, process in ran.items() if process.returncode}
 
     def remove_code(self, show: Callable[[str], None]) -> None:
         """Remove shipped code, and the environment in it, from all hosts."""
@@ -123,9 +123,9 @@ class HostGroup:
     def _wait(self) -> int:
         first, deadline = 0, None
         while self._running:
-            left = _SIGN_OF_LIFE_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+            seconds = _SIGN_OF_LIFE_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                host, code = self._ended.get(timeout=left)
+                host, code = self._ended.get(timeout=seconds)
             except queue.Empty:
                 if deadline is not None:
                     self._end(b"T")

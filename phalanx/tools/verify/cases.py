@@ -166,35 +166,35 @@ def _without_ant() -> list[dict[str, Any]]:
 
 
 def _csv_files(folder: Path) -> Iterator[str]:
-    place = folder / "csv"
-    place.mkdir()
+    directory = folder / "csv"
+    directory.mkdir()
     for name, rows in (("train", _ROWS), ("val", _without_ant())):
-        with (place / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        with (directory / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    yield from _compared(place)
+    yield from _compared(directory)
 
 
 def _jsonl_files(folder: Path) -> Iterator[str]:
-    place = folder / "jsonl"
-    place.mkdir()
+    directory = folder / "jsonl"
+    directory.mkdir()
     for name, rows in (("train", _ROWS), ("val", _without_ant())):
-        (place / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    yield from _compared(place)
+        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    yield from _compared(directory)
 
 
 def _parquet_files(folder: Path) -> Iterator[str]:
     """Write files that number their classes themselves."""
     import datasets  # needed by this case alone
 
-    place = folder / "parquet"
-    place.mkdir()
+    directory = folder / "parquet"
+    directory.mkdir()
     for name, rows, classes in (("train", _ROWS, _CLASSES), ("val", _without_ant(), _CLASSES[::-1])):
         numbers = {column: datasets.Value("float32") for column in ("a", "b")}
         features = datasets.Features({**numbers, "label": datasets.ClassLabel(names=list(classes))})
-        datasets.Dataset.from_list(rows, features=features).to_parquet(str(place / f"{name}.parquet"))
-    yield from _compared(place)
+        datasets.Dataset.from_list(rows, features=features).to_parquet(str(directory / f"{name}.parquet"))
+    yield from _compared(directory)
 
 
 def _class_folders(folder: Path) -> Iterator[str]:
@@ -209,12 +209,12 @@ def _class_folders(folder: Path) -> Iterator[str]:
     yield from _compared(folder / "images", size=8)
 
 
-def _compared(place: Path, **options: Any) -> Iterator[str]:
+def _compared(directory: Path, **options: Any) -> Iterator[str]:
     """Yield how the samples for validation differ from the same ones among the training samples."""
-    train, val = load_splits(str(place), **options)
-    known = [(inputs, int(label)) for inputs, label in train]
+    train, val = load_splits(str(directory), **options)
+    samples = [(inputs, int(label)) for inputs, label in train]
     for number, (inputs, label) in enumerate(val):
-        if not any(torch.equal(inputs, seen) and int(label) == own for seen, own in known):
-            what = f"sample {number} for validation (label {int(label)})"
-            yield f"{place.name}: {what} is not what it is in training"
+        if not any(torch.equal(inputs, tensor) and int(label) == class_index for tensor, class_index in samples):
+            sample = f"sample {number} for validation (label {int(label)})"
+            yield f"{directory.name}: {sample} is not what it is in training"
             return

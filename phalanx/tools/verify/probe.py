@@ -128,8 +128,8 @@ class Probe(Callback):
             for name, tensor in tensors.items()
             if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
         }
-        found = whole_tensors(self._model, compared, keep=self._formation.is_main) or {}
-        return {name: tensor.clone() for name, tensor in found.items()}
+        gathered = whole_tensors(self._model, compared, keep=self._formation.is_main) or {}
+        return {name: tensor.clone() for name, tensor in gathered.items()}
 
     def _count_parameters(self) -> int:
         """Count those of all pipeline stages; a matrix that two stages share counts once, as in the whole model."""
@@ -284,8 +284,8 @@ def _or_infinite(value: float) -> float:
 
 
 def _by_module(differences: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, difference in differences.items():
         module = name.rpartition(".")[0]
-        found[module] = max(difference, found.get(module, 0.0))
-    return found
+        largest[module] = max(difference, largest.get(module, 0.0))
+    return largest
