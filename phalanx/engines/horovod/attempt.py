@@ -77,9 +77,9 @@ class HorovodOutput:
     def _take(self, line: bytes) -> None:
         of_rank = _OF_RANK.match(line)
         if of_rank is None:
-            own = line.decode(errors="replace").rstrip()
-            self.own = [*self.own, own][-_OWN_LINES:] if own else self.own
-            if (ended := _ENDED.match(own)) is not None:
+            output = line.decode(errors="replace").rstrip()
+            self.own = [*self.own, output][-_OWN_LINES:] if output else self.own
+            if (ended := _ENDED.match(output)) is not None:
                 self.on_exit(int(ended[1]), int(ended[2]))
             return
         rank, data = int(of_rank[1]), of_rank[2]
@@ -282,13 +282,13 @@ class HorovodAttempt(LauncherLoop):
             record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
             # The machine on which the rank ran is not always this one.
             return failure if record is None else dataclasses.replace(failure, host=record["host"])
-        said = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
+        lines = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
         has_started = any(state.pid is not None for state in states)
         hint = "Every machine must let this user in by ssh without a password, and have this Python at the same path."
         return FailureReport(
             cause="horovodrun gave up before a rank had failed" if has_started else "horovodrun started no rank",
             exit_code=1,
-            details=tuple(said),
-            hint=hint if any("ssh" in line for line in said) else "",
+            details=tuple(lines),
+            hint=hint if any("ssh" in line for line in lines) else "",
             logs=str(self._spec.log_dir),
         )

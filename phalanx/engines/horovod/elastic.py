@@ -42,10 +42,10 @@ class HorovodSurvivor(Survivor):
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         assert self._loop is not None, "called by the loop that runs"
-        asked = self._loop.stop.from_outside or self.stop_requested
-        asked, changed = horovod().broadcast_object((asked, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
-        if asked is not None:
-            self._loop.stop.reason = asked
+        reason = self._loop.stop.from_outside or self.stop_requested
+        reason, changed = horovod().broadcast_object((reason, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
+        if reason is not None:
+            self._loop.stop.reason = reason
         elif changed:
             raise HostsUpdatedInterrupt(skip_sync=False)
 

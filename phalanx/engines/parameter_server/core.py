@@ -130,8 +130,8 @@ class ShardCore:
     def fetch(self) -> Bundle:
         """Return copies of all values and optimizer states."""
         with self._changed:
-            found = self._state.bundle()
-            return Bundle({key: tensor.clone() for key, tensor in found.tensors.items()}, found.plain)
+            bundle = self._state.bundle()
+            return Bundle({key: tensor.clone() for key, tensor in bundle.tensors.items()}, bundle.plain)
 
     def load(self, bundle: Bundle) -> None:
         """Replace values and optimizer states, and save them at once: the shard can be restored from here on."""
@@ -210,8 +210,8 @@ class ShardCore:
     def _parts(self, seq: int, workers: dict[int, Any]) -> list[Contribution]:
         """Return the complete contributions to a step, in the order of workers."""
         complete = self._workers.complete
-        found = ((worker, self._contributions.get(worker)) for worker in sorted(workers))
-        return [part for worker, part in found if part and part.seq == seq and complete.get(worker, 0) >= seq]
+        contributions = ((worker, self._contributions.get(worker)) for worker in sorted(workers))
+        return [part for worker, part in contributions if part and part.seq == seq and complete.get(worker, 0) >= seq]
 
     def _save_if_due(self) -> None:
         if self._rules.save_every:
@@ -234,9 +234,9 @@ class ShardCore:
         self.stats.saves += 1
 
     def _restore(self) -> None:
-        found = None if self._storage is None else self._storage.load()
-        if found is not None:
-            meta, bundle = found
+        saved = None if self._storage is None else self._storage.load()
+        if saved is not None:
+            meta, bundle = saved
             self.replace([piece_from(piece) for piece in meta["pieces"]])
             self._state.load(bundle)
             self.clock = meta["clock"]

@@ -142,8 +142,8 @@ class ServerShard:
                 case FrameKind.PULL:
                     self._send_values(connection, worker, head)
                 case FrameKind.FETCH:
-                    found = core.fetch()
-                    self._reply(connection, head, found.describe(), found.buffers())
+                    bundle = core.fetch()
+                    self._reply(connection, head, bundle.describe(), bundle.buffers())
                 case FrameKind.LOAD:
                     core.load(self._take_bundle(connection, head))
                     self._reply(connection, head, {"clock": core.clock})

@@ -47,8 +47,8 @@ class RayTrainer(TorchTrainer):
         self.hyperparameters: dict[str, Any] = {}
         values: dict[str, Any] = dict(settings)
         if isinstance(config, Mapping):
-            given, self.hyperparameters = split_hyperparameters(config)
-            values, config = {**given, **values}, None
+            of_trial, self.hyperparameters = split_hyperparameters(config)
+            values, config = {**of_trial, **values}, None
         super().__init__(model, config, **values)
 
     def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
@@ -65,11 +65,15 @@ class RayTrainer(TorchTrainer):
         return super().predict(_as_ray_data(data, "val", self.config.batch_size))
 
 
-def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_hyperparameters(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a trial's hyperparameters into settings and the user's own, and print which are not settings."""
-    renamed = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
-    if len(renamed) < len(given):
-        twice = [f"'{name}' and '{meant}'" for name, meant in _OTHER_NAMES.items() if name in given and meant in given]
+    renamed = {_OTHER_NAMES.get(name, name): value for name, value in parameters.items()}
+    if len(renamed) < len(parameters):
+        twice = [
+            f"'{name}' and '{meant}'"
+            for name, meant in _OTHER_NAMES.items()
+            if name in parameters and meant in parameters
+        ]
         raise UsageError(f"{', '.join(twice)} name the same setting.", hint="Give one of them.")
     ours = {name: value for name, value in renamed.items() if name in NAMES}
     others = {name: value for name, value in renamed.items() if name not in NAMES}

@@ -52,10 +52,10 @@ class TensorFlowDistributedTrainer:
         **arguments: Unpack[TrainerSettings],
     ) -> None:
         settings: dict[str, Any] = dict(arguments)
-        given = model_fn if model is None else model
+        function = model_fn if model is None else model
         if model is not None or not callable(model_fn) or hasattr(model_fn, "train_step"):
             raise UsageError(
-                f"{type(self).__name__} takes a function that returns a Keras model; got {type(given).__name__}",
+                f"{type(self).__name__} takes a function that returns a Keras model; got {type(function).__name__}",
                 hint="Variables belong to the strategy in whose scope they are made, so every worker builds the model: "
                 "write model_fn=build, where build() makes and compiles it.",
             )
@@ -113,7 +113,7 @@ class TensorFlowDistributedTrainer:
         self.history = result.history
         return result.history
 
-    def _run(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
+    def _run(self, task: KerasTask, config: DistributedConfig, settings: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         env = read_rank_env()
         if env is None or env.local_rank == 0:  # once per machine
@@ -121,7 +121,7 @@ class TensorFlowDistributedTrainer:
         member = read_task()
         result: KerasResult
         if member is not None:
-            check_against(member, config, given)
+            check_against(member, config, settings)
         if member is not None and env is None:
             watch_peers(member, config.start_timeout)
         layout = None if env is not None or member is not None else plan_layout(config, count_gpus())
@@ -151,8 +151,8 @@ class TensorFlowDistributedTrainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss and metrics over `data`, in this process."""
         check_data(data, "data")
-        found = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
-        return {name: float(value) for name, value in found.items()}
+        metrics = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
+        return {name: float(value) for name, value in metrics.items()}
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs, in this process."""

@@ -43,10 +43,10 @@ class Chosen(NamedTuple):
 
     def is_any(self, *names: str) -> Tensor:
         """Return for each image whether its operation is one of these."""
-        found = torch.zeros_like(self.number, dtype=torch.bool)
+        mask = torch.zeros_like(self.number, dtype=torch.bool)
         for name in names:
-            found |= self.number == OPERATIONS.index(name)
-        return found
+            mask |= self.number == OPERATIONS.index(name)
+        return mask
 
 
 def choose(numbers: Tensor) -> Chosen:

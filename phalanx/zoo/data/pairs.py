@@ -62,23 +62,23 @@ class TextPairs(GatherDataset):
     def gather(self, index: Tensor) -> list[Tensor]:
         """Return (tokens, targets), int64 [batch, seq_len] and [batch, target_len]; longer texts are cut."""
         pairs = [self._rows[number] for number in index.tolist()]
-        given = [self._padded(first, self.seq_len, T5_PAD) for first, _ in pairs]
+        inputs = [self._padded(first, self.seq_len, T5_PAD) for first, _ in pairs]
         written = [self._padded(second, self._target_len, IGNORED_LABEL) for _, second in pairs]
-        return [torch.stack(given), torch.stack(written)]
+        return [torch.stack(inputs), torch.stack(written)]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without its end."""
         if self._tokenizer is None:
             return [byte + self._shift for byte in text.encode()]
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return found
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens
 
     def _cut_note(self, where: str) -> Iterator[str]:
         looked = [self._rows[number] for number in range(min(len(self._rows), _LOOKED_AT))]
-        for place, longest, name in ((0, self.seq_len, "seq_len"), (1, self._target_len, "target_len")):
-            cut = sum(len(self.encode(row[place])) >= longest for row in looked)
+        for index, longest, name in ((0, self.seq_len, "seq_len"), (1, self._target_len, "target_len")):
+            cut = sum(len(self.encode(row[index])) >= longest for row in looked)
             if cut:
-                texts = f"{cut:,} of the first {len(looked):,} {('given', 'written')[place]} texts"
+                texts = f"{cut:,} of the first {len(looked):,} {('given', 'written')[index]} texts"
                 yield f"{where}: {texts} are longer than {name}={longest}, and cut"
 
     def _padded(self, text: str, length: int, padding: int) -> Tensor:
@@ -146,5 +146,7 @@ def _drawn(split: str, tasks: list[str], count: int, seed: int) -> list[tuple[st
     """Return pairs such as ("sort: dacb", "abcd"); a tenth of `count` for validation, from other letters."""
     draw = random.Random(f"{seed} pairs")
     words = list(dict.fromkeys("".join(draw.choices(_LETTERS, k=draw.randint(3, 10))) for _ in range(count)))
-    held = [word for number, word in enumerate(words) if (number % 10 == 9) == (split == "val")]
-    return [(f"{task}: {word}", word if task == "copy" else "".join(sorted(word))) for word in held for task in tasks]
+    of_split = [word for number, word in enumerate(words) if (number % 10 == 9) == (split == "val")]
+    return [
+        (f"{task}: {word}", word if task == "copy" else "".join(sorted(word))) for word in of_split for task in tasks
+    ]

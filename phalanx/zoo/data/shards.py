@@ -151,36 +151,36 @@ def shards(
         raise UsageError("shards needs the folder with the images.", hint="Write: --data path/to/images")
     check_fraction(val_fraction, split)
     import_pillow()
-    found = _find(root, split, class_names, needs_target=needs_target)
-    by_parts = shuffle == "shards" or (shuffle is None and found.window > 0)
-    total = sum(len(part.labels) for part in found.parts)
+    source = _find(root, split, class_names, needs_target=needs_target)
+    by_parts = shuffle == "shards" or (shuffle is None and source.window > 0)
+    total = sum(len(part.labels) for part in source.parts)
     return ImageShards(
-        found.parts,
-        found.classes,
+        source.parts,
+        source.classes,
         size=size,
-        rows=held_out(total, found.held_out, val_fraction),
+        rows=held_out(total, source.held_out, val_fraction),
         workers=_cores_per_rank() if workers is None else workers,
-        window=min(window, found.window or window) if by_parts else 0,
-        notes=found.notes,
+        window=min(window, source.window or window) if by_parts else 0,
+        notes=source.notes,
     )
 
 
-def _find(given: Root, split: str, names: Sequence[str] | None, *, needs_target: bool) -> _Found:
+def _find(root: Root, split: str, names: Sequence[str] | None, *, needs_target: bool) -> _Found:
     """Recognise what is at a place; `names`: the classes that are known."""
-    places = find_places(given)
+    places = find_places(root)
     is_packed = len(places) == 1 and (places[0].is_file() or _holds_shards(places[0]))
     if not is_packed or places[0].suffix.lower() in IMAGE_ENDINGS:
-        images = find_images(given, split, names, needs_target=needs_target)
+        images = find_images(root, split, names, needs_target=needs_target)
         notes = (about_empty(images.classes, images.samples),) if split == "train" else ()
         part = FilePart(images.root, images.samples)
         return _Found([part], images.classes, images.part, notes=tuple(filter(None, notes)))
-    found = _find_packed(places[0], split)
-    if names is not None and list(names) != found.classes:
+    packed = _find_packed(places[0], split)
+    if names is not None and list(names) != packed.classes:
         raise DataError(
-            f"{places[0]} has other classes than the training images: {', '.join(found.classes[:5])}; "
+            f"{places[0]} has other classes than the training images: {', '.join(packed.classes[:5])}; "
             f"they have {', '.join(names[:5])}."
         )
-    return found
+    return packed
 
 
 def _holds_shards(folder: Path) -> bool:

@@ -111,8 +111,8 @@ def draw(label: int, size: int, random: np.random.Generator) -> NDArray[np.uint8
     second = _colour(random.uniform(low, high), random.uniform(0.4, 0.9), random.uniform(0.2, 0.4))
     pixels = cover * (mixed * first + (1 - mixed) * second) + (1 - cover) * _background(background, line, random)
     pixels += random.standard_normal((size, size, 1), dtype=np.float32) * np.float32(random.uniform(0.01, 0.06))
-    found: NDArray[np.uint8] = (pixels * 255).clip(0, 255).astype(np.uint8)
-    return found
+    image: NDArray[np.uint8] = (pixels * 255).clip(0, 255).astype(np.uint8)
+    return image
 
 
 def _colour(hue: float, saturation: float, value: float) -> Plane:

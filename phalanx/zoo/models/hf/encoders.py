@@ -172,10 +172,10 @@ def _t5_rules(config: T5Config) -> list[TensorRule]:
         rules.append(TensorRule(f"{stack}.bias.weight", table, transposed, transposed))
         rules.append(TensorRule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"))
         for number, (ours, theirs, names) in enumerate(parts):
-            place = f"{stack}.block.#.layer.{number}"
-            rules.append(TensorRule(f"{stack}.layers.#.{ours}_norm.weight", f"{place}.layer_norm.weight"))
+            prefix = f"{stack}.block.#.layer.{number}"
+            rules.append(TensorRule(f"{stack}.layers.#.{ours}_norm.weight", f"{prefix}.layer_norm.weight"))
             rules += [
-                TensorRule(f"{stack}.layers.#.{ours}.{name}.weight", f"{place}.{theirs}.{other}.weight")
+                TensorRule(f"{stack}.layers.#.{ours}.{name}.weight", f"{prefix}.{theirs}.{other}.weight")
                 for name, other in names.items()
             ]
     return rules
