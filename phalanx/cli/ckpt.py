@@ -9,10 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from phalanx.checkpoint.lock import runs_under_way
 from phalanx.cli.flags import FlagParser, take_action
 from phalanx.cli.json_output import print_json
 from phalanx.cli.parsers import CKPT_ACTIONS, ckpt_parser
 from phalanx.errors import UsageError
+from phalanx.observe.best_mark import read_mark
 from phalanx.observe.format import duration, size, table
 
 if TYPE_CHECKING:
@@ -59,8 +61,6 @@ def _printable(text: str) -> str:
 
 def _facts(one: Checkpoint) -> dict[str, Any]:
     """Return what `ls` and `inspect` both show."""
-    from phalanx.observe.best_mark import read_mark
-
     manifest, best = one.manifest, read_mark(one.path)
     return {
         "path": str(one.path),
@@ -213,7 +213,6 @@ def _reshard(namespace: argparse.Namespace) -> _Answer:
 def _prune(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint.find import survey
     from phalanx.checkpoint.keep import beyond, prune_chunks, remove
-    from phalanx.checkpoint.lock import runs_under_way
     from phalanx.cli.ckpt_target import directory_of
 
     for flag in ("keep_last", "keep_every"):

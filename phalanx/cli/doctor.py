@@ -14,7 +14,12 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.config.names import unknown_value
 from phalanx.errors import UsageError
+from phalanx.host.files import scratch_folder
+from phalanx.host.gpus import count_gpus
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
+from phalanx.launch.output import PlainConsole
+from phalanx.tools.bench.comm.plan import BenchPlan
+from phalanx.tools.bench.comm.report import gpu_links, make_row
 from phalanx.tools.doctor.gpus import check_gpus, check_log, log_environment, read_log
 from phalanx.tools.doctor.host import check_host
 from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
@@ -127,11 +132,6 @@ def examine(machine: HostReader) -> Iterator[CheckResult]:
 
 def _measure() -> Iterator[CheckResult]:
     """Measure an all-reduce of the ranks that fit on this machine, and compare it with what its links allow."""
-    from phalanx.host.files import scratch_folder
-    from phalanx.host.gpus import count_gpus
-    from phalanx.launch.output import PlainConsole
-    from phalanx.tools.bench.comm.plan import BenchPlan
-    from phalanx.tools.bench.comm.report import gpu_links, make_row
     from phalanx.tools.bench.comm.run import run_bench
 
     gpus = count_gpus()

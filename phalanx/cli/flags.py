@@ -25,7 +25,10 @@ from phalanx.config.aliases import NAMES, Aliases
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
 from phalanx.config.settings import add_engine, title_of
+from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.gpus import count_gpus
+from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
 
 if TYPE_CHECKING:
@@ -262,12 +265,10 @@ def read_target(
     if namespace.recipe or parts:
         if script_arguments:
             raise UsageError(f"a recipe takes no arguments; got: {shlex.join(script_arguments)}")
-        from phalanx.engine import find_engine  # behind --help, which does not need it
 
         find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe or " and ".join(parts))
     if namespace.script or namespace.module:
         _refuse_for_scripts(namespace)
-        from phalanx.launch import ModuleTarget, ScriptTarget
 
         script, module = namespace.script, namespace.module
         return (
@@ -387,8 +388,6 @@ def resolve_flags(
 
     `extra`: settings that follow from other flags.
     """
-    from phalanx.host.gpus import count_gpus
-
     changes = read_changes(getattr(namespace, "changes", []), NAMES.__contains__)[0]
     return resolve(
         {**changes, **(extra or {}), **given_flags(namespace)},

@@ -15,6 +15,19 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_output_flag
 from phalanx.errors import UsageError, unknown_name
+from phalanx.tools.learn.folder import (
+    DEFAULT_FOLDER,
+    copy_phase,
+    course_folder,
+    find_exercise,
+    grader,
+    is_phase,
+    learners_folder,
+    next_exercise,
+    phase_of,
+    phases,
+    solution_of,
+)
 
 ACTIONS = {
     "list": "list the phases and exercises, and the points so far",
@@ -98,8 +111,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _list(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader, learners_folder, next_exercise, phases
-
     listed, progress_file = grader("catalog").listed, grader("progress")
     folder = None
     with suppress(UsageError):  # the list is for those who have not begun, too
@@ -123,8 +134,6 @@ def _list(namespace: argparse.Namespace) -> int:
 
 
 def _start(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import DEFAULT_FOLDER, copy_phase, grader, learners_folder, phase_of, phases
-
     folder = Path(namespace.folder or DEFAULT_FOLDER).expanduser()
     if not namespace.folder:
         with suppress(UsageError):  # a second phase goes beside the first, from wherever it is asked for
@@ -144,8 +153,6 @@ def _start(namespace: argparse.Namespace) -> int:
 
 
 def _check(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader, learners_folder
-
     named = _named(namespace.exercises)
     folder = learners_folder(namespace.folder)
     chosen = named or _with_template(folder)
@@ -158,8 +165,6 @@ def _check(namespace: argparse.Namespace) -> int:
 
 def _named(words: Sequence[str]) -> list[tuple[Any, Any]]:
     """Return the phases and exercises that are named."""
-    from phalanx.tools.learn.folder import find_exercise, grader, is_phase, phase_of
-
     listed = grader("catalog").listed
     pairs = []
     for word in words:
@@ -173,8 +178,6 @@ def _named(words: Sequence[str]) -> list[tuple[Any, Any]]:
 
 def _with_template(folder: Path) -> list[tuple[Any, Any]]:
     """Return the phases and exercises whose template is in the folder."""
-    from phalanx.tools.learn.folder import grader, phases
-
     listed = grader("catalog").listed
     return [
         (phase, exercise) for phase in phases() for exercise in listed(phase) if (folder / exercise.template).exists()
@@ -183,7 +186,6 @@ def _with_template(folder: Path) -> list[tuple[Any, Any]]:
 
 def _grade(chosen: Sequence[tuple[Any, Any]], folder: Path, seed: int | None) -> list[Any]:
     """Grade, with a live view of the ranks in a terminal."""
-    from phalanx.tools.learn.folder import grader
     from phalanx.tools.learn.terminal import LiveRanks
 
     report, names = grader("report"), {exercise.name for _, exercise in chosen}
@@ -199,8 +201,6 @@ def _grade(chosen: Sequence[tuple[Any, Any]], folder: Path, seed: int | None) ->
 
 
 def _hint(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import course_folder, find_exercise, grader, learners_folder
-
     phase, exercise = find_exercise(namespace.exercise)
     folder, progress = learners_folder(namespace.folder), grader("progress")
     hints = grader("hints").hints(course_folder() / exercise.template, exercise.name)
@@ -214,8 +214,6 @@ def _hint(namespace: argparse.Namespace) -> int:
 
 
 def _solution(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import find_exercise, grader, learners_folder, solution_of
-
     _, exercise = find_exercise(namespace.exercise)
     if not namespace.show:
         progress = grader("progress").read_progress(learners_folder(namespace.folder))
@@ -229,8 +227,6 @@ def _solution(namespace: argparse.Namespace) -> int:
 
 
 def _watch(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import learners_folder
-
     named = _named(namespace.exercises)
     folder = learners_folder(namespace.folder)
     chosen = named or _with_template(folder)
@@ -255,8 +251,6 @@ def _saved(path: Path) -> int:
 
 
 def _quiz(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader, learners_folder
-
     quiz, progress = grader("quiz"), grader("progress")
     folder = Path.cwd()
     with suppress(UsageError):  # the quiz needs no templates: its results are kept here then
@@ -279,7 +273,6 @@ def _quiz(namespace: argparse.Namespace) -> int:
 
 
 def _show(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader
     from phalanx.tools.learn.terminal import play
 
     shows = grader("shows").SHOWS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -87,7 +88,6 @@ def _owner(path: Path) -> str | None:
     uid = path.stat().st_uid
     if uid == os.geteuid():
         return None
-    import pwd
 
     try:
         return pwd.getpwuid(uid).pw_name

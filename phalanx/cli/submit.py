@@ -23,6 +23,7 @@ from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe
 from phalanx.tools.plan.presets import of_recipe
+from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.submit.job import (
     ENDED,
     ClusterJob,
@@ -35,6 +36,7 @@ from phalanx.tools.submit.job import (
 )
 from phalanx.tools.submit.job_files import archive, archive_line, check_ship, check_uv, local_files
 from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
+from phalanx.world.mesh import plan_mesh
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
 _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
@@ -137,8 +139,6 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 def check_fits(job: ClusterJob, model: str | None, gpu: str) -> str:
     """Return the predicted memory and step time of a job on a type of GPU; UsageError if it does not fit."""
     from phalanx.tools.plan import Cluster, Goal, estimate, presets
-    from phalanx.tools.plan.rules import layout_of
-    from phalanx.world.mesh import plan_mesh
 
     presets.gpu(gpu)
     if model is None or job.config.batch_size is None:

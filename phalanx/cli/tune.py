@@ -16,7 +16,8 @@ from phalanx.cli.parsers import tune_parser
 from phalanx.errors import SearchFailedError, UsageError
 from phalanx.observe.format import table
 from phalanx.recipes import Recipe
-from phalanx.tools.tune.trainable import Trainable
+from phalanx.tools.tune.space import SearchSpace
+from phalanx.tools.tune.trainable import RecipeTrainable, ScriptTrainable, Trainable
 
 if TYPE_CHECKING:
     from phalanx.run.rate_finder import RateSweep
@@ -36,7 +37,6 @@ def run(arguments: Sequence[str]) -> int:
         hint = "Write: phalanx tune digits --space space.toml, or for a learning rate alone: phalanx tune digits --lr"
         raise UsageError("tune needs --space", hint=hint)
     from phalanx.tools.tune.search import SearchRequest, read_part, search
-    from phalanx.tools.tune.space import SearchSpace
 
     address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
     space = SearchSpace.read(namespace.space)
@@ -135,8 +135,6 @@ def _summary(results: Results | None = None) -> dict[str, Any]:
 
 
 def _subject(namespace: argparse.Namespace, script_arguments: list[str]) -> Trainable:
-    from phalanx.tools.tune.trainable import RecipeTrainable, ScriptTrainable
-
     hint = "Write: phalanx tune digits --space space.toml, or phalanx tune --script train.py ..."
     named = read_target(namespace, script_arguments, "tune", hint)
     if isinstance(named, Recipe):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -80,8 +81,6 @@ def limited(**limits: Limits) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare what a function's arguments may be, as `option` does of a setting; a wrong one raises UsageError."""
 
     def declare(function: Callable[P, R]) -> Callable[P, R]:
-        import inspect  # the command line does not need it
-
         signature = inspect.signature(function)
         fields = {name: option(signature.parameters[name].default, "", **allowed) for name, allowed in limits.items()}
         for name, field in fields.items():

@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from time import time as now
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from phalanx.diagnosis.records import Joined
 from phalanx.observe.call_ring import CallRing, PairCalls, call_ring
+from phalanx.torch_compat import source_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +53,6 @@ class _Recorder:
 
     def wrap_start(self, name: str) -> None:
         """Record the messages that a method of process groups sends or requests."""
-        import torch.distributed as dist
-
         original, pairs, works = getattr(dist.ProcessGroup, name), self._pairs, self._works
         op, reference, counts = name[:4], weakref.ref, Joined.messages
 
@@ -77,8 +78,6 @@ class _Recorder:
 
     def wrap_wait(self) -> None:
         """Note which messages are waited for; one whose wait fails stays noted."""
-        import torch.distributed as dist
-
         original, works = dist.Work.wait, self._works
 
         @functools.wraps(original)
@@ -98,16 +97,12 @@ class _Recorder:
 
     def _count_source(self, work: Work, group: ProcessGroup, pair: PairCalls) -> None:
         """Count a message of any rank with those of the rank that has sent it."""
-        from phalanx.torch_compat import source_rank
-
         source, tag = source_rank(work), int(pair.name.rpartition(" ")[2])
         calls = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)
         calls.begin((), "")
 
     def _add(self, group: ProcessGroup, op: str, other: int, tag: int) -> PairCalls:
         """Begin to record the messages to or from a rank of a group, until the group is freed."""
-        import torch.distributed as dist
-
         rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
         peer = _ANY if other == _ANY else members[other]
         sender, receiver = (rank, peer) if op == "send" else (peer, rank)

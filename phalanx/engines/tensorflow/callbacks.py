@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from phalanx.config import DistributedConfig
 from phalanx.engines.tensorflow.backup import OwnBackup, first_epoch, size_of
 from phalanx.errors import PreemptedError
@@ -205,8 +207,6 @@ def open_control(store: dist.Store | None, *, leads: bool, done: int) -> EpochCo
     """Return the trial control of this run, which has done `done` epochs; None outside of a trial."""
     fit = next(_fits)
     if store is not None:
-        import torch.distributed as dist
-
         store = dist.PrefixStore(f"fit-{fit}", store)  # a script may fit again in the same processes
     control = EpochControl(store, asks=leads)
     control.start_after(done)
