@@ -8,13 +8,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.evaluate import DataParser, add_run_flags, asked_of
 from phalanx.cli.flags import add_config_flags, given_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.observe.format import table
+
+if TYPE_CHECKING:
+    from phalanx.zoo.saved_run import SavedRun
 
 _HELP = """Show what a run's best checkpoint predicts for data, one row per sample and in their order.
 
@@ -110,7 +113,7 @@ def _as_table(rows: list[dict[str, Any]]) -> str:
     return table([[title_of.get(name, name) for name in names], *cells])
 
 
-def _rows(outputs: Any, data: Any, run: Any, *, raw: bool) -> list[dict[str, Any]]:
+def _rows(outputs: Any, data: Any, run: SavedRun, *, raw: bool) -> list[dict[str, Any]]:
     """Return what is written of each sample: its row and file, and the class with its probability, or the output."""
     import torch
 
@@ -152,7 +155,7 @@ def _shorter(file: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
-def _is_classifier(outputs: Any, data: Any, run: Any) -> bool:
+def _is_classifier(outputs: Any, data: Any, run: SavedRun) -> bool:
     """Whether an output scores classes: one for each known name, or those of a run whose labels are whole numbers."""
     if isinstance(outputs, list) or outputs.ndim != 2 or outputs.shape[1] < 2 or not outputs.is_floating_point():
         return False

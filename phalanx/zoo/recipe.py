@@ -7,7 +7,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ from phalanx.world.seed import seed_everything
 from phalanx.zoo.models.registry import build, names
 from phalanx.zoo.recipe_parts import loss_options, recipe_parts
 
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
+
 _BYTES = 256
 
 
@@ -44,7 +48,7 @@ class SampleText(Callback):
         self.temperature = temperature
         self.code = TextCode(tokenizer)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """Draw the text, the same on all ranks, and report it on the main rank."""
         formation = trainer.formation
         model: Any = formation.unwrap(trainer.model)
@@ -60,7 +64,7 @@ class SampleText(Callback):
                 multiple=mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1),
                 through=trainer.model if formation.strategy.shards else None,
             )
-        trainer.report.events.emit(SampleDrawn(trainer.step, self.code.decode(drawn[0].tolist())))
+        cast("TrainLoop", trainer).report.events.emit(SampleDrawn(trainer.step, self.code.decode(drawn[0].tolist())))
 
 
 class TextCode:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TorchArguments
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _OTHER_NAMES = {"lr": "learning_rate", "num_epochs": "epochs"}
 """Names that examples of Ray Tune use for settings."""
@@ -157,15 +159,17 @@ class _ShardedByRay(RayData):
 class ReportToRay(Callback):
     """Every rank reports, for Ray waits until all have. Checkpoints stay where they were written: nothing is copied."""
 
-    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: RunningTrainer, epoch: int, metrics: dict[str, float]) -> None:
         """Report the metrics of the epoch."""
         import ray.train
 
         ray.train.report({"epoch": epoch + 1, "step": trainer.step, **metrics})
 
-    def on_checkpoint(self, trainer: Any, path: str) -> None:
+    def on_checkpoint(self, trainer: RunningTrainer, path: str) -> None:
         """Report a checkpoint to Ray; one rank names it for all."""
-        step = trainer.saving.last_step  # not that of the loop, which has gone on while it was written
+        step = cast(
+            "TrainLoop", trainer
+        ).saving.last_step  # not that of the loop, which has gone on while it was written
         if trainer.formation.is_main:
             _report_checkpoint(Path(path).absolute(), step)
         else:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ from phalanx.tools.profile.timeline import RECORDER
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _NSYS = ("NSYS_PROFILING_SESSION_ID", "QUADD_INJECTION_PROXY", "NVTX_INJECTION64_PATH")
 """Variables that nsys sets for the programs it starts."""
@@ -79,7 +81,7 @@ class StepProfile(Callback):
         self._folder = run_dir / "profile"
         self._exchange = TraceExchange(plan, formation.world, self._folder)
         self._records = plan.covers(formation.rank)
-        self._loop: Any = None
+        self._loop: TrainLoop
         self._next = 0
         """The step that begins with the next phase "data"."""
         self._shown = 0
@@ -105,16 +107,16 @@ class StepProfile(Callback):
             )
         return None if plan is None else cls(plan, formation, run_dir)
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Check the steps and ranks against the run; begin where the first step is recorded."""
-        self._loop = trainer
+        self._loop = cast("TrainLoop", trainer)
         self._check(trainer)
         if self._nvtx is not None:
             self._formation.clock.on_enter = self._nvtx.enter
             mark_jobs(torch.cuda.nvtx.range)
         self._arm(trainer.step + 1)
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Begin before the first step that is recorded."""
         self._arm(info.step + 1)
 
@@ -124,7 +126,7 @@ class StepProfile(Callback):
         if self._plan.first <= step <= self._plan.last and not (self._recording or self._finished):
             self._begin()
 
-    def _check(self, trainer: Any) -> None:
+    def _check(self, trainer: RunningTrainer) -> None:
         plan, setting, total = self._plan, self._formation.config.profile, trainer.total_steps
         size = self._world.world_size
         if plan.ranks and plan.ranks[-1] >= size:
@@ -138,7 +140,7 @@ class StepProfile(Callback):
                 hint=f"Write steps=1:{total}, for example.",
             )
         if 0 < plan.last <= trainer.step:
-            trainer.report.say(
+            self._loop.report.say(
                 f"profile = {setting!r}: nothing is recorded, for the run continues after step {trainer.step}",
                 "warning",
             )
@@ -285,7 +287,7 @@ class StepProfile(Callback):
 
     # The end of the run.
 
-    def on_training_end(self, trainer: Any) -> None:
+    def on_training_end(self, trainer: RunningTrainer) -> None:
         """Collect the traces of all ranks on the main one, merge them, and report what limits the speed."""
         if self._recording:  # the run ended before the last step that was to be recorded
             self._finish()

@@ -79,7 +79,7 @@ class PerformanceMonitor:
         return table(rows)
 
     def monitor_training(
-        self, trainer: Any, data_loader: Iterable[Any], num_steps: int = 100
+        self, trainer: object, data_loader: Iterable[Any], num_steps: int = 100
     ) -> dict[str, dict[str, float]]:
         """Run up to `num_steps` steps, measure data, step and total, and return the summary.
 
@@ -105,7 +105,7 @@ class PerformanceMonitor:
             torch.cuda.synchronize()
 
 
-def _step_of(trainer: Any) -> Callable[[Any], Any]:
+def _step_of(trainer: object) -> Callable[[Any], Any]:
     method = getattr(trainer, "train_step", None)
     if callable(method):
         return lambda batch: method(*batch) if isinstance(batch, (tuple, list)) else method(batch)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ from phalanx.tools.verify.subject import Parts
 from phalanx.tools.verify.verdict import Verdict
 from phalanx.world.mesh import plan_layout
 from phalanx.zoo.data import load_splits
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _FULL = 8
 """The first samples, whose labels all count: the first global batch has no others."""
@@ -92,9 +96,9 @@ class Scaled(nn.Module):
 class Anneal(Callback):
     """Changes one of the values after every step, in turns."""
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Change it."""
-        model, loss = trainer.formation.unwrap(trainer.model), trainer.task.loss_fn
+        model, loss = trainer.formation.unwrap(trainer.model), cast("TrainLoop", trainer).task.loss_fn
         which = info.step % 4
         if which == 0:
             model.plain *= 0.9
