@@ -1,8 +1,8 @@
 """Every private torch API that Phalanx uses, one function each: the page to read when a new torch breaks something.
 
 `tools/private_torch.py` lists the names, with what breaks without each, and compares them with the versions of torch
-that were looked at; `tests/unit/test_torch_compat.py` calls each function. What a launcher does without torch is not
-here: `launch/forkserver/preload.py` names the modules that it imports before it forks ranks.
+that were looked at; `tests/test_torch_compat.py` calls each function. What a launcher does without torch is not here:
+`launch/forkserver/preload.py` names the modules that it imports before it forks ranks.
 """
 
 from __future__ import annotations

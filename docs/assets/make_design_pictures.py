@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests" / "shape")]
+sys.path[:0] = [str(HERE.parents[1] / "tests" / "helpers"), str(HERE.parents[1] / "tests" / "shape")]
 
 PARENT, RANK, BOTH = "#cfe2f3", "#d9ead3", "#eeeeee"
 _SIDES = {

@@ -226,7 +226,7 @@ class Training:
     )
     momentum: float = option(
         0.9,
-        "momentum of sgd, lars and rmsprop, beta1 of adam, adamw and lamb",
+        "momentum of sgd, lars and rmsprop, beta1 of adam, adamw, adamw8bit and lamb",
         minimum=0,
         used_by="value trainer",
         in_loop="give it to the optimizer that you make: torch.optim.AdamW(model.parameters(), lr=1e-3)",

@@ -153,7 +153,7 @@ PAIRS = (
     ),
     Pair(
         "momentum",
-        {"optimizer": among("adam", "adamw", "lamb"), "momentum": lambda value: value >= 1},
+        {"optimizer": among("adam", "adamw", "adamw8bit", "lamb"), "momentum": lambda value: value >= 1},
         ": it is beta1 of {s.optimizer}, and must be below 1",
     ),
     Pair("momentum", {"optimizer": "lars", "momentum": lambda value: value >= 1}, ": with lars it must be below 1"),

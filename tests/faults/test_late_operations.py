@@ -1,6 +1,6 @@
 """Operations that are queued and raise no error, as over nccl: the rank reports them, the launcher names the cause.
 
-Without a GPU, gloo's asynchronous calls are used in place of nccl's; `tests/engines/test_nccl_hangs.py` runs nccl.
+Without a GPU, gloo's asynchronous calls are used in place of nccl's; `tests/gpu/test_nccl_hangs.py` runs nccl.
 """
 
 from __future__ import annotations

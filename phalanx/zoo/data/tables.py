@@ -159,6 +159,12 @@ class TableDataset(Dataset[Any]):
             self.classes = shape.classes
         self._labels = {name: number for number, name in enumerate(shape.classes)}
         loaded: Any = read_tokenizer(shape.tokenizer) if shape.tokenizer else None
+        if loaded is not None and loaded.pad_token is None:
+            raise UsageError(
+                f"tokenizer = '{shape.tokenizer}' has no padding token, and texts are padded to {shape.length} tokens",
+                hint="Set one and save it: tokenizer.pad_token = tokenizer.eos_token, and "
+                "tokenizer.save_pretrained(folder).",
+            )
         self._tokenizer = loaded if loaded is not None else byte_tokenizer if shape.text else None
         if self._tokenizer is not None:
             self.vocab_size = VOCABULARY + 1 if loaded is None else len(loaded)
