@@ -167,9 +167,8 @@ class ReportToRay(Callback):
 
     def on_checkpoint(self, trainer: RunningTrainer, path: str) -> None:
         """Report a checkpoint to Ray; one rank names it for all."""
-        step = cast(
-            "TrainLoop", trainer
-        ).saving.last_step  # not that of the loop, which has gone on while it was written
+        step = cast("TrainLoop", trainer).saving.last_step  # the loop's has gone on while the checkpoint was written
+        assert step is not None, "this checkpoint was just written"
         if trainer.formation.is_main:
             _report_checkpoint(Path(path).absolute(), step)
         else:

@@ -98,7 +98,8 @@ class Anneal(Callback):
 
     def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Change it."""
-        model, loss = trainer.formation.unwrap(trainer.model), cast("TrainLoop", trainer).task.loss_fn
+        model: Any = trainer.formation.unwrap(trainer.model)
+        loss: Any = cast("TrainLoop", trainer).task.loss_fn
         which = info.step % 4
         if which == 0:
             model.plain *= 0.9
