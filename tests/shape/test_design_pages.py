@@ -11,7 +11,7 @@ from package_tree import PACKAGE
 PAGES = sorted((PACKAGE.parent / "docs/design").glob("*.md"))
 ENGINES = sorted(path.parent.name for path in (PACKAGE / "engines").glob("*/declaration.py"))
 PATH = re.compile(r"(?:[\w<>]+/)*(?:[\w<>]+/|\w+\.(?:py|toml))|tests/\w+")
-"""A file, or a folder by its slash; `engines/<name>/` is one for each engine, `cli/<verb>.py` any file of the folder."""
+"""A file, or a folder by its slash; `engines/<name>/` is one per engine, `cli/<verb>.py` any file of the folder."""
 BESIDE = re.compile(r"^\| [^|]*\| `([\w/]+)/` \|")
 """The row of a package in the table of tiers, whose text names its own files and folders."""
 
