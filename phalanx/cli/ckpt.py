@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.checkpoint.lock import runs_under_way
-from phalanx.cli.flags import FlagParser, take_action
+from phalanx.cli.flags import FlagParser, pop_action
 from phalanx.cli.json_output import print_json
 from phalanx.cli.parsers import CKPT_ACTIONS, ckpt_parser
 from phalanx.errors import UsageError
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         parser().print_help()
         return 0
-    action = take_action(words, "ckpt", CKPT_ACTIONS, "ACTION PATH")
+    action = pop_action(words, "ckpt", CKPT_ACTIONS, "ACTION PATH")
     namespace = ckpt_parser(action).parse_all(words)
     actions = {"ls": _list, "inspect": _inspect, "check": _check, "diff": _diff}
     answer = {**actions, "reshard": _reshard, "prune": _prune, "cp": _copy}[action](namespace)

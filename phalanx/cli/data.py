@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli import data_tokens
-from phalanx.cli.flags import FlagParser, take_action
+from phalanx.cli.flags import FlagParser, pop_action
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, size, table
@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         parser().print_help()
         return 0
-    action = take_action(words, "data", ACTIONS, "ACTION")
+    action = pop_action(words, "data", ACTIONS, "ACTION")
     dataset = next((word for word in words if word in SETS), "shapes")
     namespace = parser(action, dataset).parse_all(words)
     return {"pack": _pack, "make": _make, "info": _info, "tokenize": data_tokens.run}[action](namespace)

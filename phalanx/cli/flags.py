@@ -232,7 +232,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
 
 
-def take_action(words: list[str], verb: str, actions: Mapping[str, Any], form: str) -> str:
+def pop_action(words: list[str], verb: str, actions: Mapping[str, Any], form: str) -> str:
     """Take the action off the words after a verb; `form`: what follows `phalanx VERB` in a right command."""
     action = words.pop(0) if words and not words[0].startswith("-") else ""
     if action not in actions:

@@ -97,7 +97,7 @@ def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:
         by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
         if return_weights and not by_engine:
-            _take_trained(result, formation, job.task, keep=keep)
+            _put_trained(result, formation, job.task, keep=keep)
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
@@ -106,7 +106,7 @@ def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:
     return result
 
 
-def _take_trained(result: JobResult, formation: Formation, task: TrainTask, *, keep: bool) -> None:
+def _put_trained(result: JobResult, formation: Formation, task: TrainTask, *, keep: bool) -> None:
     """Put the weights and the states of the user's optimizers into the result.
 
     All ranks call this, for sharded tensors are gathered from all of them; `keep`: whether this one keeps them.
@@ -131,7 +131,7 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
     loop.history.status = "failed"
     partial = JobResult(history=loop.history, ended=f"after step {loop.step}, {came_back(job.task)}")
     try:
-        _take_trained(partial, formation, job.task, keep=True)
+        _put_trained(partial, formation, job.task, keep=True)
     except (RuntimeError, MemoryError) as second:  # of a GPU after its first error, or a full memory: not the cause
         error.add_note(f"what was trained cannot be read any more: {second}")
         return

@@ -293,7 +293,7 @@ class TorchTrainer:
             with recorded_run(job.run_dir, config, record, advise=advise) as run:
                 result = send_job(job, layout, data=data)
                 run.outcome = result.outcome
-        _take_back(self, result)
+        _return_trained(self, result)
         return result
 
 
@@ -301,7 +301,7 @@ def _after_failure(trainer: TorchTrainer, run_dir: Path, error: BaseException, i
     """Give the caller of a fit that failed what came back, and say in the error what that is."""
     result = getattr(error, "partial_result", None)
     if isinstance(result, JobResult):
-        _take_back(trainer, result)
+        _return_trained(trainer, result)
         trainer.history = result.history
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{BY_CTRL_C}, before the ranks had a result; {_what_came(run_dir)}",)
@@ -309,7 +309,7 @@ def _after_failure(trainer: TorchTrainer, run_dir: Path, error: BaseException, i
         error.add_note(_what_came(run_dir, result.ended if isinstance(result, JobResult) else ""))
 
 
-def _take_back(trainer: TorchTrainer, result: JobResult) -> None:
+def _return_trained(trainer: TorchTrainer, result: JobResult) -> None:
     """Give the caller's model, optimizers and scheduler what ranks of other processes have trained."""
     model, scheduler = trainer.model, trainer.scheduler
     if result.weights is not None:

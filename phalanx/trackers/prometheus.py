@@ -123,9 +123,9 @@ class MetricsSink(Sink):
     def handle(self, event: events.Event) -> None:
         """Keep what the event says."""
         with self._lock:
-            self._take(event)
+            self._update(event)
 
-    def _take(self, event: events.Event) -> None:
+    def _update(self, event: events.Event) -> None:
         values, counters = self._values, self._counters
         match event:
             case events.RunStarted():
@@ -134,7 +134,7 @@ class MetricsSink(Sink):
                 fields = ("name", "strategy", "precision", "device", "layout")
                 self._info = {name: str(getattr(event, name)) for name in fields}
             case events.StepDone():
-                self._take_step(event)
+                self._update_step(event)
             case events.CheckpointSaved():
                 values["phalanx_checkpoint_timestamp_seconds"] = event.time
                 values |= {"phalanx_checkpoint_stall_seconds": event.stall, "phalanx_checkpoint_bytes": event.bytes}
@@ -154,7 +154,7 @@ class MetricsSink(Sink):
             case events.RunEnded():
                 values["phalanx_running"] = 0
 
-    def _take_step(self, event: events.StepDone) -> None:
+    def _update_step(self, event: events.StepDone) -> None:
         values = {
             "phalanx_step": event.step,
             "phalanx_epoch": event.epoch,

@@ -171,19 +171,19 @@ class ShardCore:
             if not self._workers.all_have(self._workers.committed, seq):
                 return
             commits = {w: c for w, c in sorted(self._commits.items()) if c["seq"] == seq}
-            self._take_step(seq, commits)
+            self._apply_step(seq, commits)
             self.clock = max(self.clock, seq)
             self._save_if_due()
             self._changed.notify_all()
 
     def _step_alone(self, worker: int) -> None:
         self.stats.stale(self._state.version - self._seen.get(worker, self._state.version))
-        self._take_step(self._commits[worker]["seq"], {worker: self._commits[worker]})
+        self._apply_step(self._commits[worker]["seq"], {worker: self._commits[worker]})
         self.clock += 1
         self._save_if_due()
         self._changed.notify_all()
 
-    def _take_step(self, seq: int, commits: dict[int, dict[str, Any]]) -> None:
+    def _apply_step(self, seq: int, commits: dict[int, dict[str, Any]]) -> None:
         begin = time.perf_counter()
         merged = self._merge(seq) if self.together else merge(self._parts(seq, commits), self.pieces)
         first = next(iter(commits.values()))

@@ -170,9 +170,9 @@ class _Builder:
         for event in self._file.events():
             kind = event.get("ph")
             if kind == "X":
-                self._take(event)
+                self._add(event)
             elif kind == "i" and event["name"] == "[memory]":
-                self._take_memory(event)
+                self._add_memory(event)
         self._sweep_threads()
         for item in self._kernels:
             self._count(item.name, item.end - item.begin, self._module_of.get(item.external or -1, ""))
@@ -182,7 +182,7 @@ class _Builder:
         begin = self._file.seconds(float(event["ts"]), self._origin)
         return begin, begin + float(event.get("dur", 0.0)) / 1e6
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _add(self, event: dict[str, Any]) -> None:
         name, kind, thread = str(event["name"]), event.get("cat"), event.get("tid")
         if kind == "gpu_user_annotation":  # a range of the host once more, as long as its kernels ran
             return
@@ -217,7 +217,7 @@ class _Builder:
         elif name.startswith(MODULE):
             self._threads[thread].append(_Item(*span, name, None, None))
 
-    def _take_memory(self, event: dict[str, Any]) -> None:
+    def _add_memory(self, event: dict[str, Any]) -> None:
         begin, args = self._span(event)[0], event["args"]
         item = _Item(begin, begin, "", None, None, int(args["Bytes"]), int(args["Addr"]))
         self._threads[event.get("tid")].append(item)

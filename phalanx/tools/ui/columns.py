@@ -134,7 +134,7 @@ class RunEvents:
                 self.damaged += 1
             else:
                 self._flush(steps)
-                self._guarded(self._take, event)
+                self._guarded(self._add, event)
         self._flush(steps)
 
     def _parsed(self, lines: list[bytes]) -> Iterable[Any]:
@@ -158,11 +158,11 @@ class RunEvents:
     def _flush(self, steps: list[dict[str, Any]]) -> None:
         if steps:
             before = self.damaged
-            self._guarded(self._take_steps, steps)
+            self._guarded(self._add_steps, steps)
             if self.damaged > before and len(steps) > 1:
                 self.damaged = before
                 for step in steps:
-                    self._guarded(self._take_steps, [step])
+                    self._guarded(self._add_steps, [step])
             self._guarded(self._see, steps[-1])
             steps.clear()
 
@@ -170,7 +170,7 @@ class RunEvents:
         step = event.get("step")
         self._seen = {"event": "seen", "time": float(event["time"]), "step": step if isinstance(step, int) else 0}
 
-    def _take_steps(self, events: list[dict[str, Any]]) -> None:
+    def _add_steps(self, events: list[dict[str, Any]]) -> None:
         fields = {name: field for name, field in StepDone.CURVES.items() if field in events[0]}
         steps, times, *columns = map(list, zip(*map(itemgetter("step", "time", *fields.values()), events), strict=True))
         curves = {name: values for name, values in zip(fields, columns, strict=True) if set(values) != {None}}
@@ -179,7 +179,7 @@ class RunEvents:
     def _table(self, kind: str) -> _Table:
         return self._tables.setdefault(kind, _Table())
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _add(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind in ("metrics", "ranks"):
             values = cast("MetricsReported | RanksReported", from_dict(event)).scalars()
@@ -187,11 +187,11 @@ class RunEvents:
                 [event["step"]], [event["time"]], {name: [value] for name, value in values.items()}
             )
         if kind == "ranks":
-            self._take_report(event)
+            self._add_report(event)
         elif kind == "phase":
-            self._take_phase(event)
+            self._add_phase(event)
         elif kind in ("goodput", "run_started"):
-            self._take_ledger(event)
+            self._add_ledger(event)
         if kind == "run_started":
             self.starts.append(event)
             self._open_phases.clear()
@@ -199,7 +199,7 @@ class RunEvents:
             self.listed.append(event)
         self._see(event)
 
-    def _take_report(self, event: dict[str, Any]) -> None:
+    def _add_report(self, event: dict[str, Any]) -> None:
         self._skipped += 1
         if self._skipped <= self._skip:
             return
@@ -213,14 +213,14 @@ class RunEvents:
             self.reports = self.reports[::2]
             self._skip = 2 * self._skip + 1
 
-    def _take_phase(self, event: dict[str, Any]) -> None:
+    def _add_phase(self, event: dict[str, Any]) -> None:
         if event["state"] == "begin":
             self._open_phases[event["name"]] = event["time"]
         else:
             began = self._open_phases.pop(event["name"], event["time"] - float(event.get("seconds", 0.0)))
             self.spans.append((str(event["name"]), began, event["time"]))
 
-    def _take_ledger(self, event: dict[str, Any]) -> None:
+    def _add_ledger(self, event: dict[str, Any]) -> None:
         """Keep what `account` needs: the first and the last report of each attempt, and when each was last seen."""
         ledger = self._ledger
         if event["event"] == "goodput" and len(ledger) > 1:
