@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config import FIELDS, GROUPS, Resolved, write_toml
+from phalanx.config import FIELDS, GROUPS, ResolvedConfig, write_toml
 from phalanx.config.settings import title_of
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _print_table(resolved: Resolved, settings: Collection[str]) -> None:
+def _print_table(resolved: ResolvedConfig, settings: Collection[str]) -> None:
     if not settings:
         print("every setting has its default")
     for group in GROUPS:

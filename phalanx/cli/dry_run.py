@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from phalanx.cli.json_output import print_json
-from phalanx.config import Resolved
+from phalanx.config import ResolvedConfig
 from phalanx.observe.format import size, speed_note, table
 from phalanx.run.spec import given_settings
 
@@ -20,7 +20,7 @@ _MANY_EPOCHS = 1000
 
 
 def print_plan(
-    recipe: Recipe | None, resolved: Resolved, layout: JobLayout, run: str, *, missing: int, as_json: bool
+    recipe: Recipe | None, resolved: ResolvedConfig, layout: JobLayout, run: str, *, missing: int, as_json: bool
 ) -> int:
     """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory.
 
@@ -66,7 +66,7 @@ def _layout_words(layout: JobLayout) -> str:
     return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}{shared}"
 
 
-def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) -> list[tuple[str, str]]:
+def _estimate_rows(resolved: ResolvedConfig, layout: JobLayout, estimate: RunNeeds) -> list[tuple[str, str]]:
     config, batch, steps = resolved.config, "not known: set batch_size", "not known"
     if estimate.global_batch is not None:
         accumulation, ranks = config.gradient_accumulation_steps, layout.mesh.dp_size

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
 from phalanx.cli.mistakes import explained, unknown_words
-from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
+from phalanx.config import FIELDS, GROUPS, ResolvedConfig, parse_text, resolve
 from phalanx.config.aliases import NAMES, Aliases
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
@@ -383,7 +383,7 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def resolve_flags(
     namespace: argparse.Namespace, recipe: Recipe | None, extra: Mapping[str, Any] | None = None
-) -> Resolved:
+) -> ResolvedConfig:
     """Return the settings of a command: flags over the environment over --config over the recipe's own.
 
     `extra`: settings that follow from other flags.

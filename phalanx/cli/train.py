@@ -16,7 +16,7 @@ from phalanx.cli import command_began
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
-from phalanx.config import DistributedConfig, Resolved
+from phalanx.config import DistributedConfig, ResolvedConfig
 from phalanx.engine import engine_of
 from phalanx.errors import NonFiniteLossError, PreemptedError, RankFailedError, UsageError
 from phalanx.host.files import scratch_folder
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     named = read_target(namespace, script_arguments, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
-    resolved = Resolved(resolved.config.settled, resolved.origins)
+    resolved = ResolvedConfig(resolved.config.settled, resolved.origins)
     config = resolved.config
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def start_run(
     recipe: Recipe | None,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     target: ScriptTarget | ModuleTarget | None,
     *,
     overwrite: bool = False,
@@ -155,7 +155,7 @@ def _run_on_hosts(words: list[str], *, dry: bool) -> int:
     return Ssh(options).run(job, lambda line: print(line, flush=True))
 
 
-def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> None:
+def _check_target(recipe: Recipe | None, resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None) -> None:
     if recipe is not None:
         source = recipe.data.get("root") or recipe.data["name"]
         if recipe.needs_data and "root" not in recipe.data:
@@ -174,7 +174,7 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
 
 def show_plan(
     recipe: Recipe | None,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     target: ScriptTarget | ModuleTarget | None,
     *,
     overwrite: bool = False,
@@ -273,7 +273,7 @@ def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
 
 def _launch(
     recipe: Recipe | None,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     script: ScriptTarget | ModuleTarget | None,
     layout: JobLayout,
     replace_run: Callable[[], None],
@@ -331,7 +331,7 @@ def _with_debug(run: StoredRun, *, compiled: bool) -> str:
 
 
 def _record(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     recipe: Recipe | None,
     target: ScriptTarget | ModuleTarget | None,
     labels: Mapping[str, Any],
@@ -348,7 +348,9 @@ def _record(
     return RunRecord.of_this_process(settings, **named, **labels)
 
 
-def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:
+def _rank_environment(
+    resolved: ResolvedConfig, config: DistributedConfig, run_dir: Path | None = None
+) -> dict[str, str]:
     """Return the given settings as variables for a trainer inside the script."""
     settings_given = given_settings(resolved, config)
     if run_dir is not None:
@@ -364,15 +366,15 @@ def _is_node_of(started: RankEnv, config: DistributedConfig) -> bool:
     return one_per_machine and started.world_size == config.num_nodes and bool(starts_others)
 
 
-def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
+def _as_node(started: RankEnv, resolved: ResolvedConfig) -> ResolvedConfig:
     """Fill in node_rank and rdzv_endpoint from the scheduler, where flags did not set them."""
     config = resolved.config
     endpoint = config.rdzv_endpoint or f"{started.master_addr}:{started.master_port}"
     node_rank = started.rank if config.node_rank is None else config.node_rank
-    return Resolved(config.with_trusted(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
+    return ResolvedConfig(config.with_trusted(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
 
 
-def _run_as_task(join: Callable[[], None], resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+def _run_as_task(join: Callable[[], None], resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None) -> int:
     from phalanx.launch.rank import run_target
 
     assert target is not None, "recipes are torch models, and were refused"
@@ -384,7 +386,7 @@ def _run_as_task(join: Callable[[], None], resolved: Resolved, target: ScriptTar
 
 
 def _run_as_rank(
-    started: RankEnv, recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None
+    started: RankEnv, recipe: Recipe | None, resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None
 ) -> int:
     if recipe is None:
         export_rank_env(started)  # a plain torch script reads torchrun's variables only

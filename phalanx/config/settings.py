@@ -55,7 +55,7 @@ class Recompute(NamedTuple):
     budget: float | None = None
 
 
-class Watched(NamedTuple):
+class WatchedMetric(NamedTuple):
     """A metric by the name that dashboards show, such as val/loss, and whether lower or higher is better."""
 
     name: str
@@ -223,13 +223,13 @@ class Settings(
         return parse_duration(auto[1]) if auto is not None and auto[1] else None
 
     @property
-    def best_metric(self) -> Watched | None:
+    def best_metric(self) -> WatchedMetric | None:
         """The metric of `keep_best`, or None where it is off; where none is named, that of `early_stopping`."""
         best = (self.early_stopping or "val/loss") if self.keep_best is True else self.keep_best
         return parse_metric(best) if best else None
 
     @property
-    def stopping_metric(self) -> Watched | None:
+    def stopping_metric(self) -> WatchedMetric | None:
         """The metric of `early_stopping`, or None; ValueError says what to write."""
         return None if self.early_stopping is None else parse_metric(self.early_stopping)
 
@@ -331,12 +331,12 @@ def settings_with(scope: str) -> list[str]:
     return [name for name, field in FIELDS.items() if scope in field.metadata["scope"]]
 
 
-def parse_metric(text: str) -> Watched:
+def parse_metric(text: str) -> WatchedMetric:
     """Read `val/loss`, `max:val/<name>`, or `min:<name>` of a logged value; ValueError says what to write."""
     mode, colon, name = (part.strip() for part in text.rpartition(":"))
     split, slash, metric = name.partition("/")
     if mode in ("min", "max") and name.strip("/") and split != "val" and name != "train/loss":
-        return Watched(name, "min" if mode == "min" else "max")  # the user logs it
+        return WatchedMetric(name, "min" if mode == "min" else "max")  # the user logs it
     if not slash or not metric or split not in ("val", "train") or (split == "train" and metric != "loss"):
         bare = re.sub(r"^(val|eval|valid|validation|train|test)[_/]", "", name) or "loss"  # as others write it
         advice = f"; for a value that you log, min:{name} or max:{name}" if name.strip("/") else ""
@@ -344,7 +344,7 @@ def parse_metric(text: str) -> Watched:
     if colon and mode not in ("min", "max"):
         raise ValueError(f"{mode!r} is neither min nor max: write min:{name} or max:{name}.")
     if colon:
-        return Watched(name, "min" if mode == "min" else "max")
+        return WatchedMetric(name, "min" if mode == "min" else "max")
     words = re.split(r"[^a-z0-9]+", metric.lower())
     lower, higher = (any(re.fullmatch(words_of, word) for word in words) for words_of in (_LOWER, _HIGHER))
     if lower == higher:
@@ -352,7 +352,7 @@ def parse_metric(text: str) -> Watched:
         guess = f" Or did you mean {split}/{close}?" if close else ""
         directions = f"write min:{name} or max:{name}.{guess}"
         raise ValueError(f"the name does not say whether lower or higher is better: {directions}")
-    return Watched(name, "min" if lower else "max")
+    return WatchedMetric(name, "min" if lower else "max")
 
 
 _LOWER = r".*loss|.*error|err|perplexity|ppl|mse|mae|rmse|wer|cer|nll|bpb|bpc|fid"

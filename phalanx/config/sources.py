@@ -35,7 +35,7 @@ _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """A checked config and, for each field, where its value came from."""
 
     config: DistributedConfig
@@ -47,7 +47,7 @@ class Resolved:
         return frozenset(name for name, origin in self.origins.items() if origin != "default")
 
 
-class _Merged(NamedTuple):
+class _MergedConfig(NamedTuple):
     """What the sources say together: values of settings, where each came from, and mistakes of single sources."""
 
     values: dict[str, Any]
@@ -57,7 +57,7 @@ class _Merged(NamedTuple):
     """The settings with such a mistake."""
 
 
-class _Checked(NamedTuple):
+class _CheckedConfig(NamedTuple):
     """A config, where its values came from, and every mistake."""
 
     config: DistributedConfig
@@ -79,7 +79,7 @@ def resolve(
     gpu_settings: Mapping[str, Any] | None = None,
     on_gpus: bool = False,
     environ: Mapping[str, str] | None = None,
-) -> Resolved:
+) -> ResolvedConfig:
     """Merge all sources into one checked config; every mistake of every source is reported together.
 
     Of several files a later one wins. `gpu_settings`: those of the recipe for GPUs, and `on_gpus`: whether there are
@@ -100,17 +100,17 @@ def resolve(
         merged = _with_gpu_settings(merged, (of_recipe, recipe or {}), gpu_settings, users, on_gpus=on_gpus)
     if mistakes := misspelt_variables(environ) + merged.mistakes:
         raise ConfigError(mistakes)
-    return Resolved(merged.config, merged.origins)
+    return ResolvedConfig(merged.config, merged.origins)
 
 
 def _with_gpu_settings(
-    merged: _Checked,
+    merged: _CheckedConfig,
     recipe: tuple[str, Mapping[str, Any]],
     gpu_settings: Mapping[str, Any],
     users: _Layers,
     *,
     on_gpus: bool,
-) -> _Checked:
+) -> _CheckedConfig:
     """Return the config with the recipe's settings for GPUs, but for those that contradict what the user gives."""
     source, settings = recipe
     if alone := _check_all([(source, gpu_settings)], "").mistakes:
@@ -128,7 +128,7 @@ def _with_gpu_settings(
     return merged
 
 
-def _check_all(layers: _Layers, given_as: str) -> _Checked:
+def _check_all(layers: _Layers, given_as: str) -> _CheckedConfig:
     """Merge layers of settings and check the result; `given_as`: the layer in which unused settings are refused."""
     values, origins, mistakes, wrong_before = _merge_layers(layers)
     values, contradictions = translate(values)
@@ -146,12 +146,12 @@ def _check_all(layers: _Layers, given_as: str) -> _Checked:
         if filler := getattr(engine, "FILLS_FROM", ""):
             filled = [n for n, field in FIELDS.items() if getattr(config, n) != values.get(n, field.default)]
             origins |= {name: filler for name in filled if name != filler}
-    return _Checked(config, {name: origins.get(name, "default") for name in FIELDS}, mistakes)
+    return _CheckedConfig(config, {name: origins.get(name, "default") for name in FIELDS}, mistakes)
 
 
-def _merge_layers(layers: _Layers) -> _Merged:
+def _merge_layers(layers: _Layers) -> _MergedConfig:
     """Merge settings of several sources; a later one wins."""
-    merged = _Merged({}, dict.fromkeys(FIELDS, "default"), [], set())
+    merged = _MergedConfig({}, dict.fromkeys(FIELDS, "default"), [], set())
     values, origins = merged.values, merged.origins
     for source, written in layers:
         layer, wrong = rename(written)

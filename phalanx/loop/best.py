@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
-from phalanx.config.settings import Watched, parse_metric
+from phalanx.config.settings import WatchedMetric, parse_metric
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.best_mark import Best, mark_best, read_mark
 from phalanx.observe.history import History
@@ -21,7 +21,9 @@ class MetricWatch:
     Metrics are equal on all ranks, so every rank comes to the same decision.
     """
 
-    def __init__(self, setting: str, watched: Watched, *, min_delta: float = 0.0, any_metric: bool = False) -> None:
+    def __init__(
+        self, setting: str, watched: WatchedMetric, *, min_delta: float = 0.0, any_metric: bool = False
+    ) -> None:
         """`any_metric`: where the metric is not measured, watch another one instead of raising."""
         self._setting = setting
         self._min_delta = min_delta
@@ -76,9 +78,9 @@ class MetricWatch:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Continue after a resumption; a run that watches another metric begins anew."""
-        if state is None or Watched(*state["asked"]) != self._asked:
+        if state is None or WatchedMetric(*state["asked"]) != self._asked:
             return False
-        self.watched = Watched(*state["watched"])
+        self.watched = WatchedMetric(*state["watched"])
         self.value, self.step, self.since = state["value"], state["step"], state["since"]
         self._judged = state["judged"]
         return True

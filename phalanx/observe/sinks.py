@@ -28,7 +28,7 @@ from phalanx.observe.guard import Guard, say_to_user
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class EventStream:
         """Let a sink take the events from now on."""
         self._sinks.append(sink)
 
-    def find(self, kind: type[Found]) -> Found | None:
+    def find(self, kind: type[Result]) -> Result | None:
         """Return the first sink of a kind, if there is one."""
         return next((sink for sink in self._sinks if isinstance(sink, kind)), None)
 

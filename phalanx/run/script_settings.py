@@ -18,7 +18,7 @@ from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.config import FIELDS, Resolved
+from phalanx.config import FIELDS, ResolvedConfig
 from phalanx.config.ways import IN_SCRIPT, SCRIPT, unused_by_script
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
@@ -38,7 +38,7 @@ class ScriptUsage(NamedTuple):
     """The names in its code: a loop may read `f.config.epochs`."""
 
 
-def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolved) -> None:
+def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: ResolvedConfig) -> None:
     """Refuse flags that have no effect for a script; name such settings of other sources, which runs may share."""
     config = resolved.config
     changed = config.changed(*FIELDS)

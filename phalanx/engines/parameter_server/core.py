@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.engines.parameter_server.gradients import Bundle, Contribution, Merged, merge
+from phalanx.engines.parameter_server.gradients import Bundle, Contribution, MergedGradients, merge
 from phalanx.engines.parameter_server.membership import ShardSpec, ShardStats, WorkerTable
 from phalanx.engines.parameter_server.placement import Piece, piece_from
 from phalanx.engines.parameter_server.state import ShardState
@@ -30,7 +30,7 @@ class ShardCore:
         self._workers = WorkerTable(set(range(spec.rules.workers)))
         self._contributions: dict[int, Contribution] = {}
         self._commits: dict[int, dict[str, Any]] = {}
-        self._merged: tuple[int, Merged] | None = None
+        self._merged: tuple[int, MergedGradients] | None = None
         self._seen: dict[int, int] = {}
         self.clock = 0
         self._changed = threading.Condition()
@@ -196,7 +196,7 @@ class ShardCore:
             del self._commits[worker]
         self.stats.worked(begin)
 
-    def _merge(self, seq: int) -> Merged:
+    def _merge(self, seq: int) -> MergedGradients:
         """Return the sum of a step's gradients, computed once: for its norm, or when the step is taken."""
         if self._merged is None or self._merged[0] != seq:
             self._merged = (seq, merge(self._parts(seq, self._contributions), self.pieces))

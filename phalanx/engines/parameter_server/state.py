@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from phalanx.engines.parameter_server.gradients import VALUE, Bundle, Merged, ShardMemory
+from phalanx.engines.parameter_server.gradients import VALUE, Bundle, MergedGradients, ShardMemory
 from phalanx.engines.parameter_server.placement import Piece
 from phalanx.engines.parameter_server.protocol import bytes_of
 from phalanx.errors import ServerError
@@ -102,7 +102,7 @@ class ShardState:
         }
         """For lazy pieces: the version in which each row changed last."""
 
-    def apply(self, merged: Merged, factor: float, settings: list[dict[str, Any]] | None) -> None:
+    def apply(self, merged: MergedGradients, factor: float, settings: list[dict[str, Any]] | None) -> None:
         """Take one step of the optimizer with the mean gradient times a factor."""
         if settings is not None:
             for group, number in zip(self.optimizer.param_groups, self.groups, strict=True):

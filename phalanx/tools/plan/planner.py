@@ -17,10 +17,10 @@ from phalanx.tools.plan.kernels import FP8
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan, budget_of, repeated_share
 from phalanx.tools.plan.rules import USUAL, accepted, length, settings_of, usual_rate
-from phalanx.tools.plan.search import HEADROOM, Constraints, Found, host_gib, search, simplest
+from phalanx.tools.plan.search import HEADROOM, Candidates, Constraints, host_gib, search, simplest
 
 
-def binding(best: Estimate, layout: Layout, candidates: Found, estimator: Estimator) -> str:
+def binding(best: Estimate, layout: Layout, candidates: Candidates, estimator: Estimator) -> str:
     """Return in words what limits the chosen layout."""
     faster = [(estimator.time(other).seconds, needed, other) for needed, other in candidates.too_large[:200]]
     faster = [entry for entry in faster if entry[0] < 0.98 * best.step_seconds]
@@ -186,7 +186,7 @@ def _check_cluster(cluster: Cluster) -> None:
         )
 
 
-def _runners_up(candidates: Found, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
+def _runners_up(candidates: Candidates, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
     """Return the best layout of each of the next five combinations of axes and sharding."""
     kinds, others = {_kind(chosen)}, list[Candidate]()
     for _, layout in candidates.fitting:
@@ -274,7 +274,7 @@ def assumptions(
 
 
 def smallest_change(
-    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, candidates: Found
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, candidates: Candidates
 ) -> tuple[str, ...]:
     """Return the changes that would let a layout fit, each found by another search."""
     batch = -(-goal.global_batch // cluster.gpus) * cluster.gpus

@@ -152,7 +152,7 @@ class _Case:
         return (0.0, 0.0, 0.0) if self.layout.offload == "cpu" else (states[0], states[1], states[2])
 
 
-class _Held(NamedTuple):
+class _HeldBytes(NamedTuple):
     """Bytes of one rank."""
 
     states: tuple[float, float, float]
@@ -173,23 +173,23 @@ class _Held(NamedTuple):
     """For communication: while the loss is computed, beside a layer's backward pass, and at the end."""
 
 
-def _at_peak(held: _Held) -> dict[str, float]:
+def _at_peak(memory: _HeldBytes) -> dict[str, float]:
     """Return the parts at the moment when their sum is highest."""
-    loss, layer, end = held.buffers
-    (cached, saved), head = held.casts, held.logits
+    loss, layer, end = memory.buffers
+    (cached, saved), head = memory.casts, memory.logits
     moments = {  # model states, activations, logits, buffers
-        "end of forward": (held.base, held.activations + cached, head.forward, loss),
-        "start of backward": (held.base, held.activations + saved, head.backward, loss),
-        "backward of a late layer": (held.base, held.activations + saved + held.working, head.layers, layer),
-        "backward of the first": (held.end, held.working, 0.0, layer),
-        "end of backward": (held.end, held.shared, 0.0, end),
+        "end of forward": (memory.base, memory.activations + cached, head.forward, loss),
+        "start of backward": (memory.base, memory.activations + saved, head.backward, loss),
+        "backward of a late layer": (memory.base, memory.activations + saved + memory.working, head.layers, layer),
+        "backward of the first": (memory.end, memory.working, 0.0, layer),
+        "end of backward": (memory.end, memory.shared, 0.0, end),
     }
     base, activations, logits, buffers = max(moments.values(), key=sum)
-    missing = sum(held.states) - base  # gradients that are not there yet: the others use their memory
+    missing = sum(memory.states) - base  # gradients that are not there yet: the others use their memory
     activations -= min(0.0, missing)
     overlap = max(0.0, min(missing, activations + logits))
     beyond = 1 - overlap / (activations + logits) if overlap else 1.0
-    parts = dict(zip(("parameters", "gradients", "optimizer"), held.states, strict=True))
+    parts = dict(zip(("parameters", "gradients", "optimizer"), memory.states, strict=True))
     parts["activations"], parts["logits"] = beyond * activations, beyond * logits
     parts["communication"] = WORKSPACE + max(0.0, buffers - max(0.0, missing - overlap))
     return parts
@@ -219,7 +219,7 @@ def _over_the_step(
     return base, shards
 
 
-def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Case) -> _Held:
+def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Case) -> _HeldBytes:
     layout, here = case.layout, facts.counts
     tokens, bytes_each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
     root = rank.embeds * here.embedding + rank.computes_loss * here.head
@@ -234,7 +234,7 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
     )
     loss = tokens * rank.computes_loss
     head = _head(model, case, bytes_each, loss, flights)
-    return _Held(
+    return _HeldBytes(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
         _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks),
@@ -320,7 +320,7 @@ def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float)
     return moved + gathered * root, moved + beside, moved + reduced * (root + layer)
 
 
-def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
+def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _HeldBytes:
     """Return the memory of a module that was traced in half precision: in fp32 its activations are twice as large."""
     layout = case.layout
     share, samples = rank.layers / model.blocks, layout.micro_batch * (1 if case.half else 2)
@@ -340,7 +340,7 @@ def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
         states[0] += SINGLE * model.buffers
     states_held = (states[0], states[1], states[2])
     block_parameters = float(model.largest_block_parameters)
-    return _Held(
+    return _HeldBytes(
         states_held,
         *_over_the_step(case, states_held, trained, parameters),
         0.0,

@@ -66,7 +66,7 @@ class Constraints:
 
 
 @dataclass
-class Found:
+class Candidates:
     """What a search found."""
 
     searched: int = 0
@@ -77,9 +77,9 @@ class Found:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Found:
+def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Candidates:
     """Estimate every candidate; offload to host memory is tried where nothing else fits."""
-    estimator, candidates = Estimator(model, cluster, goal), Found()
+    estimator, candidates = Estimator(model, cluster, goal), Candidates()
     layouts = list(_candidates(model, cluster, goal, limits, candidates.refused))
     offloads = ("none", "cpu") if limits.offload is None else (limits.offload,)
     groups = limits.recomputations if _has_blocks(model) else (("none",),)
@@ -107,7 +107,7 @@ def host_gib(model: ModelShape | TracedShape, cluster: Cluster) -> float:
     return 16 * model.parameters / 2**30 / cluster.nodes
 
 
-def _judge(estimator: Estimator, layout: Layout, candidates: Found) -> None:
+def _judge(estimator: Estimator, layout: Layout, candidates: Candidates) -> None:
     candidates.searched += 1
     needed = estimator.needed_gib(layout)
     if needed > HEADROOM * estimator.gpu.memory_gib:
@@ -116,7 +116,7 @@ def _judge(estimator: Estimator, layout: Layout, candidates: Found) -> None:
         candidates.fitting.append((estimator.time(layout).seconds, layout))
 
 
-def simplest(candidates: Found) -> Layout | None:
+def simplest(candidates: Candidates) -> Layout | None:
     """Return the fastest layout, or one with fewer axes that is about as fast."""
     if not candidates.fitting:
         return None

@@ -130,7 +130,7 @@ class _Traffic(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-class _Found:
+class _Trace:
     """What one forward pass showed, in operations and bytes."""
 
     def __init__(self) -> None:
@@ -154,9 +154,9 @@ class _Found:
         self.boundaries += sum(map(_half_bytes, _tensors(inputs)))
 
 
-def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.Module], problem: str) -> _Found:
+def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.Module], problem: str) -> _Trace:
     """Run forward on fake tensors in place of the parameters, and return what it needs."""
-    trace, counter = _Found(), FlopCounterMode(display=False)
+    trace, counter = _Trace(), FlopCounterMode(display=False)
     hooks = [block.register_forward_pre_hook(trace.enter_block) for block in blocks.values()]
     mode = torch_compat.fake_mode()
     log = logging.getLogger(type(mode).__module__)

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from phalanx.errors import PhalanxError
-from phalanx.tools.serve.body import Asked, BadRequest, read_body
+from phalanx.tools.serve.body import BadRequest, Query, read_body
 from phalanx.tools.serve.service import TextPiece, TextService
 
 _END = "data: [DONE]\n\n"
@@ -104,7 +104,7 @@ async def _unknown(request: Request, error: HTTPException) -> Response:
 class _Answers:
     """The answers (choices) to one HTTP request."""
 
-    def __init__(self, service: TextService, query: Asked, *, chat: bool) -> None:
+    def __init__(self, service: TextService, query: Query, *, chat: bool) -> None:
         self._asked, self._chat = query, chat
         self._pieces: asyncio.Queue[tuple[int, TextPiece]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

@@ -42,7 +42,7 @@ class BadRequest(Exception):
         self.param, self.code, self.status = param, code, status
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """What a body asks for: `n` answers to each prompt, one after the other."""
 
     requests: list[TextRequest]
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     include_usage: bool
 
 
-def read_body(content: bytes, text: TextModel, *, chat: bool) -> Asked:
+def read_body(content: bytes, text: TextModel, *, chat: bool) -> Query:
     """Return what a body asks for; BadRequest says what is wrong with it."""
     body = _object(content)
     model = body.get("model", text.name)
@@ -76,7 +76,7 @@ def read_body(content: bytes, text: TextModel, *, chat: bool) -> Asked:
         )
         for number in range(len(prompts) * n)
     ]
-    return Asked(requests, n, _flag("stream", body), _includes_usage(body.get("stream_options") or {}))
+    return Query(requests, n, _flag("stream", body), _includes_usage(body.get("stream_options") or {}))
 
 
 def _object(content: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
+from phalanx.config import FIELDS, DistributedConfig, ResolvedConfig, read_settings
 from phalanx.config.aliases import NAMES
 from phalanx.config.checking import unknown_field
 from phalanx.errors import UsageError, unknown_name
@@ -42,7 +42,7 @@ class TrainableParts(NamedTuple):
 class Trainable(ABC):
     """What is tuned, with the settings of all trials."""
 
-    resolved: Resolved
+    resolved: ResolvedConfig
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class Trainable(ABC):
         """Raise for a metric that no trial will report, where that is known."""
 
 
-def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
+def trial_config(resolved: ResolvedConfig, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
     """Return the settings of a trial: those of all, its own point, its own folders."""
     of_trial: dict[str, Any] = {
         "run_dir": str(trial.folder),
@@ -88,7 +88,7 @@ def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) ->
     return resolved.config.replace(**settings, **of_trial)
 
 
-def _changed(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
+def _changed(resolved: ResolvedConfig, config: DistributedConfig) -> dict[str, Any]:
     """Return the settings that were given for all trials, and those that this one has for itself."""
     differs = {name for name in FIELDS if getattr(config, name) != getattr(resolved.config, name)}
     return given_settings(resolved, config) | {name: getattr(config, name) for name in differs}

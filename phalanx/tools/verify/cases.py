@@ -69,7 +69,7 @@ class LateLabels:
         return Parts(Tagger(), DataLoader(TensorDataset(tokens, labels), 1), nn.CrossEntropyLoss())
 
 
-class Annealed(nn.Module):
+class AnnealedModel(nn.Module):
     """A loss with a weight that a callback changes."""
 
     alpha = 1.0
@@ -79,7 +79,7 @@ class Annealed(nn.Module):
         return self.alpha * nn.functional.mse_loss(output, target)
 
 
-class Scaled(nn.Module):
+class ScaledModel(nn.Module):
     """A model whose output depends on an attribute, an entry of a dict, and an attribute of an object."""
 
     def __init__(self) -> None:
@@ -120,7 +120,9 @@ class ChangedLoss:
     def build(self) -> Parts:
         """Return model, data, loss and callback."""
         inputs = torch.randn(_SAMPLES, 4)
-        return Parts(Scaled(), TensorDataset(inputs, inputs.sum(1, keepdim=True)), Annealed(), callbacks=[Anneal()])
+        return Parts(
+            ScaledModel(), TensorDataset(inputs, inputs.sum(1, keepdim=True)), AnnealedModel(), callbacks=[Anneal()]
+        )
 
 
 def prove_case(name: str, config: DistributedConfig) -> Verdict:

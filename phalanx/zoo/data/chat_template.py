@@ -34,7 +34,7 @@ _HINT = (
 )
 
 
-class Encoded(NamedTuple):
+class EncodedChat(NamedTuple):
     """A conversation as tokens."""
 
     tokens: Sequence[int]
@@ -79,11 +79,11 @@ class ByteTemplate:
     _END = 3
     end_tokens: Collection[int] = (_END,)
 
-    def encode(self, conversations: list[Messages]) -> list[Encoded]:
+    def encode(self, conversations: list[Messages]) -> list[EncodedChat]:
         """Return conversations as bytes."""
         return [self._encoded(messages) for messages in conversations]
 
-    def _encoded(self, messages: Messages) -> Encoded:
+    def _encoded(self, messages: Messages) -> EncodedChat:
         tokens: list[int] = []
         turns = []
         for message in messages:
@@ -92,7 +92,7 @@ class ByteTemplate:
             tokens += [*message["content"].encode(), self._END]
             if message["role"] == "assistant":
                 turns.append((begin, len(tokens)))
-        return Encoded(tokens, turns)
+        return EncodedChat(tokens, turns)
 
     def ask(self, messages: Messages) -> list[int]:
         """Return the bytes up to where the assistant begins."""
@@ -130,7 +130,7 @@ class TokenizerTemplate:
             "the answers are learned that stay as they are ({% generation %} in the template marks all)",
         )
 
-    def encode(self, conversations: list[Messages]) -> list[Encoded]:
+    def encode(self, conversations: list[Messages]) -> list[EncodedChat]:
         """Return conversations as tokens: by the marks of the template, or by rendering them turn by turn."""
         if not conversations:
             return []
@@ -144,7 +144,7 @@ class TokenizerTemplate:
             for messages, text, tokens, offsets in tokenized
         ]
 
-    def _split(self, tokens: list[int], offsets: Offsets, text: str, spans: list[tuple[int, int]]) -> Encoded:
+    def _split(self, tokens: list[int], offsets: Offsets, text: str, spans: list[tuple[int, int]]) -> EncodedChat:
         """Return a text's tokens with its turns; a token that is in part inside of a turn belongs to it.
 
         The model is asked with the tokens of the text before a turn. Where these are not the first ones of the whole
@@ -167,7 +167,7 @@ class TokenizerTemplate:
             )
             for begin, end in spans
         ]
-        return Encoded(tokens, [(int(begin), int(end)) for begin, end in turns])
+        return EncodedChat(tokens, [(int(begin), int(end)) for begin, end in turns])
 
     def _ids(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -181,11 +181,11 @@ class TokenizerTemplate:
         offsets = [(cut + begin, cut + end) for cut, part in shifted for begin, end in part]
         return [token for part in encoding["input_ids"] for token in part], offsets
 
-    def _by_marks(self, messages: Messages) -> Encoded:
+    def _by_marks(self, messages: Messages) -> EncodedChat:
         encoding = self._rendered(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         steps = np.diff(np.concatenate([[0], encoding["assistant_masks"], [0]]))
         turns = zip(np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist(), strict=True)
-        return Encoded(encoding["input_ids"], list(turns))
+        return EncodedChat(encoding["input_ids"], list(turns))
 
     def _spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return where the assistant's turns are in the text of a conversation, in letters.

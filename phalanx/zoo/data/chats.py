@@ -19,7 +19,7 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError
-from phalanx.zoo.data.chat_template import Encoded, Messages, read_template
+from phalanx.zoo.data.chat_template import EncodedChat, Messages, read_template
 from phalanx.zoo.data.files import read_rows
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.splits import check_fraction
@@ -122,7 +122,7 @@ class ChatDataset(GatherDataset):
     """Conversations, several in a sequence or one; targets are -100 where nothing is to be learned."""
 
     def __init__(
-        self, encoded: list[Encoded], seq_len: int, packing: str, train_on: str, vocab_size: int | None
+        self, encoded: list[EncodedChat], seq_len: int, packing: str, train_on: str, vocab_size: int | None
     ) -> None:
         self.seq_len, self.vocab_size, self.is_packed = seq_len, vocab_size, packing == "documents"
         self._for_transformers = False
@@ -162,7 +162,7 @@ class ChatDataset(GatherDataset):
 
 
 def fit_length(
-    encoded: Encoded, longest: int, *, learns_all: bool = False
+    encoded: EncodedChat, longest: int, *, learns_all: bool = False
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Return the tokens and targets of a conversation, at most `longest` tokens; None where nothing is left to learn.
 

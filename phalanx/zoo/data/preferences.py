@@ -13,7 +13,7 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError
-from phalanx.zoo.data.chat_template import Encoded, Messages, read_template
+from phalanx.zoo.data.chat_template import EncodedChat, Messages, read_template
 from phalanx.zoo.data.chats import as_messages, counted_rows
 from phalanx.zoo.data.files import read_rows
 from phalanx.zoo.data.places import Root
@@ -78,14 +78,14 @@ def _conversations(row: Mapping[str, Any], number: int) -> list[Messages]:
     return conversations
 
 
-def _longest(pair: tuple[Encoded, Encoded]) -> int:
+def _longest(pair: tuple[EncodedChat, EncodedChat]) -> int:
     return max(encoded.length for encoded in pair)
 
 
 Pair = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
-def _learned(chosen: Encoded, rejected: Encoded, seq_len: int) -> Pair | None:
+def _learned(chosen: EncodedChat, rejected: EncodedChat, seq_len: int) -> Pair | None:
     """Return tokens and targets of both, as far as they fit; None where nothing is left to compare.
 
     Tokens count from the first in which the two differ: the terms of those before are equal, and cancel in the loss.

@@ -153,7 +153,7 @@ class ShapeSamples:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _ShapeCounts:
     """What was asked for."""
 
     images: int
@@ -173,7 +173,7 @@ class ShapeSource:
                 f"images={images}, val images={val_images}, size={size}, classes={classes}, seed={seed}: classes are 2 "
                 f"to {MOST_CLASSES}, both splits have an image of each class or more, size is 8 or more, seed 0 or more"
             )
-        self._drawn = _Drawn(images, val_images, size, classes, seed)
+        self._drawn = _ShapeCounts(images, val_images, size, classes, seed)
         self.classes = ["-".join(class_parts(label)) for label in range(classes)]
         self.lengths = {"train": images, "val": val_images}
         self.about: dict[str, Any] = {"made of": "drawn shapes", "size": size, "seed": seed}
