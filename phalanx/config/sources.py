@@ -25,9 +25,9 @@ _LIMITS = ("epochs", "max_steps")
 """How long a run is; where both are given, the first that is reached ends it."""
 NOT_SETTINGS = {
     *("ALL_TESTS", "CONTROL_FD", "ENGINE", "EVENTS_FD", "FAILURES", "FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS"),
-    *("FAULTS_RUN", "GATE", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
+    *("FAULTS_RUN", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
     *("LOG_DIR", "PLANNED_RANKS", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID", "SLOT", "SWITCH", "TF_ROLES", "TRIAL"),
-    *("TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+    *("TRIAL_CONTROL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
