@@ -164,7 +164,7 @@ class OverdueWatch:
         self._reported = ""
         self._progress = b""
         self._skipped = 0
-        self._place: tuple[int, int] | None = None
+        self._position: tuple[int, int] | None = None
         self._since = 0.0
 
     def check(self) -> bool:
@@ -190,7 +190,7 @@ class OverdueWatch:
         """Whether operations were queued or ended since the last look, and all were looked at not long ago."""
         changed, self._progress = progress != self._progress, progress
         if changed:
-            self._place = None
+            self._position = None
             self._skipped += 1
         skips = changed and self._skipped <= _MOST_SKIPPED
         if not skips:
@@ -215,8 +215,8 @@ class OverdueWatch:
 
         frame = _distributed_frame(sys._current_frames().get(threading.main_thread().ident or 0))
         position = None if frame is None else (id(frame), frame.f_lasti)
-        if frame is None or position != self._place:
-            self._place, self._since = position, now
+        if frame is None or position != self._position:
+            self._position, self._since = position, now
             return ""
         variables = frame.f_locals
         limit = group_timeout(self._backend, variables.get("group", variables.get("process_group")))

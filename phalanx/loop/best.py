@@ -28,7 +28,7 @@ class MetricWatch:
         self._setting = setting
         self._min_delta = min_delta
         self._any_metric = any_metric
-        self._asked = self.watched = watched
+        self._setting_metric = self.watched = watched
         self.value: float | None = None
         self.step: int | None = None
         self.since = 0
@@ -73,12 +73,12 @@ class MetricWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        state = {"asked": list(self._asked), "watched": list(self.watched)}
+        state = {"asked": list(self._setting_metric), "watched": list(self.watched)}
         return {**state, "value": self.value, "step": self.step, "since": self.since, "judged": self._judged}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Continue after a resumption; a run that watches another metric begins anew."""
-        if state is None or WatchedMetric(*state["asked"]) != self._asked:
+        if state is None or WatchedMetric(*state["asked"]) != self._setting_metric:
             return False
         self.watched = WatchedMetric(*state["watched"])
         self.value, self.step, self.since = state["value"], state["step"], state["since"]

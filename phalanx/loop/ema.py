@@ -45,8 +45,8 @@ class WeightAverage:
             name: before.get(name, value.detach().clone()) for name, value in zip(names, tensors.values(), strict=True)
         }
         self._buffers = list(buffers.items())
-        self._here = [local(value.detach()) for value in tensors.values()]
-        self._there = [local(value) for value in self.other.values()]
+        self._weights = [local(value.detach()) for value in tensors.values()]
+        self._averages = [local(value) for value in self.other.values()]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the averages of parameters, which are equal on ranks that hold replicas."""
@@ -57,7 +57,7 @@ class WeightAverage:
         """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""
         self._look_for_buffers()
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch_compat.foreach_lerp_(self._there, self._here, 1.0 - decay)
+        torch_compat.foreach_lerp_(self._averages, self._weights, 1.0 - decay)
 
     def _look_for_buffers(self) -> None:
         """Find the buffers again where a module has put another tensor in the place of one."""
@@ -69,7 +69,7 @@ class WeightAverage:
         """Exchange the average and the model's weights, in place."""
         self._look_for_buffers()
         drop_gathered(self._model)  # else weights that were gathered in a forward pass would stay in use
-        for weight, there in zip(self._here, self._there, strict=True):
+        for weight, there in zip(self._weights, self._averages, strict=True):
             before = weight.clone()
             weight.copy_(there)
             there.copy_(before)
@@ -86,7 +86,7 @@ class WeightAverage:
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again at the model's weights."""
-        torch_compat.foreach_copy_(self._there, self._here)
+        torch_compat.foreach_copy_(self._averages, self._weights)
 
     @torch.no_grad()
     def load(self, saved: dict[str, torch.Tensor]) -> None:

@@ -94,7 +94,7 @@ class _Code:
         self.is_opaque = False
         """Whether the code cannot tell which settings are read."""
         self._aliases = {"phalanx"}
-        self._seen: set[Path] = set()
+        self._files_read: set[Path] = set()
         first = _first_file(target)
         if first is None:
             self.is_opaque = True
@@ -103,9 +103,9 @@ class _Code:
         self._read(first, "" if isinstance(target, ScriptTarget) else target.name)
 
     def _read(self, path: Path, module: str) -> None:
-        if path in self._seen:
+        if path in self._files_read:
             return
-        self._seen.add(path)
+        self._files_read.add(path)
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):  # the rank that runs it reports it better

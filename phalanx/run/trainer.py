@@ -114,12 +114,12 @@ class TorchTrainer:
             )
         if config is not None:
             chosen = config.replace(**settings) if settings else config
-            self._given = frozenset(settings)
+            self._settings_given = frozenset(settings)
             chosen.refuse_unused(settings)
         else:  # torch's own trainer has any strategy, so that a flag or variable may name another backend
             backend = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
             resolved = resolve({**backend, **settings})
-            chosen, self._given = resolved.config, resolved.given
+            chosen, self._settings_given = resolved.config, resolved.given
         chosen.require_torch(type(self).__name__)
         self._report_other_backend(chosen)
         return chosen
@@ -154,7 +154,7 @@ class TorchTrainer:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
-        task.given = self._given | frozenset(settings)
+        task.given = self._settings_given | frozenset(settings)
         check_task(task, config)
         self._last_data = train
         history = self._run("fit", task, config).history

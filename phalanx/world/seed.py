@@ -125,7 +125,7 @@ class _NumpyGenerator:
     """
 
     def __init__(self) -> None:
-        self._seen: object = None
+        self._numpy_generator: object = None
         self._mark: tuple[int, ...] = ()
         self._words: Any = None
 
@@ -133,7 +133,7 @@ class _NumpyGenerator:
         """Install a generator for the data; return what `take_back` needs."""
         generator = mtrand.get_bit_generator()
         state = None
-        if generator is not self._seen or self._mark != self._position():
+        if generator is not self._numpy_generator or self._mark != self._position():
             state = np.random.get_state(legacy=False)
         # A nested scope needs another generator.
         mtrand.set_bit_generator(_FOR_DATA if generator is not _FOR_DATA else np.random.MT19937())
@@ -148,7 +148,7 @@ class _NumpyGenerator:
         if has_second:
             np.random.set_state(state)
         is_plain = isinstance(generator, np.random.MT19937) and generator is not _FOR_DATA and not has_second
-        self._seen = generator if is_plain else None
+        self._numpy_generator = generator if is_plain else None
         if is_plain:
             self._words = (ctypes.c_uint32 * (_KEY_WORDS + 1)).from_address(generator.ctypes.state_address)
             self._mark = self._position()

@@ -48,7 +48,7 @@ class HorovodOutput:
     show: Callable[[int, str], None]
     on_exit: Callable[[int, int], None]
     notice: Callable[[str], None]
-    own: list[str] = field(default_factory=list)
+    launcher_lines: list[str] = field(default_factory=list)
     """The last lines of horovodrun itself."""
     _logs: dict[int, RankLog] = field(default_factory=dict)
     _partial: bytes = b""
@@ -78,7 +78,7 @@ class HorovodOutput:
         of_rank = _OF_RANK.match(line)
         if of_rank is None:
             output = line.decode(errors="replace").rstrip()
-            self.own = [*self.own, output][-_OWN_LINES:] if output else self.own
+            self.launcher_lines = [*self.launcher_lines, output][-_OWN_LINES:] if output else self.launcher_lines
             if (ended := _ENDED.match(output)) is not None:
                 self.on_exit(int(ended[1]), int(ended[2]))
             return
@@ -282,7 +282,7 @@ class HorovodAttempt(LauncherLoop):
             record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
             # The machine on which the rank ran is not always this one.
             return failure if record is None else dataclasses.replace(failure, host=record["host"])
-        lines = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
+        lines = [line for line in self._output.launcher_lines if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
         has_started = any(state.pid is not None for state in states)
         hint = "Every machine must let this user in by ssh without a password, and have this Python at the same path."
         return FailureReport(

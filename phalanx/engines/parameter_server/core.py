@@ -31,7 +31,7 @@ class ShardCore:
         self._contributions: dict[int, Contribution] = {}
         self._commits: dict[int, dict[str, Any]] = {}
         self._merged: tuple[int, MergedGradients] | None = None
-        self._seen: dict[int, int] = {}
+        self._versions_seen: dict[int, int] = {}
         self.clock = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -53,7 +53,7 @@ class ShardCore:
             start = self._workers.start_of(worker, self.clock, together=self.together)
             self._workers.come(worker, connection, start if passed is None else passed)
             self._drop_sums_in(self._contributions.get(worker))
-            self._seen.pop(worker, None)
+            self._versions_seen.pop(worker, None)
             self._complete_rounds()
             self._changed.notify_all()
             return {"clock": self.clock, "start": start, "applied": self._workers.applied.get(worker, 0)}
@@ -114,8 +114,8 @@ class ShardCore:
         """
         with self._changed:
             state = self._state
-            rows = state.changed_rows(self._seen.get(worker, 0))
-            self._seen[worker] = state.version
+            rows = state.changed_rows(self._versions_seen.get(worker, 0))
+            self._versions_seen[worker] = state.version
             bundle = Bundle({(-1, "dense"): state.memory.dense if self.together else state.memory.dense.clone()})
             for index, piece in enumerate(self.pieces):
                 if index in rows:
@@ -145,7 +145,7 @@ class ShardCore:
             self.pieces = tuple(pieces)
             self._state = ShardState(self.pieces, self.spec.optimizer)
             self._contributions.clear()
-            self._seen.clear()
+            self._versions_seen.clear()
             self.moved = [0] * len(self.pieces)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class ShardCore:
             self._changed.notify_all()
 
     def _step_alone(self, worker: int) -> None:
-        self.stats.stale(self._state.version - self._seen.get(worker, self._state.version))
+        self.stats.stale(self._state.version - self._versions_seen.get(worker, self._state.version))
         self._apply_step(self._commits[worker]["seq"], {worker: self._commits[worker]})
         self.clock += 1
         self._save_if_due()

@@ -37,7 +37,7 @@ class Fitting:
     model: Any
     strategy: Any
     keras: Any
-    own: bool
+    own_loop: bool
     note: str
 
     def run(
@@ -58,7 +58,7 @@ class Fitting:
             *job.task.callbacks,
             *self._after_epochs(config, directory, first_epoch, report, leads=leads),
         ]
-        if self.own:
+        if self.own_loop:
             loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, keras_callbacks)
             loop.run(first_epoch, epochs, config.max_steps)
             return
@@ -80,7 +80,7 @@ class Fitting:
         following = [] if control is None else [callbacks.control_callback(self.keras, control, report)]
         if directory is not None:
             every = (config.checkpoint_every or (1, ""))[0]
-            own_backup = backup.OwnBackup(self.model, directory, leads=leads) if self.own else None
+            own_backup = backup.OwnBackup(self.model, directory, leads=leads) if self.own_loop else None
             following.append(callbacks.backup_callback(self.keras, directory, every, report, own_backup))
             if control is not None:
                 following.append(callbacks.rate_keeper(self.keras, self.model, directory, leads=leads))

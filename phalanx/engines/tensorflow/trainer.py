@@ -61,7 +61,7 @@ class TensorFlowDistributedTrainer:
             )
         if isinstance(optimizer, str) and optimizer in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
             settings["optimizer"], optimizer = optimizer, None
-        self._given = frozenset(settings)
+        self._settings_given = frozenset(settings)
         self.config = self._configure(config, settings)
         self.callbacks = list(callbacks or [])
         self.history: History | None = None
@@ -73,7 +73,7 @@ class TensorFlowDistributedTrainer:
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is None:
             resolved = resolve({"backend": self.backend, **settings})
-            self._given = resolved.given
+            self._settings_given = resolved.given
             return resolved.config
         chosen = config.replace(**{"backend": self.backend, **settings})
         chosen.refuse_unused(settings)
@@ -109,7 +109,7 @@ class TensorFlowDistributedTrainer:
             check_data(val, "val")
         name = config.name or getattr(self._model_fn, "__name__", "keras").strip("<>")
         task = KerasTask(self._model_fn, train, val, callbacks=self.callbacks, name=name, **self._parts)
-        result = self._run(task, config, self._given | settings.keys())
+        result = self._run(task, config, self._settings_given | settings.keys())
         self.history = result.history
         return result.history
 

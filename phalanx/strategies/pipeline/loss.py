@@ -49,7 +49,7 @@ class MicrobatchLoss:
         self._size = size
         self._factor = factor
         self._weight = weight
-        self._found: dict[int, torch.Tensor] = {}
+        self._losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: Any, number: int) -> torch.Tensor:
         """Return a microbatch's share of the loss, for backward."""
@@ -65,12 +65,12 @@ class MicrobatchLoss:
         share = self._passes.weigh(part) / self._weight
         if isinstance(share, torch.Tensor):  # without a label that counts there is no mean and nothing to add
             loss = torch.where(share > 0, loss, 0.0)
-        self._found[number] = loss.detach() * share
+        self._losses[number] = loss.detach() * share
         return loss * (share * self._factor)
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Return the mean loss of the batch on a rank with the last stage, else zero."""
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for value in self._found.values():
+        for value in self._losses.values():
             total += value
         return total

@@ -134,7 +134,7 @@ def working_bytes(model: ModelShape, tp: int, *, half: bool) -> float:
 class PerToken(NamedTuple):
     """Bytes per token on one rank, of a layer that is divided by tp."""
 
-    kept: float
+    saved: float
     """Per layer."""
     working: float
     """What the backward pass of one layer needs besides."""

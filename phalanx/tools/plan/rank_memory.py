@@ -230,7 +230,7 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
     adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
     flights, pending = max(
-        rank.moments, key=lambda moment: moment[0] * bytes_each.kept + moment[1] * bytes_each.pending
+        rank.moments, key=lambda moment: moment[0] * bytes_each.saved + moment[1] * bytes_each.pending
     )
     loss = tokens * rank.computes_loss
     head = _head(model, case, bytes_each, loss, flights)
@@ -238,7 +238,7 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
         _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks),
-        tokens * rank.layers * (flights * bytes_each.kept + pending * bytes_each.pending) + loss * bytes_each.last,
+        tokens * rank.layers * (flights * bytes_each.saved + pending * bytes_each.pending) + loss * bytes_each.last,
         _casts(case, flights, pending, whole - root, rank.computes_loss * here.table * (not case.chunks)),
         head,
         tokens * bytes_each.working,

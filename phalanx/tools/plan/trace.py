@@ -120,12 +120,16 @@ class _Traffic(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-        self._own = parameters
+        self._parameters = parameters
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace == "aten":  # others ask for a device or a size
-            moved = {id(tensor): tensor for tensor in _tensors((args, kwargs, output)) if _key(tensor) not in self._own}
+            moved = {
+                id(tensor): tensor
+                for tensor in _tensors((args, kwargs, output))
+                if _key(tensor) not in self._parameters
+            }
             self.total += sum(map(_half_bytes, moved.values()))
         return output
 
@@ -201,7 +205,7 @@ class _FakeAttributes:
     """Replaces tensors that a module holds as plain attributes; they are put back at the end."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = [
+        self._storages_held = [
             (part, name, value)
             for part in module.modules()
             for name, value in vars(part).items()
@@ -209,11 +213,11 @@ class _FakeAttributes:
         ]
 
     def __enter__(self) -> None:
-        for part, name, value in self._held:
+        for part, name, value in self._storages_held:
             setattr(part, name, torch.empty_like(value, device="cpu"))
 
     def __exit__(self, *_: object) -> None:
-        for part, name, value in self._held:
+        for part, name, value in self._storages_held:
             setattr(part, name, value)
 
 

@@ -84,7 +84,7 @@ class StepProfile(Callback):
         self._loop: TrainLoop
         self._next = 0
         """The step that begins with the next phase "data"."""
-        self._shown = 0
+        self._first_step = 0
         self._recording = False
         self._finished = False
         self._profiler: Any = None
@@ -178,8 +178,8 @@ class StepProfile(Callback):
 
     def _enter(self, name: str) -> None:
         """Begin the range of a phase; with the first data of a step also that of the step."""
-        if name == "data" and self._next != self._shown:
-            self._shown = self._next
+        if name == "data" and self._next != self._first_step:
+            self._first_step = self._next
             if self._records and self._formation.device.type == "cuda":
                 with torch.profiler.record_function(RECORDER):
                     torch.cuda.synchronize()  # the kernels of a step belong to it, also where the host is ahead

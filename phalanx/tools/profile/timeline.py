@@ -154,12 +154,12 @@ class _Builder:
     def __init__(self, file: RankFile, origin_ns: int) -> None:
         self._file, self._origin = file, origin_ns
         self._main = int(file.meta["main_thread"])
-        self._found = RankTimeline(file.rank, file.meta)
+        self._timeline = RankTimeline(file.rank, file.meta)
         self._phases: dict[str, list[Span]] = defaultdict(list)
         self._threads: dict[Any, list[_Item]] = defaultdict(list)
         self._kernels: list[_Item] = []
         self._calls: list[_Call] = []
-        self._seen: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        self._by_operation: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         self._by_module: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         self._waits: list[tuple[str, Span]] = []
         self._own_waits: list[Span] = []
@@ -202,12 +202,12 @@ class _Builder:
         elif kind in ("cuda_runtime", "python_function"):
             if _WAITS.fullmatch(name):
                 self._threads[thread].append(_Item(*span, name, None, None))
-            elif kind == "python_function" and self._found.on_gpu:
+            elif kind == "python_function" and self._timeline.on_gpu:
                 self._threads[thread].append(_Item(*span, _PYTHON + name, None, None))
         elif name == RECORDER:
             self._own_waits.append(span)
         elif name.startswith(LOOP + "step "):
-            self._found.steps[int(name.rpartition(" ")[2])] = span
+            self._timeline.steps[int(name.rpartition(" ")[2])] = span
         elif name.startswith(LOOP) and "#" in name:
             self._calls.append((thread, name.removeprefix(LOOP).partition(" #")[0], span))
         elif name.startswith(LOOP):
@@ -229,7 +229,7 @@ class _Builder:
             self._sweep(self._threads[thread], sequences, is_main=thread == self._main)
 
     def _sweep(self, items: list[_Item], sequences: dict[int, str], *, is_main: bool) -> None:
-        counts = is_main and not self._found.on_gpu
+        counts = is_main and not self._timeline.on_gpu
         stack: list[tuple[_Item, str, list[float]]] = []  # the item, its module, the time of what is within it
 
         def close(until: float) -> None:
@@ -265,13 +265,13 @@ class _Builder:
         close(float("inf"))
 
     def _count(self, name: str, seconds: float, module: str) -> None:
-        tables = [(self._seen, name)] + ([(self._by_module, module)] if module else [])
+        tables = [(self._by_operation, name)] + ([(self._by_module, module)] if module else [])
         for table, key in tables:
             table[key][0] += seconds
             table[key][1] += 1
 
     def _finish(self) -> RankTimeline:
-        timeline = self._found
+        timeline = self._timeline
         timeline.phases = {name: union(spans) for name, spans in self._phases.items()}
         calls = [call for call in self._calls if not (timeline.on_gpu and call[1].startswith(_HOST_COLLECTIVE))]
         if timeline.on_gpu:
@@ -286,7 +286,7 @@ class _Builder:
             timeline.busy = without(operations, of_collectives)  # what runs within a collective is a part of it
         timeline.communication = union(span for _, _, span in calls)
         timeline.collectives = _by_step(timeline, _linkable(timeline, calls))
-        timeline.operations = {name: Usage(value[0], int(value[1])) for name, value in self._seen.items()}
+        timeline.operations = {name: Usage(value[0], int(value[1])) for name, value in self._by_operation.items()}
         timeline.modules = {name: Usage(value[0], int(value[1])) for name, value in self._by_module.items()}
         timeline.host_waits = self._host_waits(union(timeline.steps.values()), union(self._own_waits))
         if self._allocations:

@@ -105,7 +105,7 @@ class _Answers:
     """The answers (choices) to one HTTP request."""
 
     def __init__(self, service: TextService, query: Query, *, chat: bool) -> None:
-        self._asked, self._chat = query, chat
+        self._query, self._chat = query, chat
         self._pieces: asyncio.Queue[tuple[int, TextPiece]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._head = {
@@ -126,7 +126,7 @@ class _Answers:
 
     async def _all(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield pieces until all choices have ended; cancel them where the client has left."""
-        unfinished = len(self._asked.requests)
+        unfinished = len(self._query.requests)
         try:
             while unfinished:
                 number, piece = await self._pieces.get()
@@ -134,12 +134,12 @@ class _Answers:
                 unfinished -= piece.finish is not None
                 yield number, piece
         finally:
-            for request in self._asked.requests:
+            for request in self._query.requests:
                 request.cancelled = True
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when it is complete."""
-        texts, ends = [""] * len(self._asked.requests), [""] * len(self._asked.requests)
+        texts, ends = [""] * len(self._query.requests), [""] * len(self._query.requests)
         async for number, piece in self._all():
             if piece.finish == "error":
                 raise BadRequest("the answer failed; the server's output says why", status=500)
@@ -156,7 +156,7 @@ class _Answers:
         return {"index": number, name: content, "logprobs": None, "finish_reason": finish}
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(len(request.prompt) for request in self._asked.requests[:: self._asked.n])
+        prompt = sum(len(request.prompt) for request in self._query.requests[:: self._query.n])
         completion = sum(self._counts)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -164,7 +164,7 @@ class _Answers:
         """Yield the answer as server-sent events, one for each piece."""
         head = {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
         if self._chat:
-            for number in range(len(self._asked.requests)):
+            for number in range(len(self._query.requests)):
                 first = {"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 yield _event({**head, "choices": [first]})
         async for number, piece in self._all():
@@ -172,7 +172,7 @@ class _Answers:
                 yield _event({"error": {"message": "the answer failed; the server's output says why"}})
                 continue
             yield _event({**head, "choices": [self._choice(number, piece.text, piece.finish, part=True)]})
-        if self._asked.include_usage:
+        if self._query.include_usage:
             yield _event({**head, "choices": [], "usage": self._usage()})
         yield _END
 

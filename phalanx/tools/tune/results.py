@@ -93,12 +93,12 @@ class PlainTable:
         self._objective = objective
         self.progress = SearchProgress(objective)
         self._out, _ = guarded_streams(out)
-        self._shown: dict[int, State] = {}
+        self._states: dict[int, State] = {}
 
     def show(self, trials: Sequence[Trial]) -> None:
         """Write the changes since the last call."""
         for trial in trials:
-            before, self._shown[trial.number] = self._shown.get(trial.number), trial.state
+            before, self._states[trial.number] = self._states.get(trial.number), trial.state
             starts = before in (None, State.WAITING) and trial.state is State.RUNNING
             ends = trial.state.is_final and before is not trial.state
             if starts or ends:

@@ -260,11 +260,11 @@ class PartOfSearch(Search):
     """Every n-th point of another search, for one of several jobs that share the work."""
 
     def __init__(self, whole: Search, index: int, count: int) -> None:
-        self._whole, self._index, self._count = whole, index, count
+        self._search, self._index, self._count = whole, index, count
 
     def point(self, number: int, earlier: Sequence[Trial]) -> dict[str, Any]:
         """Return the point that the whole search has at this place."""
-        return self._whole.point(self._index + number * self._count, earlier)
+        return self._search.point(self._index + number * self._count, earlier)
 
 
 class OptunaSearch(Search):

@@ -59,7 +59,7 @@ class Catalog:
         self._chosen = list(chosen)
         self._lock = threading.Lock()
         self._events: dict[str, RunEvents] = {}
-        self._shown: dict[str, dict[str, Any]] = {}
+        self._summaries: dict[str, dict[str, Any]] = {}
 
     def paths(self) -> dict[str, Path]:
         """Return the folders of all runs by the names that the page uses."""
@@ -165,16 +165,16 @@ class Catalog:
         """Return how each run stands, the newest first. What has not changed is not read again."""
         paths = self.paths()
         with self._lock:
-            for gone in self._shown.keys() - paths.keys():
-                del self._shown[gone]
+            for gone in self._summaries.keys() - paths.keys():
+                del self._summaries[gone]
                 self._events.pop(gone, None)
             for name, path in paths.items():
-                version, summary = _version(path), self._shown.get(name)
+                version, summary = _version(path), self._summaries.get(name)
                 if summary is None or summary["version"] != version:
-                    self._shown[name] = {"id": name, "version": version, **_summary(path)}
+                    self._summaries[name] = {"id": name, "version": version, **_summary(path)}
                 elif summary["status"] in _CHANGING:
-                    self._shown[name] = {**summary, "status": StoredRun(path).status}
-            return sorted(self._shown.values(), key=lambda row: (row["started"], row["id"]), reverse=True)
+                    self._summaries[name] = {**summary, "status": StoredRun(path).status}
+            return sorted(self._summaries.values(), key=lambda row: (row["started"], row["id"]), reverse=True)
 
     def events(self, name: str) -> RunEvents:
         """Return the events of a run, up to date."""

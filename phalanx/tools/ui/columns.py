@@ -91,7 +91,7 @@ class RunEvents:
         self._offset = 0
         self._tables: dict[str, _Table] = {}
         self._ledger: list[dict[str, Any]] = []
-        self._seen: dict[str, Any] = {"event": "seen", "time": 0.0, "step": 0}
+        self._last_step: dict[str, Any] = {"event": "seen", "time": 0.0, "step": 0}
         self._open_phases: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []
         self.reports: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ class RunEvents:
 
     def _see(self, event: dict[str, Any]) -> None:
         step = event.get("step")
-        self._seen = {"event": "seen", "time": float(event["time"]), "step": step if isinstance(step, int) else 0}
+        self._last_step = {"event": "seen", "time": float(event["time"]), "step": step if isinstance(step, int) else 0}
 
     def _add_steps(self, events: list[dict[str, Any]]) -> None:
         fields = {name: field for name, field in StepDone.CURVES.items() if field in events[0]}
@@ -228,21 +228,21 @@ class RunEvents:
             if all(same):
                 ledger.pop()
             elif not same[-1]:
-                ledger.append(self._seen)
+                ledger.append(self._last_step)
         elif ledger:
-            ledger.append(self._seen)
+            ledger.append(self._last_step)
         ledger.append(event)
 
     def account(self, beat: list[dict[str, Any]]) -> Account | None:
         """Return where the run's time went; `beat`: its last heartbeat, as `StoredRun.last_beat` returns it."""
         with self.lock:
-            events = [*self._ledger, *([self._seen] if self._ledger else []), *beat]
+            events = [*self._ledger, *([self._last_step] if self._ledger else []), *beat]
         return cast("Account | None", self._guarded(account, events))
 
     @property
     def until(self) -> float:
         """The time of the last event."""
-        return float(self._seen["time"])
+        return float(self._last_step["time"])
 
     def curves(self, width: int, low: float = -np.inf, high: float = np.inf, by: str = "step") -> list[dict[str, Any]]:
         """Return tables of curves with at most 2 x `width` points each, of the steps or seconds from `low` to `high`.

@@ -90,7 +90,7 @@ def files(
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
-    table, title = read_table(kind, chosen), str(chosen[0]) if len(chosen) == 1 else source.shown
+    table, title = read_table(kind, chosen), str(chosen[0]) if len(chosen) == 1 else source.title
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
     if text is not None and target is None and inputs is None and class_names is None:
         check_columns(table, [text], title)
@@ -116,10 +116,10 @@ def rows_of(root: Root, split: str, columns: Sequence[str], val_fraction: float 
     """Return the rows of a split of table files (jsonl, csv, parquet, ...), a sequence of dicts, with these columns."""
     source, kind = _survey(root)
     if kind in ("images", "text", "webdataset"):
-        raise DataError(f"{source.shown} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
+        raise DataError(f"{source.title} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
     chosen, part = of_split(source.folder, source.files, split)
     table = read_table(kind, chosen)
-    check_columns(table, columns, source.shown)
+    check_columns(table, columns, source.title)
     return held_out_part(table, part, val_fraction)
 
 
@@ -141,13 +141,13 @@ def _survey(root: Root) -> tuple[FoundFiles, str]:
         )
         holds = "is no file" if source.folder is None else "holds no files"
         raise DataError(
-            f"{source.shown} {holds} that can be read as data; found: {content}.",
+            f"{source.title} {holds} that can be read as data; found: {content}.",
             hint=f"Known endings: {', '.join(sorted({*_KINDS, *IMAGE_ENDINGS}))}. Others: write a function, "
             "--data my_package.data:load",
         )
     kinds = {"images" if ending in IMAGE_ENDINGS else _KINDS[ending] for ending in readable}
     if source.folder is None and len(kinds) > 1:
-        raise DataError(f"{source.shown} are files of different kinds: {', '.join(sorted(kinds))}.")
+        raise DataError(f"{source.title} are files of different kinds: {', '.join(sorted(kinds))}.")
     # A README.md or a .json file next to one file of data describes it.
     best = max(readable, key=lambda ending: endings[ending] / (2 if ending in (".json", ".md") else 1))
     kind = "images" if best in IMAGE_ENDINGS else _KINDS[best]
@@ -216,7 +216,7 @@ def read_rows(root: Root | None, split: str, fraction: float) -> list[tuple[int,
     source, kind = _survey(root)
     if kind not in _TABLES:
         raise DataError(
-            f"{source.shown} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected."
+            f"{source.title} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected."
         )
     chosen, part = of_split(source.folder, source.files, split)
     table = read_table(kind, chosen)

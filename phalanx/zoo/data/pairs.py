@@ -95,16 +95,16 @@ class _Columns(Sequence[tuple[str, str]]):
         numbers = rows.indices if is_part else range(len(rows))
         self._source, self._target, self._prefix = source, target, prefix
         is_whole = [None not in pair for pair in zip(self._rows[source], self._rows[target], strict=True)]
-        self._kept = [number for number in numbers if is_whole[number]]
+        self._usable = [number for number in numbers if is_whole[number]]
         missing = [number for number in numbers if not is_whole[number]]
         why = f"no {source}, or no {target}"
         self.notes = (f"{counted_rows(missing, 'pair')} skipped: {why}",) if missing else ()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._usable)
 
     def __getitem__(self, number: Any) -> Any:
-        row = self._rows[self._kept[number]]
+        row = self._rows[self._usable[number]]
         return f"{self._prefix}{row[self._source]}", str(row[self._target])
 
 

@@ -28,7 +28,7 @@ class TextPieces:
 
     def __init__(self, tokenizer: str | None) -> None:
         self._tokenizer = None if tokenizer is None else _opened(Path(tokenizer).expanduser())
-        self._given = tokenizer
+        self._tokenizer_path = tokenizer
         self.is_bytes = tokenizer is None
         self.vocab_size = BYTES_AND_ONE if self._tokenizer is None else self._tokenizer.get_vocab_size()
 
@@ -49,7 +49,7 @@ class TextPieces:
         token = next((number for number in ids if number is not None), None)
         if token is None:
             raise DataError(
-                f"the tokenizer '{self._given}' has no token for the {name} of a text: looked for "
+                f"the tokenizer '{self._tokenizer_path}' has no token for the {name} of a text: looked for "
                 f"{' and '.join(_NAMES[name])}.",
                 hint="Give the tokenizer of a BERT.",
             )

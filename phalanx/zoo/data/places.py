@@ -17,7 +17,7 @@ class FoundFiles(NamedTuple):
 
     files: list[Path]
     folder: Path | None
-    shown: str
+    title: str
     """The place in an error message."""
 
 

@@ -57,7 +57,7 @@ class QuestionWindows(GatherDataset):
         self.vocab_size = pieces.vocab_size
         used = {question.context for question in questions}
         self._contexts = pieces.encode([text if number in used else "" for number, text in enumerate(contexts)])
-        self._asked = pieces.encode([question.text for question in questions])
+        self._question_pieces = pieces.encode([question.text for question in questions])
         self._begin, self._separator = pieces.special("begin"), pieces.special("separator")
         self._padding = pieces.special("padding")
         self.windows: list[Window] = []
@@ -68,7 +68,7 @@ class QuestionWindows(GatherDataset):
 
     def _cut(self, number: int, stride: int) -> list[Window]:
         question_tokens, length = (
-            len(self._asked[number].tokens),
+            len(self._question_pieces[number].tokens),
             len(self._contexts[self.questions[number].context].tokens),
         )
         room = self.seq_len - question_tokens - 3
@@ -112,7 +112,7 @@ class QuestionWindows(GatherDataset):
 
     def _row(self, window: Window) -> tuple[list[int], list[int], list[int]]:
         """Return the two parts of a window, and its labels."""
-        question = [self._begin, *self._asked[window.question].tokens, self._separator]
+        question = [self._begin, *self._question_pieces[window.question].tokens, self._separator]
         context = self._contexts[self.questions[window.question].context].tokens[window.first : window.stop]
         labels, answer = [0, 0], self._answers[window.question]
         if answer is not None and window.first <= answer[0] and answer[1] < window.stop:
@@ -130,7 +130,7 @@ class QuestionWindows(GatherDataset):
 
     def answer_text(self, window: Window, first: int, last: int) -> str:
         """Return the text from one position of a window to another."""
-        shift = window.first - len(self._asked[window.question].tokens) - 2
+        shift = window.first - len(self._question_pieces[window.question].tokens) - 2
         context = self.questions[window.question].context
         spans = self._contexts[context].spans
         return self.contexts[context][spans[first + shift][0] : spans[last + shift][1]]

@@ -152,7 +152,7 @@ class TableDataset(Dataset[Any]):
 
     def __init__(self, table: Any, title: str, shape: TableShape, *, needs_target: bool) -> None:
         """`title`: what the table is called in messages."""
-        self._table, self._shown, self._shape = table, title, shape
+        self._table, self._title, self._shape = table, title, shape
         if shape.target_type not in (None, *_TARGET_TYPES):
             raise UsageError(unknown_name("target_type", shape.target_type, _TARGET_TYPES))
         if shape.classes:
@@ -223,7 +223,7 @@ class TableDataset(Dataset[Any]):
         cells = self._table[name]
         wrong = next((number for number, cell in enumerate(cells) if not _is_number(cell)), None)
         if wrong is not None:
-            problem = f"row {wrong + 1} of {self._shown} holds {cells[wrong]!r} in the column '{name}'"
+            problem = f"row {wrong + 1} of {self._title} holds {cells[wrong]!r} in the column '{name}'"
             raise DataError(
                 f"{problem}, which is not a number",
                 hint="Correct the file, or leave the column out of data.inputs.",
@@ -241,7 +241,7 @@ class TableDataset(Dataset[Any]):
         correct = "Correct the file. A new label needs a new model, which is trained with it."
         labels = [*list(self._labels)[:_MOST_SHOWN], *(["..."] if len(self._labels) > _MOST_SHOWN else [])]
         raise DataError(
-            f"row {index + 1} of {self._shown} holds {value!r} in the column '{target}', and the labels of the "
+            f"row {index + 1} of {self._title} holds {value!r} in the column '{target}', and the labels of the "
             f"training data are {', '.join(labels)}",
             hint="For quantities write: --set data.target_type=number" if is_quantity else correct,
         )
@@ -268,7 +268,7 @@ class TableDataset(Dataset[Any]):
             cells = cells if len(cells) == len(self._table) else self._table[name]
             wrong = [number for number, cell in enumerate(cells) if not _is_number(cell)]
             if wrong:
-                problem = f"row {wrong[0] + 1} of {self._shown} holds {cells[wrong[0]]!r} in the column '{name}'"
+                problem = f"row {wrong[0] + 1} of {self._title} holds {cells[wrong[0]]!r} in the column '{name}'"
                 others = (
                     "its other cells" if len(wrong) == 1 else f"{len(cells) - len(wrong)} of its {len(cells)} cells"
                 )
@@ -278,7 +278,7 @@ class TableDataset(Dataset[Any]):
                 )
         if texts and needs_target and target is None:
             raise UsageError(
-                f"{self._shown} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, and columns of texts "
+                f"{self._title} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, and columns of texts "
                 f"would be left out: {', '.join(texts)}",
                 hint=f"Name the target: --set data.target={texts[-1]}, or the inputs: {example}",
             )
@@ -289,7 +289,7 @@ class TableDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         row, target = self._table[index], self._shape.target
         if empty := [name for name in (*self._inputs, target) if name is not None and row[name] is None]:
-            raise DataError(f"row {index + 1} of {self._shown} has no value in the column '{empty[0]}'.")
+            raise DataError(f"row {index + 1} of {self._title} has no value in the column '{empty[0]}'.")
         label = None if target is None else self._label(row[target], index)
         if self._tokenizer is not None:
             encoded = self._tokenizer(
@@ -316,7 +316,7 @@ class TableDataset(Dataset[Any]):
         label = self._as_tensor(value, target, index)
         if label.is_floating_point() and not bool((label == label.round()).all()):
             raise DataError(
-                f"row {index + 1} of {self._shown} holds {value!r} in the column '{target}', and labels are whole "
+                f"row {index + 1} of {self._title} holds {value!r} in the column '{target}', and labels are whole "
                 "numbers.",
                 hint="For quantities write: --set data.target_type=number",
             )
@@ -331,7 +331,7 @@ class TableDataset(Dataset[Any]):
         except (TypeError, ValueError, RuntimeError):
             text = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"{repr(value)[:_LONGEST_SHOWN]}..."
             raise DataError(
-                f"row {index + 1} of {self._shown} holds {text} in the column '{name}', which is not a number."
+                f"row {index + 1} of {self._title} holds {text} in the column '{name}', which is not a number."
             ) from None
         return tensor.float() if tensor.is_floating_point() else tensor
 
