@@ -24,8 +24,8 @@ def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
     if row is not None and row.package is not None and importlib.util.find_spec(row.package.module) is None:
         named = f"backend = {values['backend']!r} needs {row.package.title}"
         return f"{named}, which is not installed", row.package.install
-    found = [engine.missing(values) for engine in engine_rules(values) if hasattr(engine, "missing")]
-    return next(filter(None, found), None)
+    missing = [engine.missing(values) for engine in engine_rules(values) if hasattr(engine, "missing")]
+    return next(filter(None, missing), None)
 
 
 @rule("backend", "strategy")
@@ -76,8 +76,8 @@ def _ssh_hosts(settings: Settings, hosts: tuple[Host, ...]) -> Mistakes:
     if not are_equal and settings.resolved_sharding.startswith("hybrid") and settings.shard_size is None:
         yield settings.mistake("hosts", " has machines with different slots, so hybrid sharding needs shard_size.")
     # A launcher that was started for one of the machines knows its number and where the others are.
-    own = () if settings.rdzv_endpoint else (("node_rank", None),)
-    for name, says in (("num_nodes", 1), *own):
+    rank_rule = () if settings.rdzv_endpoint else (("node_rank", None),)
+    for name, says in (("num_nodes", 1), *rank_rule):
         if getattr(settings, name) not in (says, len(hosts) if name == "num_nodes" else says):
             yield settings.mistake(name, f" with hosts = {settings.hosts!r}, which says it: leave {name} out.")
 

@@ -41,9 +41,6 @@ LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 IGNORED_LABEL = -100
 """Label index that the loss ignores, in torch's cross entropy and in Hugging Face models."""
 
-T5_PAD, T5_END = 0, 1
-"""Tokens of every T5: padding, which also begins each answer, and the end of a text."""
-
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Resources:

@@ -64,39 +64,39 @@ class Inquiry:
         self, then: Callable[[list[RankCalls]], None], ranks: list[RankState] | None = None, *, insist: bool = True
     ) -> None:
         """Ask ranks of this machine for stacks and records; with `insist` one that holds the lock for its stack."""
-        asked = time.time()
+        began = time.time()
         states = self._context.group.states if ranks is None else ranks
         self._context.group.signal(ASK, [state for state in states if state.alive])
 
         def poll(deadline: float, *, insisted: bool) -> None:
-            due = [state for state in states if not self._evidence.has_answered(state, asked)]
+            due = [state for state in states if not self._evidence.has_answered(state, began)]
             if due and time.time() < deadline:
                 self._context.later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
             elif due and not insisted:
                 self._context.group.signal(signal.SIGQUIT, due)
                 self._context.later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
             else:
-                then(self._evidence.collect_calls(states, asked))
+                then(self._evidence.collect_calls(states, began))
 
-        poll(asked + _ANSWER_SECONDS, insisted=not insist)
+        poll(began + _ANSWER_SECONDS, insisted=not insist)
 
     # --- several machines ---------------------------------------------------------------------------------------
 
-    def take_question(self, number: int, own: bool) -> None:
+    def take_question(self, number: int, is_ours: bool) -> None:
         """Answer a question of this or another machine."""
-        if own and self._remote is not None:
+        if is_ours and self._remote is not None:
             self._remote.number = number
 
         def answer(calls: list[RankCalls]) -> None:
-            self._context.rendezvous.send_calls(number, [each.to_message(_SENT_CALLS) for each in calls])
-            if own:
+            self._context.rendezvous.send_calls(number, [record.to_message(_SENT_CALLS) for record in calls])
+            if is_ours:
                 self._take(number, self._context.node.node_rank, calls)
 
         self.ask_ranks(answer)
 
     def take_answer(self, message: dict[str, Any]) -> None:
         """Take what the ranks of another machine have answered."""
-        self._take(message["number"], message["from"], [RankCalls.from_message(each) for each in message["calls"]])
+        self._take(message["number"], message["from"], [RankCalls.from_message(record) for record in message["calls"]])
 
     def _take(self, number: int, node_rank: int, calls: list[RankCalls]) -> None:
         if (question := self._remote) is not None and question.number == number:
@@ -107,9 +107,9 @@ class Inquiry:
     def _finish(self, question: _Question) -> None:
         if self._remote is question:
             self._remote = None
-            found = find_blame([each for calls in question.answers.values() for each in calls])
+            blame = find_blame([record for calls in question.answers.values() for record in calls])
             for then in question.then:
-                then(found)
+                then(blame)
 
 
 class StallNotice:
@@ -142,7 +142,7 @@ class StallNotice:
 
     def _judge(self, calls: list[RankCalls], limit: float) -> None:
         """Compare all ranks where one has waited too long, except in a call that has been reported."""
-        pending = [call.began for each in calls for call in each.calls if not call.done]
+        pending = [call.began for record in calls for call in record.calls if not call.done]
         if pending and self._reported < min(pending) < time.time() - limit:
             self._inquiry.find_blame(self._report)
 

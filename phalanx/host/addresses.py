@@ -89,8 +89,8 @@ def free_port(local_rank: int = 0) -> int:
 def _interface_to(master: str) -> str | None:
     """Return the card on the way to `master`, or None where the host's name is good or nothing better is known."""
     with contextlib.suppress(OSError):  # a name that cannot be resolved is no better than one for loopback
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-        if not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found):
+        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        if not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in entries):
             return None
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too

@@ -104,7 +104,7 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
     reached = {name: (have, most) for name, (have, most) in limits.items() if most is not None and have >= most}
     if not reached:
         return
-    asked = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
+    text = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
     if run is None:
         more = " and ".join(f"{name}={2 * have}" for name, (have, _) in reached.items())
         hint = f"Train on with {more}. Or begin a new run with its weights: trainer.load(path)."
@@ -112,7 +112,7 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
         more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
         hint = f"Train on: {resume_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}"
     raise UsageError(
-        f"{checkpoint_path if run is None else run.name} has nothing left to train: {asked}, and its checkpoint is at "
+        f"{checkpoint_path if run is None else run.name} has nothing left to train: {text}, and its checkpoint is at "
         f"step {step}, after {epoch} whole epochs. Nothing was changed",
         hint=hint,
     )

@@ -134,13 +134,13 @@ def write_payload(job: object, path: Path) -> None:
         with path.open("wb") as file:
             Pickler(file).dump(job)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        what = "open files, locks, sockets, running DataLoader iterators and CUDA handles are not"
+        rule = "open files, locks, sockets, running DataLoader iterators and CUDA handles are not"
         if "parametrized" in str(error):  # torch's text, with a link to what does not help here
             error = RuntimeError("torch does not pickle parametrized modules")
-            what = "modules with weight_norm, spectral_norm or another parametrization are not"
+            rule = "modules with weight_norm, spectral_norm or another parametrization are not"
         raise errors.UsageError(
             f"the job cannot be sent to the ranks: {error}",
-            hint=f"Everything given to the trainer must be picklable: {what}. Or run the script itself on the ranks, "
+            hint=f"Everything given to the trainer must be picklable: {rule}. Or run the script itself on the ranks, "
             "which then build the model themselves: phalanx train --script train.py --num-workers 2",
         ) from error
 

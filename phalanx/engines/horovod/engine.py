@@ -95,8 +95,8 @@ ENGINE = Horovod()
 
 def installed_library() -> Path | None:
     """Return the shared library of the installed Horovod, if any, without importing it."""
-    found = importlib.util.find_spec("horovod")
-    folders = [] if found is None else found.submodule_search_locations or []
+    spec = importlib.util.find_spec("horovod")
+    folders = [] if spec is None else spec.submodule_search_locations or []
     return next((library for folder in folders for library in sorted(Path(folder).glob("*/mpi_lib*.so"))), None)
 
 

@@ -117,9 +117,9 @@ def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
 def _discover(script: str) -> tuple[Host, ...]:
     path = Path(script)
     if not path.is_file() or not os.access(path, os.X_OK):
-        what = "is not executable" if path.is_file() else "does not exist"
+        problem = "is not executable" if path.is_file() else "does not exist"
         raise UsageError(
-            f"host_discovery_script = {script!r} {what}",
+            f"host_discovery_script = {script!r} {problem}",
             hint="Write a script that prints the machines, a line of host:slots each, and make it executable: chmod +x",
         )
     try:

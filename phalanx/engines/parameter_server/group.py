@@ -61,8 +61,8 @@ class ServerGroup:
         return self._client
 
     def _address(self, number: int) -> tuple[str, int]:
-        own = self.shards.get(number)
-        host, port = json.loads(self._share(f"address/{number}", json.dumps(own.address) if own else None))
+        shard = self.shards.get(number)
+        host, port = json.loads(self._share(f"address/{number}", json.dumps(shard.address) if shard else None))
         return host, port
 
     def _share(self, name: str, value: str | None) -> str:

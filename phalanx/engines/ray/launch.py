@@ -65,9 +65,9 @@ class RayStarter:
         """Run the target on Ray's workers and return when all of them have ended."""
         began = time.monotonic()
         num_cpus = max(os.cpu_count() or 1, self.workers * self.resources.get("CPU", 1))
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                cluster = held.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
+                cluster = stack.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
                 if self.start_timeout is None:  # else more machines may come
                     check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
                 count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
@@ -75,7 +75,7 @@ class RayStarter:
                     f"{cluster.name}: ready after {time.monotonic() - began:.1f} s; asking for {count} "
                     f"worker{'s' * (self.workers > 1)} with {resources_text(self.resources)} each"
                 )
-                run = held.enter_context(self._started(spec, cluster, console))
+                run = stack.enter_context(self._started(spec, cluster, console))
             except KeyboardInterrupt:
                 console.notice("SIGINT: stopped while Ray was starting; no rank had started")
                 raise
@@ -139,8 +139,8 @@ class RayStarter:
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the variables that ranks get on every machine."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-    every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    every = {**forwarded, **spec.env, "PHALANX_RUN_ID": spec.run_id}
     of_start = {ENV_PREFIX + name.upper() for name in RaySettings.__dataclass_fields__}
     return {name: value for name, value in every.items() if name not in of_start}  # ranks need nothing of these
 

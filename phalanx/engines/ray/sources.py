@@ -65,7 +65,7 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
         notice(f"the Python files under {root} are over {_MOST_BYTES >> 20} MB: they must be on every machine already")
         files = {}
     payload = Path(target.payload).read_bytes() if isinstance(target, CallTarget) and target.payload else b""
-    own = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
+    import_path = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
     return SourceArchive(
         target=target,
         root=str(root),
@@ -73,7 +73,7 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
         sources=files,
         digest=_digest(files),
         payload=payload,
-        own_path=own,
+        own_path=import_path,
         marker="" if marker is None else str(marker.absolute()),
     )
 
@@ -127,9 +127,9 @@ def _unpack_sources(archive: SourceArchive, root: Path) -> None:
     if not is_trusted(root):  # in a folder that all may write, another user could have put code there
         raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
     for name, content in archive.sources.items():
-        place = root / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(place, content)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
 
 
 def _unpack_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
@@ -159,16 +159,16 @@ def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the Python files below a folder in a fixed order, without environments, caches and hidden folders."""
     if not root.is_dir() or not _is_users(str(root)):
         return
-    taken = 0
+    total = 0
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if _may_hold_sources(Path(folder, name)))
         for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
             with contextlib.suppress(OSError):  # it cannot be imported here either
                 if path.is_file():  # not a dangling link, such as editors' locks
                     content = path.read_bytes()
-                    taken += len(content)
+                    total += len(content)
                     yield str(path.relative_to(root)), content
-        if taken > _MOST_BYTES:
+        if total > _MOST_BYTES:
             return
 
 
@@ -181,8 +181,8 @@ def _is_users(entry: str) -> bool:
     """Whether a folder of the import path is the user's, not the interpreter's, an environment's or this package's."""
     environments = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     real = os.path.realpath(entry)
-    own = os.path.dirname(os.path.realpath(PACKAGE))
-    return real not in {"/", own} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
+    package_folder = os.path.dirname(os.path.realpath(PACKAGE))
+    return real not in {"/", package_folder} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
 
 
 def _digest(files: dict[str, bytes]) -> str:

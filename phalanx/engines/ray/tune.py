@@ -40,7 +40,7 @@ def open_executor(subject: Trainable, request: SearchRequest, notice: Callable[[
     with open_cluster(request.address, num_cpus=num_cpus, notice=notice) as cluster:
         if config.device != "cpu" and any(node.get("GPU") for node in cluster.nodes()):
             needed["GPU"] = ranks / request.trials_per_gpu
-        count = check_resources(cluster, needed, what="trials")
+        count = check_resources(cluster, needed, noun="trials")
         if request.num_gpus is not None and "GPU" in needed:
             count = min(count, max(1, int(request.num_gpus / needed["GPU"] + 1e-9)))
         count = min(count, request.parallel or count)

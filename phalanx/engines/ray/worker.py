@@ -151,8 +151,8 @@ def made_next_to(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:
     The smallest go first: a history must not be left out because of large weights.
     """
     message: dict[str, Any] = {"files": {}, "left_out": {}, "host": socket.gethostname()}
-    made = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
-    for path in sorted(made, key=lambda path: path.stat().st_size):
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
+    for path in sorted(files, key=lambda path: path.stat().st_size):
         size = path.stat().st_size
         if size <= most:
             message["files"][path.name] = path.read_bytes()

@@ -85,14 +85,14 @@ def prepare_task(task: Task) -> None:
 
 def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that makes `tf.keras` Keras 2, whose fit runs on several machines; Keras 3's does not."""
-    wanted = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
-    return {_LEGACY: "1"} if wanted else {}
+    is_needed = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
+    return {_LEGACY: "1"} if is_needed else {}
 
 
 def import_environment(environ: Mapping[str, str], processes: int) -> dict[str, str]:
     """Return the variables that TensorFlow reads when it is imported."""
-    wanted = {name: value for name, value in _QUIET.items() if name not in environ}
-    return wanted | (legacy_environment(environ) if processes > 1 else {})
+    variables = {name: value for name, value in _QUIET.items() if name not in environ}
+    return variables | (legacy_environment(environ) if processes > 1 else {})
 
 
 def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -103,8 +103,8 @@ def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
 def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that reduce TensorFlow's messages and set the rank's number of threads."""
     threads = environ.get("OMP_NUM_THREADS", "")
-    wanted = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
-    return {name: value for name, value in wanted.items() if name not in environ}
+    variables = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def _open_store(env: RankEnv) -> dist.Store:
@@ -125,11 +125,11 @@ def _keep_to_own_gpu(env: RankEnv) -> None:
     """Let each of several ranks of a machine see one GPU: TensorFlow takes all that it sees."""
     if env.local_world_size == 1:
         return
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if not given:
+    gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(env.local_rank)
-    elif len(given) >= env.local_world_size:  # a scheduler's choice for all ranks; with fewer, ranks share them
-        os.environ["CUDA_VISIBLE_DEVICES"] = given[env.local_rank]
+    elif len(gpus) >= env.local_world_size:  # a scheduler's choice for all ranks; with fewer, ranks share them
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[env.local_rank]
 
 
 def _serve_until_done(task: Task, store: dist.Store) -> None:
