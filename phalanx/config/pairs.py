@@ -307,9 +307,15 @@ PAIRS = (
     # GPUs that ranks share.
     Pair(
         "share_gpus",
-        {"device": "cpu"},
+        {"device": "cpu", "total_ranks": other_than(None)},
         " with device = 'cpu'",
-        "leave it out, --num-workers N --device cpu is enough",
+        "leave it out, --num-workers {s.total_ranks} --device cpu is enough",
+    ),
+    Pair(
+        "share_gpus",
+        {"device": "cpu", "total_ranks": None},
+        " with device = 'cpu'",
+        "leave it out, --num-workers 2 --device cpu is enough",
     ),
     Pair(
         "share_gpus",
