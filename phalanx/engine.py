@@ -46,7 +46,7 @@ class Engine:
     # In the parent, before ranks start.
 
     def check(self, config: DistributedConfig) -> None:
-        """Raise where the machine lacks something that the engine needs."""
+        """Raise where the node lacks something that the engine needs."""
 
     def check_script(self, script: Path, started_by: str) -> None:
         """Raise where a script cannot run on the ranks of another launcher; called for every engine."""
@@ -59,7 +59,7 @@ class Engine:
         return None
 
     def num_nodes(self, config: DistributedConfig) -> int:
-        """Return on how many machines the user gives the command; 1 where the engine starts ranks elsewhere itself."""
+        """Return on how many nodes the user gives the command; 1 where the engine starts ranks elsewhere itself."""
         return config.num_nodes
 
     def check_batch(self, config: Settings, data_ranks: int) -> None:

@@ -24,7 +24,7 @@ def print_plan(
 ) -> int:
     """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory.
 
-    `missing`: GPUs of a machine that this one lacks.
+    `missing`: GPUs of a node that this one lacks.
     """
     config, estimate = resolved.config, None
     if recipe is not None:
@@ -43,7 +43,7 @@ def print_plan(
     rows = [("run", run), ("layout", _layout_words(layout))]
     if missing > 0:
         needed = layout.ranks_per_node
-        rows.append(("", f"a run needs {needed} GPU{'s' * (needed > 1)} on a machine; this one has {needed - missing}"))
+        rows.append(("", f"a run needs {needed} GPU{'s' * (needed > 1)} on a node; this one has {needed - missing}"))
     chosen = estimate.strategy if estimate else config.resolved_strategy
     rows.append(("strategy", f"{chosen} (backend {config.backend})"))
     if estimate is None:
@@ -61,7 +61,7 @@ def print_plan(
 
 def _layout_words(layout: JobLayout) -> str:
     axes = " x ".join(f"{axis} {count}" for axis, count in layout.mesh.sizes.items() if count > 1)
-    nodes = f"{layout.num_nodes} machines, " if layout.num_nodes > 1 else ""
+    nodes = f"{layout.num_nodes} nodes, " if layout.num_nodes > 1 else ""
     shared = f"; {note}" if (note := speed_note(layout.ranks_per_gpu)) else ""
     return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}{shared}"
 

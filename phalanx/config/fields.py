@@ -54,10 +54,10 @@ class Resources:
         scope="machine",
         used_by="command",
     )
-    num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", used_by="command")
+    num_nodes: int = option(1, "nodes in the job", minimum=1, scope="machine", used_by="command")
     node_rank: int | None = option(
         None,
-        "which machine this is, from 0 (with num_nodes > 1)",
+        "which node this is, from 0 (with num_nodes > 1)",
         minimum=0,
         scope="machine",
         used_by="command",
@@ -88,8 +88,8 @@ class Resources:
     )
     hosts: str | None = option(
         None,
-        "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
-        "over ssh (default: this machine)",
+        "nodes and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
+        "over ssh (default: this one alone)",
         backends=("pytorch-ddp", "pytorch-fsdp"),
         scope="machine",
         used_by="command",
@@ -172,7 +172,7 @@ class Parallelism:
     )
     shard_size: int | None = option(
         None,
-        "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)",
+        "fsdp, hybrid: ranks that together hold one copy (default: those of one node)",
         minimum=1,
         scope="layout split",
     )

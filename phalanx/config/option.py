@@ -63,7 +63,7 @@ def option(
 
     `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
     (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
-    machines of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
+    nodes of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
     `needs`: the setting without which it has no effect. `expects`: what to write, where a text has a form of its own.
 
     `used_by`: any of "command" (`phalanx train` or the launcher, for scripts too), "recovery" (the launcher, for ranks
@@ -159,9 +159,9 @@ def read_hosts(path: str) -> list[str]:
     if wrong := [
         " ".join(parts) for parts in words if len(parts) > 2 or (parts[1:] and not parts[1].startswith("slots="))
     ]:
-        raise ValueError(f"{path}: {wrong[0]!r} is not a machine and its slots: write node1 slots=8.")
+        raise ValueError(f"{path}: {wrong[0]!r} is not a host and its slots: write node1 slots=8.")
     if not any(words):
-        raise ValueError(f"{path} names no machine: write a line for each, node1 slots=8.")
+        raise ValueError(f"{path} names no host: write a line for each, node1 slots=8.")
     return [":".join([parts[0], *(word.removeprefix("slots=") for word in parts[1:])]) for parts in words if parts]
 
 

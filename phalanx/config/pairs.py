@@ -383,7 +383,7 @@ PAIRS = (
     Pair(
         "spares",
         {"num_nodes": above(1)},
-        " with num_nodes = {s.num_nodes}: they wait on one machine only",
+        " with num_nodes = {s.num_nodes}: they wait on one node only",
     ),
     Pair(
         "memory_frequency",

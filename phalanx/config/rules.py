@@ -188,9 +188,9 @@ def folders(settings: Settings) -> Mistakes:
 
 @rule("num_workers", "num_nodes", "node_rank")
 def rank_counts(settings: Settings) -> Mistakes:
-    """Check the numbers of ranks and machines against each other."""
+    """Check the numbers of ranks and nodes against each other."""
     total, nodes = settings.num_workers, settings.num_nodes
-    if total is not None and total % nodes and settings.hosts is None:  # else each machine has its slots
+    if total is not None and total % nodes and settings.hosts is None:  # else each node has its slots
         yield settings.mistake("num_workers", f" cannot be spread evenly over num_nodes = {nodes}.")
     if settings.node_rank is not None and settings.node_rank >= nodes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")

@@ -68,7 +68,7 @@ class WatchedMetric(NamedTuple):
 
 
 class Host(NamedTuple):
-    """One machine, and how many ranks may run there."""
+    """A node, and how many ranks may run there."""
 
     name: str
     slots: int
@@ -133,7 +133,7 @@ class Settings(
 
     @property
     def host_ranks(self) -> dict[str, int]:
-        """Ranks of each machine of `hosts`: its slots, or an equal share of a smaller number that was given."""
+        """Ranks of each node of `hosts`: its slots, or an equal share of a smaller number that was given."""
         hosts, total = parse_hosts(self.hosts or ""), self.total_ranks
         fits = total == sum(host.slots for host in hosts)
         return {host.name: host.slots if fits else (total or 0) // len(hosts) for host in hosts}
@@ -382,12 +382,12 @@ def parse_duration(value: float | str) -> float:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read machines and slots, node1:8,node2:8 or a file of them (./hosts); ValueError says what to write."""
+    """Read nodes and slots, node1:8,node2:8 or a file of them (./hosts); ValueError says what to write."""
     hosts: list[Host] = []
     for part in read_hosts(text) if "/" in text else text.split(","):
         name, colon, slots = part.strip().partition(":")
         if not _HOST.fullmatch(name):
-            raise ValueError(f"{part.strip()!r} is not the name of a machine: write node1:8,node2:8.")
+            raise ValueError(f"{part.strip()!r} is not the name of a host: write node1:8,node2:8.")
         if colon and not (slots.isdecimal() and int(slots) > 0):
             raise ValueError(f"{part.strip()!r} has no number of slots after the colon: write {name}:8.")
         if name in {host.name for host in hosts}:

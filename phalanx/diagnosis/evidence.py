@@ -137,7 +137,7 @@ class Evidence:
     def explain_waiting(
         self, states: Sequence[RankState], blame: Blame | None, nodes: Sequence[str] | None
     ) -> FailureReport:
-        """Report why ranks waited; `nodes`: other machines without a heartbeat, None where there is one machine."""
+        """Report why ranks waited; `nodes`: other nodes without a heartbeat, None where there is one node."""
         silent = self.silent(states)
         if not self.only_waited(states):  # a rank has reported its cause meanwhile
             return self.find_failure(states)
@@ -168,7 +168,7 @@ class Evidence:
         hint: str,
         **more: Any,
     ) -> FailureReport:
-        """Return the report about a rank of this machine; `guilty`: None where it is not one of this machine."""
+        """Return the report about a rank of this node; `guilty`: None where it is not one of this node."""
         facts: dict[str, Any] = {"exit_code": 1, "logs": str(self._spec.log_dir)}
         if guilty is not None:
             facts |= {"rank": guilty.rank, "label": guilty.label, "host": socket.gethostname()}

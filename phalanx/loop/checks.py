@@ -101,7 +101,7 @@ class RankChecks:
             raise StragglerError(f"too slow at step {step}: {finding.why}")
 
     def _hosts(self, ranks: Iterable[int]) -> str:
-        """Return on which machines ranks are; each wrote it into the store when the checks began."""
+        """Return on which nodes ranks are; each wrote it into the store when the checks began."""
         store = self._formation.world.store
         assert store is not None, "several ranks have a store"
         return ", ".join(f"rank {rank} is on {store.get(f'host/{rank}').decode()}" for rank in ranks)

@@ -28,7 +28,7 @@ _LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 class StopNotices:
-    """Watches for notices in a thread: the file on every machine, the time limit for the whole job on the main rank."""
+    """Watches for notices in a thread: the file on every node, the time limit for the whole job on the main rank."""
 
     def __init__(
         self,

@@ -328,7 +328,7 @@ class Goodput(Event):
 class RanksReported(Event):
     """What ranks measured about themselves (`heartbeat.Gauges`): the slowest 64 one by one, and all in percentiles.
 
-    Ranks of machines that do not share the run's folder with the main rank are not in it.
+    Ranks of nodes that do not share the run's folder with the main rank are not in it.
     """
 
     kind: ClassVar[str] = "ranks"

@@ -165,7 +165,7 @@ def _fit_in_folder(formation: Formation, job: Job, survivor: Survival | None) ->
 
 
 def _check_per_node(world: World, config: DistributedConfig) -> None:
-    """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
+    """Run the checks before a start on the first rank of each node; raise on all ranks what one of them found."""
     failure: PhalanxError | None = None
     if world.env.local_rank == 0:
         from phalanx.run.preflight import check_before_start  # the other ranks do not load it

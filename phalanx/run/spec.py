@@ -79,7 +79,7 @@ def launch_spec(
 
 
 def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
-    """Return what all machines of a run must have in common: versions, the script, and settings that decide numbers."""
+    """Return what all nodes of a run must have in common: versions, the script, and settings that decide numbers."""
     free = {*settings_with("machine"), *Monitoring.__dataclass_fields__}
     names = [name for name in FIELDS if name not in free]
     facts = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}

@@ -185,11 +185,11 @@ class RemoteJob(Protocol):
     run_dir: Path | None
 
     def run(self) -> Any:
-        """Run it on a rank; the result is that of the first rank on this machine."""
+        """Run it on a rank; the result is that of the first rank on this node."""
 
 
 def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None = None) -> Any:
-    """Start the ranks, let them run the job, and return the result of the first rank on this machine.
+    """Start the ranks, let them run the job, and return the result of the first rank on this node.
 
     `data`: data sets that the launcher distributes to the ranks, by name.
     """

@@ -1,7 +1,7 @@
 """A Prometheus endpoint of one run: a sink that keeps the latest values, and reads the ranks' gauges when scraped.
 
-The launcher of each machine serves its own ranks; the one of the main rank also what its events say, and quantiles
-of all ranks that it can see. The number of series is bounded: of a machine's ranks 64 are shown one by one.
+The launcher of each node serves its own ranks; the one of the main rank also what its events say, and quantiles
+of all ranks that it can see. The number of series is bounded: of a node's ranks 64 are shown one by one.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class MetricsSink(Sink):
             values, counters = dict(self._values), dict(self._counters)
             goodput, phase, info = dict(self._goodput), self._phase, dict(self._info)
         local = self._beats(local=True)
-        beats = self._beats(local=False) if info else local  # once per run, on the machine of the main rank
+        beats = self._beats(local=False) if info else local  # once per run, on the node of the main rank
         values["phalanx_step"] = max([values.get("phalanx_step", 0), *(beat.step for beat in beats.values())])
         if (ratio := rank_statistics.slowness(beats)) is not None:
             values["phalanx_slowest_rank_ratio"] = ratio

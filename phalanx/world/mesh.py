@@ -236,7 +236,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         raise UsageError(
-            f"hosts = {config.hosts!r}: several machines are started from the command line only",
+            f"hosts = {config.hosts!r}: several nodes are started from the command line only",
             hint=f"Write: phalanx train --script train.py --hosts {config.hosts}",
         )
     requested = config.total_ranks
@@ -302,7 +302,7 @@ def check_device(config: Settings, device: str) -> None:
 
 def _too_few_gpus(config: DistributedConfig, needed: int, gpus_here: int) -> UsageError:
     inventory = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
-    fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
+    fewer = f"request at most {gpus_here} per node, or " if gpus_here else ""
     fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
     total = config.total_ranks or needed
     ranks = f"the same {total} ranks" if total > 1 else "it"

@@ -143,7 +143,7 @@ class SavedRun(StoredRun):
                 "metrics": recipe_metrics(self.recipe),
                 "augment": recipe_augment(self.recipe, self.model),
             }
-        changes = {**_on_one_machine(base), **settings}
+        changes = {**_on_one_node(base), **settings}
         return Trainer(self.model, base.replace(**changes) if changes else base, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
@@ -175,7 +175,7 @@ def _is_named(data: Any) -> bool:
     )
 
 
-def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
+def _on_one_node(config: DistributedConfig) -> dict[str, Any]:
     """Return the changes by which a run of several machines is used on this one, with the ranks of one of them."""
     nodes = len(config.host_ranks) if config.hosts else config.num_nodes
     if nodes == 1:

@@ -213,7 +213,7 @@ class HorovodAttempt(LauncherLoop):
         return self._over
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
-        """Let the ranks stop at a step boundary: a rank that gets the signal passes it on to other machines."""
+        """Let the ranks stop at a step boundary: a rank that gets the signal passes it on to other nodes."""
         super()._stop_ranks(number, grace)
         if not self._living():
             send_signal(self._process.pid, signal.SIGTERM)
@@ -280,11 +280,11 @@ class HorovodAttempt(LauncherLoop):
             victims = [state for state in failed if state not in of_themselves]
             failure = self._evidence.find_failure([state for state in states if state not in victims])
             record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
-            # The machine on which the rank ran is not always this one.
+            # The node on which the rank ran is not always this one.
             return failure if record is None else dataclasses.replace(failure, host=record["host"])
         lines = [line for line in self._output.launcher_lines if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
         has_started = any(state.pid is not None for state in states)
-        hint = "Every machine must let this user in by ssh without a password, and have this Python at the same path."
+        hint = "Every node must let this user in by ssh without a password, and have this Python at the same path."
         return FailureReport(
             cause="horovodrun gave up before a rank had failed" if has_started else "horovodrun started no rank",
             exit_code=1,

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class HorovodSurvivor(Survivor):
-    """A rank of elastic Horovod, whose driver tells which machines there are."""
+    """A rank of elastic Horovod, whose driver tells which nodes there are."""
 
     def __init__(self, attempt: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class HorovodSurvivor(Survivor):
         self.hosts_changed = False
 
     def prepare(self, loop: TrainLoop) -> None:
-        """Restore from memory after the first attempt, and stop where machines were lost or added."""
+        """Restore from memory after the first attempt, and stop where nodes were lost or added."""
         if self.attempt > 0:
             loop.restore = self.restore_or_resume(loop)
         loop.control.before_stop = self._regroup_if_hosts_changed
@@ -35,7 +35,7 @@ class HorovodSurvivor(Survivor):
     def note_host_change(self) -> None:
         """Let all ranks stop at a step boundary for a new rendezvous; called by a thread of Horovod."""
         self.hosts_changed = True
-        self.ask("a change of machines")
+        self.ask("a change of nodes")
 
     def _regroup_if_hosts_changed(self) -> None:
         """Leave the loop for a new rendezvous, unless rank 0 was asked to end the run; called where all ranks stop."""

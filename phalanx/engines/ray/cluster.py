@@ -56,7 +56,7 @@ class RayCluster:
     started_here: bool = False
 
     def nodes(self) -> list[dict[str, float]]:
-        """Return the total resources of each live machine, used or not."""
+        """Return the total resources of each live node, used or not."""
         ray: Any = import_module("ray")  # some of its functions carry no types
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
@@ -221,7 +221,7 @@ def _refused(address: str, error: Exception) -> UsageError:
         here = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
         return UsageError(
             f"the Ray cluster at {address} runs other versions than this environment, which has {here}: {text}",
-            hint="Ray needs the same Ray and the same Python (x.y) on every machine and where the run is started.",
+            hint="Ray needs the same Ray and the same Python (x.y) on every node and where the run is started.",
         )
     return UsageError(f"the Ray cluster at {address} could not be joined: {text}")
 
@@ -231,7 +231,7 @@ def check_resources(
 ) -> int:
     """Return how many workers fit when idle; refuse fewer than `count`, for which Ray would wait for ever.
 
-    Each of `count` workers needs `needed` on one machine.
+    Each of `count` workers needs `needed` on one node.
     """
     nodes = cluster.nodes()
     room = [
@@ -251,8 +251,8 @@ def check_resources(
     one_by_one = f" ({placement})" if placement.startswith("strict") else ""
     raise UsageError(
         f"{count} {noun} with {resources_text(needed)} each{one_by_one} do not fit on {cluster.name}, which has room "
-        f"for {fits}: {len(nodes)} machine{'s' * (len(nodes) != 1)}, {have}.",
-        hint="Request fewer or smaller workers, or add machines; where an autoscaler adds them, set how long to wait "
+        f"for {fits}: {len(nodes)} node{'s' * (len(nodes) != 1)}, {have}.",
+        hint="Request fewer or smaller workers, or add nodes; where an autoscaler adds them, set how long to wait "
         "with start_timeout (--start-timeout 600).",
     )
 
@@ -283,7 +283,7 @@ def check_address(address: str) -> None:
         scheme = rest.split("://")[0]
         raise UsageError(
             f"address '{address}' begins with '{scheme}://', which Ray does not support.",
-            hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
+            hint="Write ray://head:10001 (Ray's client), head:6379 (from a node of the cluster) or auto.",
         )
     host, separator, port = rest.rpartition(":")
     if not separator and address.startswith(_SCHEME):

@@ -44,7 +44,7 @@ class RayRun:
 
 @dataclass
 class WorkerLocation:
-    """The machine of a rank, its heartbeat file there, and the last step that it reported."""
+    """The node of a rank, its heartbeat file there, and the last step that it reported."""
 
     host: str
     heartbeats: Path
@@ -110,13 +110,13 @@ class RayFollower(LauncherLoop):
             if not self._ended:
                 break
         if not self._ended:
-            self._handle_signals()
+            self._take_signals()
 
     def _without_ray(self, error: str) -> FailureReport:
         if "No module named 'phalanx'" in error:
             raise UsageError(
                 f"{self._run.cluster.name} does not have Phalanx.",
-                hint="Install it on every machine of the cluster, in the environment that Ray runs in.",
+                hint="Install it on every node of the cluster, in the environment that Ray runs in.",
             )
         return FailureReport(cause=f"lost {self._run.cluster.name}: {_in_short(error)}", exit_code=1)
 
@@ -197,7 +197,7 @@ class RayFollower(LauncherLoop):
         self._ends[message["rank"]] = message["ended"], message["host"]
 
     def _handle_files(self, message: RayMessage) -> None:
-        """Write the files that a rank made on another machine next to the payload, where the caller reads them."""
+        """Write the files that a rank made on another node next to the payload, where the caller reads them."""
         assert isinstance(self._spec.target, CallTarget), "only a call has a payload"
         folder = Path(self._spec.target.payload).parent
         for name, content in message["files"].items():
@@ -246,7 +246,7 @@ class RayFollower(LauncherLoop):
             return self._lost_rank(guilty.rank, describe_death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
         if guilty.lost_peer and silent:  # all that reported only lost a peer, so it is one that did not report
-            return self._lost_rank(min(silent), "it left no error: its process was killed, or its machine was lost")
+            return self._lost_rank(min(silent), "it left no error: its process was killed, or its node was lost")
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
@@ -300,9 +300,9 @@ class RayFollower(LauncherLoop):
 
 
 _DEATHS = (
-    ("node has died", "its machine was lost"),
-    ("out of memory", "its machine ran out of memory, and Ray killed it"),
-    ("memory pressure", "its machine ran out of memory, and Ray killed it"),
+    ("node has died", "its node was lost"),
+    ("out of memory", "its node ran out of memory, and Ray killed it"),
+    ("memory pressure", "its node ran out of memory, and Ray killed it"),
     ("worker process has died", "its process was killed: by another process, or because memory ran out"),
 )
 """Parts of Ray's messages about a dead worker, and what they mean."""

@@ -1,6 +1,6 @@
-"""Ship code to machines that may not see the files of this one: the sources around a script, and a payload.
+"""Ship code to nodes that may not see the files of this one: the sources around a script, and a payload.
 
-A machine that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
+A node that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
 one that has the same sources under the same path. Any other imports from a copy. Data files are not sent.
 """
 
@@ -35,13 +35,13 @@ class SourceArchive:
     folder: str
     """Where the launch was started: relative paths begin here."""
     sources: dict[str, bytes]
-    """Contents by path below `root`. Empty: they must be on every machine already."""
+    """Contents by path below `root`. Empty: they must be on every node already."""
     digest: str
     payload: bytes = b""
     own_path: tuple[str, ...] = field(default=())
     """Entries of the import path that are the user's own."""
     marker: str = ""
-    """A file of this launch: a machine that sees it shares the file system with the one that started it."""
+    """A file of this launch: a node that sees it shares the file system with the one that started it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
     root = _root(target)
     files = dict(_sources(root))
     if sum(map(len, files.values())) > _MOST_BYTES:
-        notice(f"the Python files under {root} are over {_MOST_BYTES >> 20} MB: they must be on every machine already")
+        notice(f"the Python files under {root} are over {_MOST_BYTES >> 20} MB: they must be on every node already")
         files = {}
     payload = Path(target.payload).read_bytes() if isinstance(target, CallTarget) and target.payload else b""
     import_path = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
@@ -121,7 +121,7 @@ def _unpack_sources(archive: SourceArchive, root: Path) -> None:
         raise UsageError(
             f"{socket.gethostname()} lacks {archive.root} or {archive.folder}, and no sources were sent: there are "
             f"none, or more than {_MOST_BYTES >> 20} MB of them.",
-            hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
+            hint="Put them on every node under the same path, or start the script from a folder that holds less.",
         )
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_trusted(root):  # in a folder that all may write, another user could have put code there

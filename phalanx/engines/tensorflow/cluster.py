@@ -77,14 +77,14 @@ def open_store(task: Task | None) -> dist.Store | None:
 
 
 def prepare_task(task: Task) -> None:
-    """Choose the Keras whose `fit` runs on several machines, where the user has not chosen one."""
+    """Choose the Keras whose `fit` runs on several nodes, where the user has not chosen one."""
     os.environ.update(legacy_environment(os.environ))
     if task.cluster.get("ps"):
         os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # else the chief gives up before a server listens
 
 
 def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that makes `tf.keras` Keras 2, whose fit runs on several machines; Keras 3's does not."""
+    """Return the variable that makes `tf.keras` Keras 2, whose fit runs on several nodes; Keras 3's does not."""
     is_needed = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
     return {_LEGACY: "1"} if is_needed else {}
 
@@ -116,13 +116,13 @@ def _open_store(env: RankEnv) -> dist.Store:
 
 def _exchange_addresses(env: RankEnv, store: dist.Store) -> list[str]:
     """Publish this rank's address; return those of all ranks."""
-    host = own_address(env.master_addr, one_machine=env.local_world_size == env.world_size)
+    host = own_address(env.master_addr, one_node=env.local_world_size == env.world_size)
     store.set(str(env.rank), f"{host}:{free_port(env.local_rank)}")
     return [store.get(str(rank)).decode() for rank in range(env.world_size)]
 
 
 def _keep_to_own_gpu(env: RankEnv) -> None:
-    """Let each of several ranks of a machine see one GPU: TensorFlow takes all that it sees."""
+    """Let each of several ranks of a node see one GPU: TensorFlow takes all that it sees."""
     if env.local_world_size == 1:
         return
     gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -44,7 +44,7 @@ class TraceExchange:
     def compare_clocks(self, when: str) -> None:
         """Compare this machine's clock with rank 0's; ranks of one machine have the same."""
         world, key = self._world, f"profile/{when}"
-        if world.store is None or world.env.on_one_machine:
+        if world.store is None or world.env.on_one_node:
             self.clocks.append(ClockReading(0, 0, 0))
         elif world.is_main:
             self.clocks.append(answer_clocks(world.store, key, self._others()))
@@ -54,7 +54,7 @@ class TraceExchange:
     def collect(self) -> None:
         """Send the main rank the traces that it does not find in the run's folder: machines may not share it."""
         store, rank = self._world.store, self._world.rank
-        if store is None or self._world.env.on_one_machine:
+        if store is None or self._world.env.on_one_node:
             return
         if self._plan.covers(rank) and rank:
             store.set(f"profile/size/{rank}", str(self.path(rank).stat().st_size if self.path(rank).exists() else 0))

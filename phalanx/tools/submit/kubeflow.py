@@ -50,8 +50,8 @@ class Kubeflow(OnKubernetes):
             job
         )
 
-    def machine(self, pod: Object) -> int:
-        """Return which machine a pod is: the master, and after it the workers."""
+    def node(self, pod: Object) -> int:
+        """Return which node a pod is: the master, and after it the workers."""
         labels = pod["metadata"].get("labels", {})
         if INDEX in labels:
             return int(labels[INDEX])
@@ -95,7 +95,7 @@ class Kubeflow(OnKubernetes):
         return {"cleanPodPolicy": "None", "backoffLimit": 6, "ttlSecondsAfterFinished": 86400, **self.limit(job)}
 
     def _pytorchjob(self, job: ClusterJob) -> list[Object]:
-        """Return a PyTorchJob: a master and workers, each a launcher; RANK is the number of the machine."""
+        """Return a PyTorchJob: a master and workers, each a launcher; RANK is the number of the node."""
         before = 'node="$RANK"; unset RANK WORLD_SIZE  # the launcher sets them for its ranks'
         text = pods.script(job, self.options, node="$node", host=f"{job.name}-master-0", before=before)
         # v1 restarts only codes above 127 under ExitCode, and 75 must be started again.

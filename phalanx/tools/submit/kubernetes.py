@@ -83,7 +83,7 @@ class OnKubernetes(Target[PodOptions]):
         if largest is not None and largest < job.ranks_per_node:
             raise UsageError(
                 f"a pod asks for {job.ranks_per_node} {options.gpu_resource}, and the largest node has {largest}",
-                hint=f"Use more machines with fewer ranks: --gpus-per-node {max(largest, 1)}.",
+                hint=f"Use more nodes with fewer ranks: --gpus-per-node {max(largest, 1)}.",
             )
         return [*checked, *([f"a node has {largest} {options.gpu_resource}"] if largest is not None else [])]
 
@@ -137,28 +137,28 @@ class OnKubernetes(Target[PodOptions]):
         return None
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
-        """Read the output of the pods: of all, each line with the number of its machine, or of one rank's."""
+        """Read the output of the pods: of all, each line with the number of its node, or of one rank's."""
         cluster, main = self._cluster(), self._main(record)
         ranks = int(main["metadata"].get("annotations", {}).get(pods.RANKS, 1))
-        machine = None if rank is None else rank // ranks
+        node = None if rank is None else rank // ranks
         selector = f"{self.selector}={record.name}"
         lines = self._following(cluster, selector, record) if follow else self._written(cluster, selector)
         for pod, line in lines:
-            number = self.machine(pod)
-            if machine is None or number == machine:
-                yield line if machine is not None else f"[{number}] {line}"
-        if machine is not None and machine not in map(self.machine, cluster.pods(selector)):
+            number = self.node(pod)
+            if node is None or number == node:
+                yield line if node is not None else f"[{number}] {line}"
+        if node is not None and node not in map(self.node, cluster.pods(selector)):
             raise UsageError(f"no pod has rank {rank}: there are {ranks} per pod", hint="See: phalanx jobs show JOB")
 
-    def machine(self, pod: Object) -> int:
-        """Return which machine of the job a pod is."""
+    def node(self, pod: Object) -> int:
+        """Return which node of the job a pod is."""
         return int(pod["metadata"].get("labels", {}).get(INDEX, 0))
 
     def _following(self, cluster: KubeClient, selector: str, record: JobRecord) -> Iterator[tuple[Object, str]]:
         return follow_pods(cluster, selector, lambda: self.status(record).state in ENDED)
 
     def _written(self, cluster: KubeClient, selector: str) -> Iterator[tuple[Object, str]]:
-        for pod in sorted(cluster.pods(selector), key=self.machine):
+        for pod in sorted(cluster.pods(selector), key=self.node):
             if pod["status"].get("phase") != "Pending":
                 yield from ((pod, line) for line in cluster.log(pod["metadata"]["name"], follow=False))
 
@@ -196,7 +196,7 @@ class Kubernetes(OnKubernetes):
     name = "kubernetes"
 
     def objects(self, job: ClusterJob) -> list[Object]:
-        """Return Service and Job; one machine needs no Service."""
+        """Return Service and Job; one node needs no Service."""
         about = pods.metadata(job, self.options)
         service = {
             "apiVersion": "v1",
@@ -243,7 +243,7 @@ class JobSet(OnKubernetes):
 
 
 def job_spec(target: OnKubernetes, job: ClusterJob, host: str) -> Object:
-    """Return the spec of an Indexed Job: one pod per machine, and what its exit codes mean."""
+    """Return the spec of an Indexed Job: one pod per node, and what its exit codes mean."""
     text = pods.script(job, target.options, node="$JOB_COMPLETION_INDEX", host=host)
     codes = {"containerName": "train", "operator": "In"}
     return {

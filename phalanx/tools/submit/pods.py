@@ -1,4 +1,4 @@
-"""The pod that every target on Kubernetes runs: one machine of the job, with one launcher in it. And its options."""
+"""The pod that every target on Kubernetes runs: one node of the job, with one launcher in it. And its options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PodOptions(CommonOptions):
 
 
 COMMENTS = {
-    "spec.parallelism": "machines: one pod for each",
+    "spec.parallelism": "nodes: one pod for each",
     "spec.completions": "the same number",
     "backoffLimitPerIndex": "how often a pod may fail by itself; evictions and exit code 75 do not count",
     "ttlSecondsAfterFinished": "the objects are removed so long after the end",
@@ -60,10 +60,10 @@ COMMENTS = {
     "terminationGracePeriodSeconds": "time to save when the pod is evicted",
     "nodeSelector": "labels of nodes",
     "priorityClassName": "who goes first",
-    "whenUnsatisfiable": "DoNotSchedule: insist on one pod per machine",
+    "whenUnsatisfiable": "DoNotSchedule: insist on one pod per node",
     "image": "must have phalanx in it",
     "workingDir": "where the ranks run",
-    "limits.cpu": "CPU cores of the machine",
+    "limits.cpu": "CPU cores of the node",
     "limits.memory": "memory, /dev/shm included",
     "limits.nvidia.com/gpu": "one rank for each",
     "sizeLimit": "of /dev/shm, for data workers and ranks of one pod",
@@ -81,7 +81,7 @@ _CORES = r"\d+(\.\d+)?m?"
 
 def comments(job: ClusterJob, options: PodOptions) -> dict[str, str]:
     """Return all comments; those on what a pod asks for say where the numbers come from."""
-    cpu = "CPU cores of the machine" if options.cpu else f"{job.cores[1]}; --cpu gives another number"
+    cpu = "CPU cores of the node" if options.cpu else f"{job.cores[1]}; --cpu gives another number"
     memory = f"{_gib_per_rank(job)}Gi for each rank; --memory gives another number, and a limit"
     memory_note = "memory, /dev/shm included"
     return {**COMMENTS, "requests.cpu": cpu, "requests.memory": memory_note if options.memory else memory}
@@ -196,7 +196,7 @@ def variables(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def resources(job: ClusterJob, options: PodOptions) -> dict[str, Any]:
-    """Return what a pod asks for; what is given is a limit, too, and without it ranks use what the machine has."""
+    """Return what a pod asks for; what is given is a limit, too, and without it ranks use what the node has."""
     requested = {"cpu": options.cpu, "memory": options.memory}
     limits = {key: value for key, value in requested.items() if value}
     least = {

@@ -50,7 +50,7 @@ class RayJobs(Target[RayOptions]):
 
     name = "ray"
     options_class = RayOptions
-    lacks_uv = "ray: its machines run ranks in the environment that Ray runs in"
+    lacks_uv = "ray: its nodes run ranks in the environment that Ray runs in"
 
     def __init__(self, options: RayOptions) -> None:
         super().__init__(options)
@@ -61,7 +61,7 @@ class RayJobs(Target[RayOptions]):
         """Return the command that the cluster runs, or KubeRay's objects."""
         if self._kuberay is not None:
             return self._kuberay.render(job)
-        lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
+        lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its nodes", "set -e"]
         if self.options.ship != "archive":
             lines.append(f"cd {shlex.quote(job.directory)}")
         words = job.train_command(program_of(self.options), *IN_CLUSTER, *own_limit(job, self.options))
@@ -212,7 +212,7 @@ class KubeRay(OnKubernetes):
         return [{"apiVersion": "ray.io/v1", "kind": "RayJob", **about, "spec": spec}]
 
     def _ray_cluster(self, job: ClusterJob) -> Object:
-        """Return a head that runs no ranks, and one worker for each machine of the job."""
+        """Return a head that runs no ranks, and one worker for each node of the job."""
         head = self._pod(job, "head")
         container = head["spec"]["containers"][0]
         container["resources"] = {}

@@ -132,16 +132,16 @@ class Slurm(Target[SlurmOptions]):
         yield f"# {job.origin(self.name, self.options)}"
         lines = [
             (f"--job-name={job.name}", "name in squeue"),
-            (f"--nodes={job.nodes}", "machines"),
-            (f"--ntasks-per-node={tasks}", "ranks per machine" if tasks > 1 else "one launcher per machine"),
+            (f"--nodes={job.nodes}", "nodes"),
+            (f"--ntasks-per-node={tasks}", "ranks per node" if tasks > 1 else "one launcher per node"),
             (f"--output={self._output(job)}", "output of all ranks; %j is the number of the job"),
             ("--open-mode=append", "a job that is started again adds to it"),
         ]
         if job.device == "cuda":
             gpus = f"--gres={options.gres}" if options.gres else f"--gpus-per-node={job.ranks_per_node}"
-            lines.append((gpus, "GPUs per machine"))
+            lines.append((gpus, "GPUs per node"))
         elif options.gres:
-            lines.append((f"--gres={options.gres}", "devices per machine"))
+            lines.append((f"--gres={options.gres}", "devices per node"))
         if not self._takes_all_cores:
             cores, counted = (options.cpus_per_rank, "") if options.cpus_per_rank else job.cores
             why = f"CPU cores of each task{f': {counted}; other: --cpus-per-rank' if counted else ''}"
@@ -149,19 +149,19 @@ class Slurm(Target[SlurmOptions]):
         plain = {flag: getattr(options, flag) for flag in _PLAIN}
         lines += [(f"--{flag}={value}", "") for flag, value in plain.items() if value is not None]
         if options.exclusive:
-            lines.append(("--exclusive", "no other job on these machines"))
+            lines.append(("--exclusive", "no other job on these nodes"))
         if options.time_limit is not None:
             lines.append((f"--time={_slurm_time(parse_duration(options.time_limit))}", "longest duration"))
             lines.append((f"--signal=USR1@{SIGNAL_SECONDS}", "then ranks save and leave, in time"))
-        lost = ("--requeue", "a lost machine puts the job back into the queue")
-        lines.append(lost if options.requeue else ("--no-requeue", "a lost machine ends the job"))
+        lost = ("--requeue", "a lost node puts the job back into the queue")
+        lines.append(lost if options.requeue else ("--no-requeue", "a lost node ends the job"))
         lines += [(flag, "") for flag in split_words("--sbatch", options.sbatch)]
         quoted = [(_quoted(flag), why) for flag, why in lines]
         yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in quoted)
 
     @property
     def _takes_all_cores(self) -> bool:
-        """Whether ranks get all cores of machines that are theirs alone."""
+        """Whether ranks get all cores of nodes that are theirs alone."""
         return self.options.exclusive and self.options.cpus_per_rank is None
 
     def _output(self, job: ClusterJob) -> str:
@@ -173,7 +173,7 @@ class Slurm(Target[SlurmOptions]):
         yield f"cd {shlex.quote(job.directory)} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
         yield ""
-        yield "# The first machine hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."
+        yield "# The first node hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield ("MASTER_ADDR=$(scontrol show node \"$head\" --oneliner | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')")
         yield 'export MASTER_ADDR="${MASTER_ADDR:-$head}"'
