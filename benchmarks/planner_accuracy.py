@@ -1,6 +1,6 @@
 """The planner against published measurements: a table of predicted and measured step times, and a picture.
 
-No GPU is needed: the measurements are in tests/data/planner. One set of constants per type of GPU
+No GPU is needed: the measurements are in tests/recorded/planner. One set of constants per type of GPU
 (phalanx/tools/plan/data/gpus.toml) predicts all rows.
 """
 
@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from published import Row, ibm_meta, published
 

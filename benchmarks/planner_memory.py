@@ -37,7 +37,7 @@ FIELDS = (
     "seconds",
 )
 MIB = 2**20
-_ROWS = Path(__file__).resolve().parents[1] / "tests" / "data" / "planner" / "h200_memory.csv"
+_ROWS = Path(__file__).resolve().parents[1] / "tests" / "recorded" / "planner" / "h200_memory.csv"
 _SHAPES: dict[str, Any] = {}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, help="measure here, and write the rows to this file")
     parser.add_argument("--set", default="main", choices=sorted(CASES), help="which cases to measure")
-    parser.add_argument("--rows", type=Path, help="compare the rows of this file (default: those in tests/data)")
+    parser.add_argument("--rows", type=Path, help="compare the rows of this file (default: those in tests/recorded)")
     options = parser.parse_args()
     if options.measure:
         measure(CASES[options.set], options.measure)

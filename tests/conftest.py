@@ -45,7 +45,7 @@ _CACHES = ("torchinductor_", "__pycache__")
 _PATIENCE_SECONDS = 1.0
 
 
-_SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
+_SLOW_FIRST = ("engines", "faults", "launch", "run", "journeys", "docs", "cli", "tools", "parity")
 """Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
 _LONGEST = ("test_tensorflow", "test_recovery", "test_deepspeed", "test_matrix", "test_submit_ssh", "test_seeds")
 """Files of more than a minute, the longest first: one that begins last delays the end."""
@@ -81,7 +81,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files."""
-    items.sort(key=lambda item: (_position(_LONGEST, item.path.stem), _position(_SLOW_FIRST, item.path.parent.name)))
+    items.sort(key=lambda item: (_position(_LONGEST, item.path.stem), _position(_SLOW_FIRST, _room(item.path))))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,6 +98,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((whole for part, whole in _ONE_AT_A_TIME.items() if part in name), name)
 
     return ByFile(config, log)
+
+
+def _room(path: Path) -> str:
+    """Return the folder of `tests` that a file is in, at any depth."""
+    return path.relative_to(_ROOT / "tests").parts[0]
 
 
 def _position(names: tuple[str, ...], name: str) -> int:

@@ -1,7 +1,7 @@
 """Write the tables of the documentation that come from the code: `python tools/docs_tables.py`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->` of its page. The pages are committed with
-their tables, so that they can be read in a browser of git; `tests/cli/test_docs_tables.py` compares them with the code.
+their tables, so that a browser of git shows them; `tests/docs/test_docs_tables.py` compares them with the code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every private torch API that Phalanx uses, and what the installed torch has changed of them.
 
-`python tools/private_torch.py` prints the changes since the newest version in `tests/data/private_torch.json`;
-`--write` adds the installed version, once each change was looked at. The functions are in `phalanx/torch_compat.py` and
-its neighbours `torch_*.py`; methods that torch calls by a private name stay in their classes.
+`python tools/private_torch.py` prints the changes since the newest version in `tests/recorded/private_torch.json`;
+`--write` adds the installed version, once each change was looked at. The functions are in `phalanx/torch_compat.py`;
+methods that torch calls by a private name stay in their classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-FILE = Path(__file__).resolve().parents[1] / "tests" / "data" / "private_torch.json"
+FILE = Path(__file__).resolve().parents[1] / "tests" / "recorded" / "private_torch.json"
 VERSION = ".".join(torch.__version__.split(".")[:2])
 PRIVATE = {
     "torch:_C._current_graph_task_id": "gradient hooks: ring, horovod, compression, verify",
@@ -115,7 +115,7 @@ OF_OBJECTS = {
     "_schedulers": "schedulers of torch's: ChainedScheduler",
     "_unsharded_param": "an epoch left between the micro-batches of a step: fsdp",
 }
-"""Private attributes that only instances have: tests/unit/test_torch_compat.py calls what uses them."""
+"""Private attributes that only instances have: tests/test_torch_compat.py calls what uses them."""
 
 
 def described(value: Any) -> str:

@@ -47,18 +47,17 @@ TORCH_CASES = {
     "fsdp": ("-m phalanx train digits --strategy fsdp --epochs 1 --num-workers 2", "best accuracy"),
     "killed rank": ("-m phalanx verify digits --fault kill:rank=1,step=20 --num-workers 2 --epochs 1", "recovered"),
     "private names, shared memory": (
-        f"-m pytest -q -p no:cacheprovider {ROOT}/tests/unit/test_torch_compat.py "
-        f"{ROOT}/tests/dist/test_shared_memory.py",
+        f"-m pytest -q -p no:cacheprovider {ROOT}/tests/test_torch_compat.py {ROOT}/tests/comm/test_shared_memory.py",
         " passed",
     ),
 }
 """What is typed after `python`, and what its answer contains."""
 NEWEST = {
-    "ray[default,train,tune]": "tests/engines/test_ray.py tests/engines/test_tune_ray.py",
-    "optuna": "tests/engines/test_tune.py tests/unit/test_tune_space.py",
-    "transformers": "tests/unit/test_models_hf.py tests/unit/test_models_bert.py tests/unit/test_models_t5.py "
-    "tests/unit/test_loop_calls.py tests/parity/test_hf_tensor_parity.py",
-    "lightning": "tests/cli/test_coming_from.py tests/cli/test_journeys.py",
+    "ray[default,train,tune]": "tests/engines/ray/test_ray.py tests/tools/tune/test_tune_ray.py",
+    "optuna": "tests/tools/tune/test_tune.py tests/tools/tune/test_space.py",
+    "transformers": "tests/zoo/models/test_hf.py tests/zoo/models/test_bert.py tests/zoo/models/test_t5.py "
+    "tests/loop/test_model_calls.py tests/parity/test_hf_tensor_parity.py",
+    "lightning": "tests/journeys/test_coming_from.py tests/journeys/test_newcomers.py",
 }
 """Packages, and the tests that use them."""
 TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "psutil", "pyyaml")

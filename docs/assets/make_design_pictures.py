@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests" / "shape")]
+sys.path[:0] = [str(HERE.parents[1] / "tests" / "helpers"), str(HERE.parents[1] / "tests" / "shape")]
 
 PARENT, RANK, BOTH = "#cfe2f3", "#d9ead3", "#eeeeee"
 _SIDES = {
@@ -54,7 +54,7 @@ def packages() -> None:
     from test_layers import LAYERS
 
     folders = HERE.parents[1] / "phalanx"
-    hidden = ("__main__", "version", "lazy", "features", "torch_compiler", "torch_flash", "torch_records")
+    hidden = ("__main__", "version", "lazy", "features")
     shown = {name: layer for name, layer in LAYERS.items() if name not in hidden}
     rows = [[name for name, layer in shown.items() if layer == number] for number in range(max(shown.values()), -1, -1)]
     for row in rows:

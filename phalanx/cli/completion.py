@@ -47,9 +47,9 @@ def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
     return root
 
 
-def _add(parsers: Any, name: str, known: argparse.ArgumentParser | None) -> None:
+def _add(parsers: Any, name: str, own_parser: argparse.ArgumentParser | None) -> None:
     """Add a command with the flags of its own parser, each with what completes its value."""
-    parents = [] if known is None else [known]
+    parents = [] if own_parser is None else [own_parser]
     added = parsers.add_parser(name, add_help=False, parents=parents, conflict_handler="resolve")
     for action in added._actions:
         if action.nargs == "?" and action.option_strings:
@@ -91,17 +91,17 @@ def _parser_of(verb: str) -> argparse.ArgumentParser | None:
 def _completer(action: argparse.Action) -> Callable[..., list[str]] | None:
     """Return what completes an argument: that of its name, or the choices in its metavar; None: files."""
     if action.dest in _BY_NAME:
-        return lambda **asked: _BY_NAME[action.dest](asked["parsed_args"])
+        return lambda **keywords: _BY_NAME[action.dest](keywords["parsed_args"])
     words = re.split(r"[|,]", str(action.metavar or "").strip("{}"))
     is_choice = len(words) > 1 and all(word.islower() or word.isdigit() for word in words)
-    return (lambda **asked: words) if is_choice else None
+    return (lambda **keywords: words) if is_choice else None
 
 
 def run_names(parsed: Any) -> list[str]:
     """Return the folders in ./runs, the newest first."""
     folder = Path("runs")
-    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+    folders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
 def _job_names(parsed: Any) -> list[str]:

@@ -136,7 +136,7 @@ class Evaluation:
         with _as_before(own_metrics if task.metrics is None else task.metrics):
             measured = self._measured(batches, unclear)
         names = None if unclear else ["train/loss", *(f"val/{name}" for name in measured)]
-        check_metrics(state.config, has_val=True, known=names)
+        check_metrics(state.config, has_val=True, names=names)
 
     def _due(self) -> int:
         """Return how many evaluations should have been made by now; in samples, so equal with any number of ranks."""

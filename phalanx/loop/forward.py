@@ -61,7 +61,7 @@ class Forward:
 
     def units(self, batch: Any) -> torch.Tensor:
         """Return how many units the loss of a batch is the mean of, if it is not one over samples."""
-        whole = self.counting.of_batch or (self.counting.own is not None and isinstance(batch, Mapping))
+        whole = self.counting.of_batch or (self.counting.weight_of is not None and isinstance(batch, Mapping))
         return self.counting.count(batch if whole else self.target(batch))
 
     def share(self, batch: Any, samples: int, *, by_labels: bool) -> float | torch.Tensor:
@@ -73,7 +73,7 @@ class Forward:
             return 0.0
         if by_labels:
             return self.units(batch)
-        if self.counting.own is not None or not self.is_mean_over_labels(batch):
+        if self.counting.weight_of is not None or not self.is_mean_over_labels(batch):
             return float(samples)
         return (self.units(batch) > 0).double() * samples
 

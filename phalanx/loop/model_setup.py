@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
@@ -22,10 +23,22 @@ from phalanx.world.world import World
 
 def adapt(model: nn.Module, config: DistributedConfig) -> None:
     """Add the adapters that the config asks for, unless the model has them; the seed makes them equal on all ranks."""
+    _check_shapes(model)
     if config.lora_rank is not None:
         _add_lora(model, config, config.lora_rank)
     if implements(model, WrapsModel):
         model.begin()
+
+
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse parameters and buffers of lazy modules that no batch has given a shape yet."""
+    unshaped = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if unshaped:
+        more = f" and {len(unshaped) - 3} more" if len(unshaped) > 3 else ""
+        raise UsageError(
+            f"{type(model).__name__} has lazy modules without shapes: {', '.join(unshaped[:3])}{more}",
+            hint="Call the model on one batch first, model(inputs): ranks and optimizers need the shapes.",
+        )
 
 
 def _add_lora(model: nn.Module, config: DistributedConfig, rank: int) -> None:

@@ -72,13 +72,13 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
     So it stands still between step boundaries and after a skipped step, whether it is called per step or per epoch.
     """
     inner_step, inner_state = scheduler.step, scheduler.state_dict
-    seen = 0
+    last_step = 0
 
     def step(*arguments: Any, **named: Any) -> None:
-        nonlocal seen
+        nonlocal last_step
         steps = gradients.taken(scheduler.optimizer)
-        if steps is None or steps > seen:
-            seen = steps or 0
+        if steps is None or steps > last_step:
+            last_step = steps or 0
             inner_step(*arguments, **named)
 
     def state_dict() -> dict[str, Any]:  # torch takes every attribute for state, these two functions included

@@ -233,10 +233,10 @@ def _warn_unused(task: TrainTask, config: DistributedConfig) -> None:
     verb = "has" if len(unused) == 1 else "have"
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
-        what = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
+        advice = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
     else:
-        what = "on the optimizer that the given function makes: set it there"
-    warnings.warn(f"{', '.join(unused)} {verb} no effect {what}", stacklevel=5)
+        advice = "on the optimizer that the given function makes: set it there"
+    warnings.warn(f"{', '.join(unused)} {verb} no effect {advice}", stacklevel=5)
 
 
 _TAKE_SPARSE = {"sgd", "adagrad"}

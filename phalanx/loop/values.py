@@ -29,22 +29,22 @@ VAL = "val/"
 """Begins the names of values that are measured on the validation data."""
 
 
-def checked(values: Values, value: Any = None, *, taken: Iterable[str] = ()) -> dict[str, Number]:
-    """Return what was given to `log` as numbers and tensors of one number; `taken`: names that are not free."""
+def checked(values: Values, value: Any = None, *, reserved: Iterable[str] = ()) -> dict[str, Number]:
+    """Return what was given to `log` as numbers and tensors of one number; `reserved`: names that are not free."""
     if isinstance(values, str):
         values = {values: value}
     elif value is not None or not isinstance(values, Mapping):
         description = f"{type(values).__name__} {values!r}"[:80]
         raise UsageError(f"log takes names with numbers, and got {description}", hint=f"Write: {_EXAMPLE}")
     for name in values:
-        _check_name(name, taken)
+        _check_name(name, reserved)
     return {name: _number(name, value) for name, value in values.items()}
 
 
-def _check_name(name: Any, taken: Iterable[str]) -> None:
+def _check_name(name: Any, reserved: Iterable[str]) -> None:
     if not isinstance(name, str):
         raise UsageError(f"log got the name {name!r}, which is not a text", hint=f"Write: {_EXAMPLE}")
-    if name in taken:
+    if name in reserved:
         raise UsageError(
             f"'{name}' is a curve that Phalanx draws by itself",
             hint=f"Choose another name, such as 'my/{name.rpartition('/')[2]}'.",

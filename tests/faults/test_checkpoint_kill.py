@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from long_proofs import long_proof
 
-SCRIPT = Path(__file__).parents[1] / "kill_points.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "kill_points.py"
 
 
 @pytest.mark.parametrize(

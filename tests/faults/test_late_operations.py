@@ -1,6 +1,6 @@
 """Operations that are queued and raise no error, as over nccl: the rank reports them, the launcher names the cause.
 
-Without a GPU, gloo's asynchronous calls are used in place of nccl's; `tests/engines/test_nccl_hangs.py` runs nccl.
+Without a GPU, gloo's asynchronous calls are used in place of nccl's; `tests/gpu/test_nccl_hangs.py` runs nccl.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ BLOCKED = """
 import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from phalanx import torch_records
+from phalanx import torch_compat
 from phalanx.diagnosis.records import OverdueWatch
 
 dist.init_process_group("gloo")
 if sys.argv[1] == "short":  # gloo itself would raise
-    torch_records.group_timeout = lambda backend, group: 1.0
+    torch_compat.group_timeout = lambda backend, group: 1.0
 group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
 watch, found = OverdueWatch(0, "gloo"), []
 

@@ -372,7 +372,7 @@ def test_spare_ranks_take_over(tmp_path, quiet):
 def test_ranks_that_are_lost_while_the_others_form_a_group(tmp_path, quiet):
     """A rank stops some step times after another was killed: while survivors leave, and while they connect.
 
-    `test_membership` has a second loss in every state, `test_fault_runs` losses at random moments.
+    `test_group` has a second loss in every state, `test_fault_runs` losses at random moments.
     """
     faults = [
         fault

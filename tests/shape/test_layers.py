@@ -22,9 +22,6 @@ CORE = {
     "engine": 1,
     "features": 1,
     "torch_compat": 1,
-    "torch_compiler": 1,
-    "torch_flash": 1,
-    "torch_records": 1,
     "host": 1,
     "observe": 1,
     "recipes": 2,
@@ -52,7 +49,6 @@ SIDEWAYS = {
     ("launch", "lazy"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
-    ("launch", "torch_records"),
     ("engine", "launch"),
     ("recovery", "diagnosis"),
     ("__main__", "cli"),
@@ -187,14 +183,8 @@ def test_public_class_names_mean_one_thing():
 def test_private_torch_is_used_in_one_module_only():
     found = []
     for name, path in modules().items():
-        if name in (
-            "phalanx.torch_compat",
-            "phalanx.torch_compiler",
-            "phalanx.torch_flash",
-            "phalanx.torch_records",
-            "phalanx.launch.forkserver.preload",
-        ):  # the second imports by name, if present
-            continue
+        if name in {"phalanx.torch_compat", "phalanx.launch.forkserver.preload"}:
+            continue  # the second one only names modules, for a process that has not imported torch yet
         for number, line in enumerate(path.read_text().splitlines(), 1):
             match = PRIVATE_TORCH.search(line.split("#")[0])
             if match:

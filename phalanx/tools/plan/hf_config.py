@@ -85,10 +85,12 @@ def from_config(values: dict[str, Any], path: Path = Path("config.json"), name: 
             "gated feed-forward layers), or plan its class: `phalanx plan my_package.nets:Net --input tokens:2048`.",
         )
     shape = {key: value for key, value in family(fields).items() if value is not None}
-    made = ModelShape(name=name, **shape)
-    if made.hidden % made.heads and "head_dim" not in shape:
-        raise UsageError(f"{path}: hidden_size {made.hidden} is not a multiple of num_attention_heads {made.heads}.")
-    return made
+    described = ModelShape(name=name, **shape)
+    if described.hidden % described.heads and "head_dim" not in shape:
+        raise UsageError(
+            f"{path}: hidden_size {described.hidden} is not a multiple of num_attention_heads {described.heads}."
+        )
+    return described
 
 
 def _common(f: Fields) -> dict[str, Any]:

@@ -107,10 +107,10 @@ def new_like(path: Path, changes: Mapping[str, Any], *, weights: bool) -> tuple[
         return model, {}
     stored = find_tensors(path)
     rules, _ = _paired(layout, config, stored)
-    found = read_tensors(stored, "cpu")
+    tensors = read_tensors(stored, "cpu")
     return model, {
         rules[name].ours if name in rules else name: rules[name].load(tensor) if name in rules else tensor
-        for name, tensor in found
+        for name, tensor in tensors
         if name in rules or not name.endswith(layout.tied)
     }
 
@@ -238,5 +238,5 @@ def _by_transformers(folder: Path, document: dict[str, Any], *, use_stored: bool
         model: nn.Module = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True)
         return model.train()
     config = transformers.AutoConfig.for_model(document.pop("model_type"), **document)
-    made: nn.Module = kind(config)
-    return made
+    built: nn.Module = kind(config)
+    return built
