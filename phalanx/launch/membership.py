@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 Entry = dict[str, Any]
@@ -29,7 +29,6 @@ Sign = Literal["ended", "silent"]
 """What a neighbour notices: the machine refuses connections, or does not answer."""
 Phase = Literal["settled", "searching", "unconfirmed", "electing"]
 
-_NO_ENTRY: Entry = {"standby": ()}
 SUSPECT_SECONDS = 1.0
 """Silence after which a machine is asked whether it runs, and the time that it has to answer."""
 _BEAT_SECONDS = 0.5
@@ -84,15 +83,17 @@ def in_order(nodes: Mapping[str, Any]) -> list[str]:
 class Quorum:
     """Machines, by the addresses of their launchers, of which enough have to be there."""
 
-    members: Mapping[str, Entry]
+    nodes: Mapping[str, Entry]
+    lists: Sequence[Collection[str]]
+    """The machines of the list, and those of the one before that enough of them know of: of each enough."""
     ended: Collection[str]
     leader: str
 
     def suffices(self, present: Iterable[Entry]) -> bool:
         """Whether the machines with these entries may go on without the others."""
         addresses = {tuple(entry["standby"]) for entry in present}
-        alive = {node for node, entry in self.members.items() if tuple(entry["standby"]) in addresses}
-        return may_continue(self.members, alive, self.ended, self.leader)
+        alive = {node for node, entry in self.nodes.items() if tuple(entry["standby"]) in addresses}
+        return all(may_continue(members, alive, self.ended, self.leader) for members in self.lists)
 
 
 class Heartbeats:
@@ -412,7 +413,7 @@ class Membership:
         if not lost:
             return
         alive = self.nodes.keys() - set(lost)
-        if self.phase == "settled" and not may_continue(self._counted, alive, self.ended, self.leader):
+        if self.phase == "settled" and not self._may_continue(alive):
             actions.append(self._split(lost))
             return
         self._leave_out(lost, now)
@@ -420,10 +421,7 @@ class Membership:
 
     def quorum(self) -> Quorum:
         """Return the machines of which enough have to come when all gather again."""
-        gone = dict.fromkeys(self.gone, _NO_ENTRY)
-        return Quorum(
-            {**gone, **{node: self.nodes[node] for node in self._counted if node in self.nodes}}, self.ended, self.own
-        )
+        return Quorum(self.nodes, (tuple(self.nodes), tuple(self._before)), self.ended, self.own)
 
     @property
     def _surely_ended(self) -> set[str]:
@@ -433,9 +431,14 @@ class Membership:
         """
         return self.ended if self.phase == "settled" or self._lost in self.ended else set()
 
+    def _may_continue(self, alive: Collection[str]) -> bool:
+        """Whether these machines are enough of the list, and of the one before that enough others know of."""
+        lists = [self.nodes, self._before] if self.gone or self.new else [self.nodes]
+        return all(may_continue(members, alive, self.ended, self.leader) for members in lists)
+
     @property
-    def _counted(self) -> list[str]:
-        """The machines that count where some may go on without others."""
+    def _before(self) -> list[str]:
+        """The machines of the list before the changes that too few others may know."""
         members = [node for node in self.nodes if node not in self.new] if self.new else [*self.nodes]
         return [*members, *(node for node in self.gone if node not in self.nodes and node not in self.new)]
 
@@ -444,7 +447,7 @@ class Membership:
         changes = [*self.gone.values(), *self.new.values()]
         for version in sorted({int(change) for change in changes if change <= self.version}, reverse=True):
             knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
-            if may_continue(self._counted, knowing, self.ended, self.leader):
+            if self._may_continue(knowing):
                 self.agree(version)
                 actions.append(Agreed(version))
                 return

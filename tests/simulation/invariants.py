@@ -135,6 +135,11 @@ class Invariants:
         if launcher.exit_code == 0 and not self.trained_to_end:
             self._fail("wrong exit code", f"{launcher.own} exits with 0, and the run is not complete")
 
+    def on_restart(self, launcher: Launcher, outcome: Any) -> None:
+        """A usage error would be the same again."""
+        if outcome.failure is not None and outcome.failure.cause.endswith("ended with 2"):
+            self._fail("usage error tried again", f"{launcher.own} starts again: {outcome.failure.cause}")
+
     def on_begin(self, launcher: Launcher) -> None:
         """A first machine that is started again begins a second run only if the others cannot tell it so."""
         others = [

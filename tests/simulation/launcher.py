@@ -768,6 +768,7 @@ class Launcher:
             rank.exit(-15)
         self.failures = max(self.failures, outcome.failures)
         if may_restart(outcome, failures=self.failures, max_restarts=self.plan.max_restarts):
+            self.cluster.invariants.on_restart(self, outcome)
             self.attempt += 1
             self.failures += 1
             self.note(f"restart {self.failures}")
