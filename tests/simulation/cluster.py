@@ -11,7 +11,6 @@ from typing import Any
 from phalanx.host.wire import Wire, encode
 from phalanx.recovery.launcher import protocol
 from phalanx.recovery.messages import NodeView
-
 from tests.simulation.invariants import Invariants
 from tests.simulation.launcher import Launcher, Store
 from tests.simulation.network import Clock, Network

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from phalanx.recovery.launcher.node import _ORDERS
-
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
     from tests.simulation.launcher import Launcher

@@ -23,7 +23,6 @@ from phalanx.recovery.launcher import protocol
 from phalanx.recovery.launcher.control import first_view
 from phalanx.recovery.launcher.node import Node
 from phalanx.recovery.messages import RankReady
-
 from tests.simulation.ranks import Rank
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class Launcher:
         return offset + rate * self.clock.now
 
     def guard(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Return a call that happens only while the process lives, and after the pause of a machine that stands still."""
+        """Return a call that happens while the process lives, and after a pause of its machine."""
 
         def guarded() -> None:
             if not self.alive:
@@ -603,7 +602,8 @@ class Launcher:
 
     def _become_leader(self, term: int) -> None:
         members = self.members
-        assert members is not None and self.store is not None
+        assert members is not None
+        assert self.store is not None
         self.note(f"leads in term {term}")
         self.cluster.decisions.append(("leads", self.own))
         members.confirm(term)
@@ -693,7 +693,7 @@ class Launcher:
             event = action.event
             if event.get("event") == "rank_lost":
                 self.cluster.decisions.append((event.get("action", ""), event.get("size", 0)))
-            self.note(" ".join(str(value) for value in event.values())[:160])
+            self.note(" ".join(str(value) for name, value in event.items() if name not in ("time", "rank_in"))[:160])
         elif isinstance(action, protocol.Later):
             self.clock.later(action.seconds, self.guard(lambda: self.handle(action.event) and None))
         elif isinstance(action, protocol.GiveUp):

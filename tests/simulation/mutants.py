@@ -11,7 +11,6 @@ from phalanx.launch.membership import Ask, Membership, Quorum
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.node import Node
 from phalanx.recovery.messages import LeftOut, LostRank, ViewChange
-
 from tests.simulation import launcher as launchers
 
 Patch = pytest.MonkeyPatch
@@ -71,17 +70,12 @@ def usage_error_of_another_node_is_tried_again(patch: Patch) -> None:
 
 def leader_shrinks_node_by_node(patch: Patch) -> None:
     """A cut-off leader that notices the loss of one node after the other goes on, and so do the others."""
-    patch.setattr(Membership, "_counted", property(lambda self: list(self.nodes)))
+    patch.setattr(Membership, "_before", property(lambda self: list(self.nodes)))
     patch.setattr(ElasticGroup, "_agree_on", property(lambda self: 0, lambda self, version: None), raising=False)
 
 
 def newcomers_count_at_once(patch: Patch) -> None:
     """A cut-off leader takes in new nodes, and has half of all with them."""
-
-    def counted(self: Membership) -> list[str]:
-        return [*self.nodes, *(node for node in self.gone if node not in self.nodes)]
-
-    patch.setattr(Membership, "_counted", property(counted))
     patch.setattr(Membership, "new", property(lambda self: {}, lambda self, new: None), raising=False)
 
 

@@ -220,9 +220,7 @@ class RankGroup:
         def publish() -> None:
             if not writer.alive:
                 return
-            if self.cluster.folder.is_full(writer.launcher.machine):
-                writer.exit(1)
-            elif not self.cluster.folder.publish(self.key, step):
+            if self.cluster.folder.is_full(writer.launcher.machine) or not self.cluster.folder.publish(self.key, step):
                 writer.exit(1)
 
         seconds = 0.0 if self.step >= self.cluster.plan.steps else self.cluster.rng.uniform(0.1, 1.5)

@@ -311,7 +311,7 @@ class ElasticGroup:
         hosts = {name: self._view.nodes[name].host for name in names if name in self._view.nodes}
         if hosts:
             self._change_view(self._view.without(hosts))
-        for name in hosts.keys() - set(ended):
+        for name in sorted(hosts.keys() - set(ended)):
             self._agree_on = self._view.version
             self._send(name, LeftOut("it did not answer, and the others have gone on"))  # should it run still
         for node, host in hosts.items():

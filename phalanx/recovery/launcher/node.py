@@ -498,11 +498,9 @@ class Node:
         here = {self.own, *takeover.reports}
         before = self.view.nodes
         known = self._catch_up(takeover)
-        members = {*before, *self.view.nodes, *takeover.gone} - {
-            *takeover.new,
-            *(self.view.nodes.keys() - before.keys()),
-        }
-        if known and may_continue(members, here, takeover.ended, takeover.lost):
+        came = {*takeover.new, *(self.view.nodes.keys() - before.keys())}
+        lists = (self.view.nodes, {*before, *self.view.nodes, *takeover.gone} - came)
+        if known and all(may_continue(members, here, takeover.ended, takeover.lost) for members in lists):
             self._lead(takeover)
             return
         self._takeover = None
@@ -525,10 +523,10 @@ class Node:
         """Decide from now on; the ranks of the lost node are replaced, or left out."""
         self._takeover = None
         self._actions.append(Lead(self.view.term))
-        for node in takeover.reports.keys() - self.view.nodes.keys():  # the leader before has left it out
+        for node in sorted(takeover.reports.keys() - self.view.nodes.keys()):  # the leader before has left it out
             del takeover.reports[node]
             self._send(node, LeftOut("it was lost, and the others have gone on"))
-        lost = self.view.nodes.keys() - {self.own, *takeover.reports}
+        lost = [node for node in self.view.nodes if node not in (self.own, *takeover.reports)]
         for node, report in takeover.reports.items():
             for change in self.view.since(report.version) if report.version < self.view.version else []:
                 self._send(node, change)
@@ -553,7 +551,7 @@ class Node:
         members.sort(key=lambda rank: rank.rank)
         self.group = self._group(members)
         self.group.address = takeover.address
-        self._ended -= lost
+        self._ended -= set(lost)
         self.group.on_nodes_lost(lost, lost)  # the reports of the others are their consent
         for rank, last_report in ready:
             self.group.on_message(rank, last_report)
