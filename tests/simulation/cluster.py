@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.host.wire import Wire, encode
+from phalanx.launch.environment import NodeInfo
 from phalanx.recovery.launcher import protocol
+from phalanx.recovery.launcher.control import first_view
+from phalanx.recovery.launcher.view import GroupView
 from phalanx.recovery.messages import NodeView
 from tests.simulation.invariants import Invariants
 from tests.simulation.launcher import Launcher, Store
@@ -45,6 +48,7 @@ class Cluster:
         self.folder = Folder(self)
         self.groups: dict[GroupKey, RankGroup] = {}
         self.processes: list[Launcher] = []
+        self._newest: dict[int, Launcher] = {}
         self.died: dict[int, float] = {}
         self.dark: set[int] = set()
         """Machines without power: nothing there refuses a connection."""
@@ -81,12 +85,14 @@ class Cluster:
         self.dark.discard(machine)
         launcher = Launcher(self, machine, len(self.processes))
         self.processes.append(launcher)
+        self._newest[machine] = launcher
         self.note(f"machine{machine}: launcher {launcher.number} starts")
         return launcher
 
     def running(self, machine: int) -> Launcher | None:
         """Return the launcher that runs on a machine."""
-        return next((one for one in reversed(self.processes) if one.machine == machine and one.alive), None)
+        launcher = self._newest.get(machine)
+        return launcher if launcher is not None and launcher.alive else None
 
     def endpoint_store(self) -> Store | None:
         """Return the store at the endpoint, if one is hosted."""
@@ -132,9 +138,12 @@ class Cluster:
             self.groups[key] = RankGroup(self, key, size)
         return self.groups[key]
 
-    def shared(self, view: Any) -> Any:
-        """Return a view to begin with."""
-        return view
+    def first_view(self, place: NodeInfo, failures: int) -> GroupView:
+        """Return the view that a launcher begins with."""
+        return first_view(place, failures)
+
+    def on_death(self, launcher: Launcher) -> None:
+        """Note that a launcher has ended; `scale` lets those that have a connection to it notice."""
 
     def machines_of(self, nodes: Mapping[str, Any]) -> list[list[Any]]:
         """Return nodes as a `NodeInfo` has them."""

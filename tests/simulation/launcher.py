@@ -20,7 +20,6 @@ from phalanx.launch.launcher_loop import Outcome, may_restart
 from phalanx.launch.membership import Membership
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher import protocol
-from phalanx.recovery.launcher.control import first_view
 from phalanx.recovery.launcher.node import Node
 from phalanx.recovery.messages import RankReady
 from tests.simulation.ranks import Rank
@@ -167,6 +166,7 @@ class Launcher:
         if self.alive:
             self.alive = False
             self.cluster.died[self.number] = self.clock.now
+            self.cluster.on_death(self)
             for rank in list(self.ranks.values()):
                 rank.exit(-9)
 
@@ -358,7 +358,7 @@ class Launcher:
             **{"node_rank": 0, **place, "own": self.own, "machines": machines, "master_addr": "", "master_port": 0},
         )
         self.failures = max(self.failures, 0)
-        view = self.cluster.shared(first_view(info, self.failures))
+        view = self.cluster.first_view(info, self.failures)
         first = 0 if late else place["first_rank"]
         elastic = Elastic(self.plan.sizes, silence_seconds=self.plan.silence)
         local = [

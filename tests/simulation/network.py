@@ -85,6 +85,11 @@ class Network:
             for arrive in self._held.pop((source, target), []):
                 arrive()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether any direction is cut."""
+        return bool(self._cut)
+
     def connected(self, one: int, other: int) -> bool:
         """Whether two machines can exchange something, which takes both directions."""
         return (one, other) not in self._cut and (other, one) not in self._cut

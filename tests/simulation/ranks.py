@@ -152,10 +152,10 @@ class RankGroup:
         ranks = list(self.arrived.values())
         if self.broken or len(ranks) < self.size:
             return False
-        machines = {rank.launcher.machine for rank in ranks}
-        return all(rank.alive and rank.group is self and rank.launcher.runs for rank in ranks) and all(
-            self.cluster.network.connected(one, other) for one in machines for other in machines
-        )
+        if not all(rank.alive and rank.group is self and rank.launcher.runs for rank in ranks):
+            return False
+        machines = {rank.launcher.machine for rank in ranks} if self.cluster.network.is_cut else set()
+        return all(self.cluster.network.connected(one, other) for one in machines for other in machines)
 
     def _join(self) -> None:
         if self.broken:
@@ -260,7 +260,7 @@ class RankGroup:
 
     def on_death(self, rank: Rank) -> None:
         """Let the others notice a lost rank, if the connections say so; some may have the step that it had."""
-        if self.broken and not self.arrived:
+        if self.broken:  # the others have been told
             return
         finished = self.step >= self.cluster.plan.steps
         self.broken = self.broken or not finished

@@ -17,7 +17,7 @@ ALL = "all"
 """Every launcher, the sender included (as in `phalanx.launch.mailbox`)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A process of the run, as a launcher that decides knows it."""
 
