@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -318,25 +319,34 @@ def test_a_slow_link_is_not_a_lost_machine(cluster, quiet):
 # --- as the simulation says -------------------------------------------------------------------------------------------
 
 
-def simulated(nodes: int, *faults: Fault) -> list[tuple[str, int]]:
-    """Return the decisions about lost ranks, each with the number of ranks that go on, of simulated launchers."""
+def simulated(nodes: int, *faults: Fault) -> list[str]:
+    """Return what simulated launchers decide about lost ranks."""
     plan = dataclasses.replace(
         draw(1), nodes=nodes, ranks_per_node=1, least=1, steps=60, faults=faults, max_restarts=4, silence=2.0,
         step_seconds=0.5, delay=(50e-6, 1e-3), skew=0.0, needs_release=False, restarts=True,
     )  # fmt: skip
     result = failure_of(plan)
     assert result.violation is None
-    return [decision for decision in result.cluster.decisions if decision[0] in ("replace", "shrink")]
+    decisions = [decision for decision in result.cluster.decisions if decision[0] in ("replace", "shrink")]
+    return [
+        "a new rank takes its place" if kind == "replace" else f"going on with {size} rank" for kind, size in decisions
+    ]
 
 
-def real(one: Cluster, disturb: Callable[[Cluster], None], *ends: int) -> list[tuple[str, int]]:
-    """Return those of real launchers."""
+def real(one: Cluster, disturb: Callable[[Cluster], None], *ends: int) -> list[str]:
+    """Return what real launchers say that they have decided."""
     one.env["ANY_SIZE"] = "1"
     one.start(*range(len(one.hosts)))
     one.wait_for_step(10)
     disturb(one)
     one.end(*ends)
-    return [(event["action"], event["size"]) for event in one.events("rank_lost")]
+    return decisions_of(one)
+
+
+def decisions_of(one: Cluster) -> list[str]:
+    """Return the decisions in the output of all launchers, in the order of time."""
+    said = r"^(\d\d:\d\d:\d\d) rank \d+ .*; (a new rank takes its place|going on with \d+ rank)"
+    return [what for _, what in sorted(re.findall(said, one.outputs(), re.MULTILINE))]
 
 
 CASES: dict[str, tuple[int, tuple[Fault, ...], Callable[[Cluster], None], tuple[int, ...]]] = {
@@ -355,7 +365,7 @@ CASES: dict[str, tuple[int, tuple[Fault, ...], Callable[[Cluster], None], tuple[
 def wait_for_losses(one: Cluster, count: int) -> None:
     """Wait until so many losses were decided, and ten steps longer."""
     deadline = time.monotonic() + 120
-    while len(one.events("rank_lost")) < count and time.monotonic() < deadline:
+    while len(decisions_of(one)) < count and time.monotonic() < deadline:
         time.sleep(0.1)
     one.wait_for_step(max(event["step"] for event in one.events("step")) + 10)
 

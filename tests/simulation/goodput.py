@@ -21,32 +21,24 @@ _FAILURES = 20_000
 def drawn(process: Process, seed: int) -> float:
     """Return the productive share of a history of many failures."""
     rng = random.Random(seed)
-    now = productive = kept = 0.0
-    next_failure = rng.expovariate(1 / process.mtbf)
-    work = 0.0
-    """Since the last checkpoint."""
+    cycle = process.interval + process.checkpoint_cost
+    elapsed = productive = since = 0.0
+    """`since`: the time of the present cycle that counts, for a recovery that keeps it."""
     failures = 0
     while failures < _FAILURES:
-        step = min(_STEP, process.interval - work)
-        cost = step + (process.checkpoint_cost if work + step >= process.interval else 0.0)
-        if now + cost <= next_failure:
-            now, work = now + cost, work + step
-            if work >= process.interval:
-                productive, work = productive + work, 0.0
-            continue
         failures += 1
-        now = next_failure
+        up = rng.expovariate(1 / process.mtbf)
+        elapsed += up
         if process.lost is None:
-            work = 0.0
-        recovered = now + process.recovery
-        next_failure = now + rng.expovariate(1 / process.mtbf)
-        while next_failure < recovered:  # a failure during a recovery begins it again
+            productive += up // cycle * process.interval
+        else:
+            whole, since = divmod(max(since + up - process.lost, 0.0), cycle)
+            productive += whole * process.interval
+        while (next_failure := rng.expovariate(1 / process.mtbf)) < process.recovery:  # it begins again
             failures += 1
-            recovered = next_failure + process.recovery
-            next_failure += rng.expovariate(1 / process.mtbf)
-        now = recovered
-    kept = productive + work
-    return kept / now
+            elapsed += next_failure
+        elapsed += process.recovery
+    return productive / elapsed
 
 
 def main() -> int:

@@ -218,7 +218,7 @@ class RankGroup:
         writer, step = self.arrived[0], self.step
 
         def publish() -> None:
-            if not writer.alive:
+            if not writer.alive or writer.place != self.key:  # a save that its group does not end is given up
                 return
             if self.cluster.folder.is_full(writer.launcher.machine) or not self.cluster.folder.publish(self.key, step):
                 writer.exit(1)

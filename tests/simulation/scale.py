@@ -22,7 +22,6 @@ from phalanx.launch import membership
 from phalanx.launch.environment import NodeInfo
 from phalanx.recovery.launcher import protocol, view
 from phalanx.recovery.launcher.view import GroupView
-
 from tests.simulation.cluster import Cluster
 from tests.simulation.launcher import Launcher
 from tests.simulation.plan import Plan
