@@ -20,6 +20,7 @@ from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.host.files import replace_file
 from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.tools.plan.cluster import Cluster, Gpu, Instance, Link
+from phalanx.tools.plan.hf_config import read_config
 from phalanx.tools.plan.model import ModelShape, TracedShape
 
 _DATA = Path(__file__).parent / "data"
@@ -89,8 +90,6 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
         extend_path([str(Path.cwd())])
         return trace_import(text, example)
     if text.endswith(".json") or Path(text).is_dir() or "/" in text:
-        from phalanx.tools.plan.hf_config import read_config
-
         if not Path(text).exists():
             raise _no_model(text)
         return read_config(Path(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import sys
 from collections.abc import Sequence
@@ -136,8 +137,6 @@ class GivenSubject:
 
     def build(self) -> Parts:
         """Return them: each rank has its own copy, from a pickle."""
-        import copy
-
         from torch import nn
 
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()

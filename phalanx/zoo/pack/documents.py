@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +218,6 @@ def _columns(piece: FileRange, column: str) -> Iterator[str]:
 
 
 def _pyarrow(module: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError:
