@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes import find_recipe, load_recipe, recipe_names
 from phalanx.zoo.models import registry as models
 
@@ -116,7 +116,7 @@ class ScriptSubject:
             raise _no_parts(f"{self.path} defines no build()")
         parts = function()
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
-            raise _no_parts(f"build() of {self.path} returned a {type(parts).__name__}")
+            raise _no_parts(f"build() of {self.path} returned {a_type(parts)}")
         return Parts(*parts)
 
 
