@@ -76,8 +76,8 @@ class BackgroundLoader:
     `load(indices)` returns one batch and may take long or raise. Each `iter(loader)` is a new pass over `batches`:
 
     - The batches arrive in the order of `batches`.
-    - While the caller works on a batch, the thread loads the next ones: it holds at most `depth` finished batches that
-      the caller has not taken, and loads at most one more at the same time.
+    - While the caller works on a batch, the thread loads the next ones, up to `depth` ahead: of the batches whose load
+      has begun, at most `depth` have not been taken by the caller.
     - An exception of `load` is raised to the caller at the place of the batch that failed, after all batches before it,
       as the same exception object. No batch follows.
     - When the caller leaves the loop early (`break`, an exception, `close()` of the iterator), the thread ends as soon
@@ -96,8 +96,8 @@ class BackgroundLoader:
         #   Hint 2: a thread loads and puts into a queue.Queue; the generator takes and yields. Put the exception
         #   object in the queue if load raises, and a mark at the end. A generator that is left early runs its
         #   `finally` block.
-        #   Hint 3: the thread waits for a free place (a semaphore with depth places, or put() with a timeout in a
-        #   loop), and looks at a threading.Event each time before it continues. The generator frees a place for each
+        #   Hint 3: before each load the thread waits for a free place (a semaphore with depth places), and looks at a
+        #   threading.Event each time before it continues. The generator frees a place for each
         #   batch that it takes; in `finally` it sets the event, frees one place so that a waiting thread wakes up,
         #   and joins.
         raise NotImplementedError("BackgroundLoader")

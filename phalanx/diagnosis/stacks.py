@@ -38,7 +38,7 @@ class Frame:
         return is_users(self.file)
 
 
-_RECORDER = os.path.join("phalanx", "launch", "point_to_point.py")
+_RECORDER = os.path.join("phalanx", "diagnosis", "point_to_point.py")
 _WAITING = (
     _RECORDER,
     os.path.join("torch", "distributed", "distributed_c10d.py"),

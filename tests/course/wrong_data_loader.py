@@ -428,45 +428,51 @@ class BackgroundLoader:
     ),
     Right(
         "load-in-background",
-        "a queue with a limit and puts that give up",
+        "a condition that both sides wait for",
         """
 class BackgroundLoader:
     def __init__(self, load, batches, *, depth=2):
         self.load, self.batches, self.depth = load, batches, depth
 
-    def _put(self, ready, stop, item):
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.02)
-                return
-            except queue.Full:
-                pass
-
-    def _work(self, ready, stop):
-        for one in self.batches:
-            try:
-                item = ("batch", self.load(one))
-            except BaseException as error:
-                self._put(ready, stop, ("error", error))
-                return
-            self._put(ready, stop, item)
-            if stop.is_set():
-                return
-        self._put(ready, stop, ("end", None))
-
     def __iter__(self):
-        ready, stop = queue.Queue(self.depth), threading.Event()
-        threading.Thread(target=self._work, args=(ready, stop), daemon=True).start()
+        changed, ready, state = threading.Condition(), [], {"taken": 0, "stop": False}
+
+        def work():
+            for number, one in enumerate(self.batches):
+                with changed:
+                    changed.wait_for(lambda: state["stop"] or number < state["taken"] + self.depth)
+                    if state["stop"]:
+                        return
+                try:
+                    item = ("batch", self.load(one))
+                except BaseException as error:
+                    item = ("error", error)
+                with changed:
+                    ready.append(item)
+                    changed.notify_all()
+                if item[0] == "error":
+                    return
+            with changed:
+                ready.append(("end", None))
+                changed.notify_all()
+
+        threading.Thread(target=work, daemon=True).start()
         try:
             while True:
-                kind, item = ready.get()
+                with changed:
+                    changed.wait_for(lambda: ready)
+                    kind, item = ready.pop(0)
+                    state["taken"] += 1
+                    changed.notify_all()
                 if kind == "error":
                     raise item
                 if kind == "end":
                     return
                 yield item
         finally:
-            stop.set()
+            with changed:
+                state["stop"] = True
+                changed.notify_all()
 """,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +44,15 @@ def call_all_shards(module: ModuleType, cases: list[tuple[int, int, int, int, bo
     return [call_shards(module, *case) for case in cases]
 
 
+def call_orders(module: ModuleType, size: int, keys: list[tuple[int, int, int]]) -> list[list[int]]:
+    """Return the shuffled order, put together from all ranks, for each key (world, seed, epoch)."""
+    orders = []
+    for world, seed, epoch in keys:
+        shards = [module.shard_indices(size, rank, world, seed=seed, epoch=epoch) for rank in range(world)]
+        orders.append([shards[position % world][position // world] for position in range(size)])
+    return orders
+
+
 def grade_shard_indices(attempt: Attempt) -> None:
     """Check order, padding and split for sizes that divide, that do not, and that are smaller than the world."""
     seed = attempt.seed() % 10_000
@@ -63,6 +73,40 @@ def grade_shard_indices(attempt: Attempt) -> None:
         if number == 4:
             check_epochs(cases, [each["shards"] for each in results[:4]])
         check_shards(case, result)
+    epochs = [*range(8), 10, 11, *random.Random(seed).sample(range(12, 1000), 4)]
+    seeds = [seed, seed + 1, seed + 2, seed + 8, seed + 10, seed + 1000, 2 * seed + 4, seed + 2**16]
+    for key in ("epoch", "seed"):
+        keys = [(world, seed, epoch) for epoch in epochs] if key == "epoch" else [(world, other, 0) for other in seeds]
+        check_orders(key, keys, attempt.call(call_orders, size, keys))
+    keys = [(other, seed, 1) for other in (1, 2, world, 5)]
+    orders = attempt.call(call_orders, size, keys)
+    for (other, _, _), order in zip(keys, orders, strict=True):
+        if order != orders[0]:
+            raise Mistake(
+                f"{size} samples, seed {seed}, epoch 1: with {other} ranks the order begins {order[:5]}, with one rank "
+                f"{orders[0][:5]}. It must depend on seed and epoch alone, not on the number of ranks.",
+                see=SPLIT,
+            )
+
+
+def check_orders(key: str, keys: list[tuple[int, int, int]], orders: list[list[int]]) -> None:
+    """Raise a Mistake unless keys that differ in the seed alone, or in the epoch alone, have different orders."""
+    seen: dict[tuple[int, ...], int] = {}
+    for (_, seed, epoch), order in zip(keys, orders, strict=True):
+        value = epoch if key == "epoch" else seed
+        fixed = f"with seed {seed}" if key == "epoch" else f"in epoch {epoch}"
+        first = order.index(0)
+        turned = tuple(order[first:] + order[:first])  # of all rotations of one order, the one that begins with 0
+        if turned in seen:
+            other = seen[turned]
+            same = orders[[pair[1:][key == "epoch"] for pair in keys].index(other)] == order
+            how = "have the same order" if same else "have one order, rotated: the neighbours never change"
+            raise Mistake(
+                f"The {key}s {other} and {value} {how}, {fixed}. Two {key}s must never share an order by design: make "
+                f"the number that seeds the shuffle so that it differs whenever the {key} does.",
+                see=SPLIT,
+            )
+        seen[turned] = value
 
 
 def check_shards(case: tuple[int, int, int, int, bool], result: dict[str, Any]) -> None:
@@ -167,7 +211,7 @@ def check_epochs(cases: list[tuple[int, int, int, int, bool]], results: list[lis
 # shard-batches -------------------------------------------------------------------------------------------------------
 
 
-def call_all_batches(module: ModuleType, order: list[int], world: int, size: int) -> list[list[tuple[Any, Any]]]:
+def call_all_batches(module: ModuleType, order: Sequence[int], world: int, size: int) -> list[list[tuple[Any, Any]]]:
     """Return the (indices, weight) of all batches of each rank."""
     ranks = range(world)
     batches = [module.shard_batches(order, rank, world, global_batch=size) for rank in ranks]
@@ -178,11 +222,22 @@ def grade_shard_batches(attempt: Attempt) -> None:
     """Check ragged global batches of several sizes, among them one that leaves a rank without samples."""
     seed = attempt.seed()
     draw = random.Random(seed)
-    for world, global_batch, rest in ((3, 6, 0), (3, 7, 4), (4, 6, 5), (4, 9, 2)):
-        length = global_batch * draw.randint(2, 4) + rest
-        order = [10 * index + 3 for index in draw.sample(range(length), length)]
+    whole = draw.randint(2, 4)
+    cases = ((3, 6, whole, 0), (3, 7, whole, 4), (4, 6, whole, 5), (4, 9, whole, 2), (4, 3, whole, 1), (5, 8, 0, 3))
+    for number, (world, global_batch, batches_before, rest) in enumerate(cases):
+        length = global_batch * batches_before + rest
+        order: Sequence[int] = [10 * index + 3 for index in draw.sample(range(length), length)]
+        if number == 2:
+            order = range(length)  # any sequence of ints will do
         batches = attempt.call(call_all_batches, order, world, global_batch)
-        check_batches(order, global_batch, batches)
+        kinds = {type(indices) for of_rank in batches for indices, _ in of_rank} - {list}
+        if kinds:
+            raise Mistake(
+                f"order is a {type(order).__name__} here, and the indices of a Batch are a {kinds.pop().__name__}: "
+                "they should be a list of ints.",
+                see=BATCHES,
+            )
+        check_batches(list(order), global_batch, batches)
 
 
 def check_batches(order: list[int], global_batch: int, batches: list[list[tuple[list[int], float]]]) -> None:

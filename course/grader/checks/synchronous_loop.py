@@ -29,11 +29,13 @@ class Job:
     seed: int
     parts: list[list[Pair]]
     """By step and rank."""
+    columns: int = 1
+    """Of the targets."""
 
     def model(self, rank: int) -> nn.Module:
         """Return the model with the first weights of a rank."""
         torch.manual_seed(self.seed + rank)
-        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, self.columns)).double()
 
     @staticmethod
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -41,25 +43,26 @@ class Job:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def make_job(seed: int, sizes: list[list[int]]) -> Job:
+def make_job(seed: int, sizes: list[list[int]], columns: int = 1) -> Job:
     """Draw the data of a job whose step s has sizes[s][r] samples on rank r."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for step in sizes:
         inputs = [torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in step]
-        noise = [torch.randn(size, 1, generator=generator, dtype=torch.float64) for size in step]
+        noise = [torch.randn(size, columns, generator=generator, dtype=torch.float64) for size in step]
         parts.append(
             [(x, x.sum(1, keepdim=True) + 2 * rank + e) for rank, (x, e) in enumerate(zip(inputs, noise, strict=True))]
         )
-    return Job(seed, parts)
+    return Job(seed, parts, columns)
 
 
 def rank_train(module: ModuleType, rank: int, world: int, job: Job) -> dict[str, Any]:
     """Train this rank's parts."""
     model = job.model(rank)
     batches = [step[rank] for step in job.parts]
-    losses = module.train(model, job.optimizer(model), nn.functional.mse_loss, batches)
-    return {"losses": losses, "weights": flat(model)}
+    # An iterator, which has no length and is read once, as a loader's; the loss is any function of the caller's.
+    losses = module.train(model, job.optimizer(model), nn.functional.mse_loss, iter(batches))
+    return {"losses": losses, "weights": flat(model), "training": model.training}
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -146,7 +149,8 @@ def grade_loop(attempt: Attempt) -> None:
     even = [[4, 4], [4, 4]] + [[draw.randint(4, 6), draw.randint(1, 2)] for _ in range(3)]
     job = make_job(attempt.seed(), even)
     check_training(job, attempt.run(rank_train, 2, (job,), timeout=HANG_SECONDS))
-    job = make_job(attempt.seed(), [[3, 2, 2], [2, 0, 2], [draw.randint(1, 4), 0, 0]])
+    empty = [[3, 2, 2], [2, 0, 2], [draw.randint(1, 4), 0, 0], [0, 2, draw.randint(1, 3)], [0, 0, 1]]
+    job = make_job(attempt.seed(), empty, columns=3)
     try:
         answers = attempt.run(rank_train, 3, (job,), timeout=HANG_SECONDS)
     except Mistake as mistake:
@@ -177,6 +181,14 @@ def check_training(job: Job, answers: list[Answer]) -> None:
         losses = answer.value["losses"]
         if not isinstance(losses, list) or len(losses) != steps:
             raise Mistake(f"{where}: train should return {steps} losses, one per step; it returned {losses}.", see=LOOP)
+        if not all(type(loss) is float for loss in losses):
+            raise Mistake(
+                f"{where}: train returned {losses[0]!r:.60} among the losses; they should be floats: a tensor in a list "
+                "keeps its memory, and perhaps its graph.",
+                see=LOOP,
+            )
+        if not answer.value["training"]:
+            raise Mistake(f"{where}: train() left the model in eval mode: dropout would be off.", see=LOOP)
         if not all(math.isfinite(loss) for loss in losses) or not answer.value["weights"].isfinite().all():
             raise Mistake(
                 f"{where}: losses or weights of rank {answer.rank} are nan: the mean over an empty part is nan, and "

@@ -47,10 +47,14 @@ class Mixed(nn.Module):
         norm = nn.BatchNorm1d(4)
         self.inner = nn.Sequential(norm, nn.Linear(4, 4).requires_grad_(False))
         self.register_buffer("table", torch.rand(5), persistent=False)
+        self.register_buffer("exact", torch.rand(3, dtype=torch.float64))
+        self.register_buffer("count", torch.randint(2**40, 2**50, ()))
+        self.inner.eval()
         with torch.no_grad():
             norm.weight.normal_()
             for buffer in norm.buffers():
                 buffer.copy_(torch.randint(1, 10**6, buffer.shape))
+        self.first.weight.grad = torch.rand(4, 3)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -63,11 +67,31 @@ def rank_broadcast(module: ModuleType, rank: int, world: int, seed: int) -> dict
     torch.manual_seed(seed + rank)
     model = Mixed()
     before = [(id(tensor), tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())]
+    modes = [each.training for each in model.modules()]
+    gradients = gradients_of(model)
     recorded: list[bool] = []
     with watched_broadcast(recorded):
         module.broadcast_model(model)
     after = [(id(tensor), tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())]
-    return {"tensors": tensors_of(model), "same": before == after, "recorded": any(recorded)}
+    others = []
+    if modes != [each.training for each in model.modules()]:
+        others.append("train or eval mode of a module")
+    if not same_gradients(gradients, gradients_of(model)):
+        others.append("gradient (param.grad)")
+    return {"tensors": tensors_of(model), "same": before == after, "recorded": any(recorded), "others": others}
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    """Return copies of all gradients."""
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def same_gradients(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    """Whether two lists have equal gradients, and None at the same places."""
+    return all(
+        left is right if left is None or right is None else torch.equal(left, right)
+        for left, right in zip(one, other, strict=True)
+    )
 
 
 @contextmanager
@@ -108,6 +132,12 @@ def grade_broadcast(attempt: Attempt) -> None:
                 "was made before still holds the old ones. Write into the tensors that exist.",
                 see=BROADCAST,
             )
+        if answer.value["others"]:
+            raise Mistake(
+                f"Rank {answer.rank}: broadcast_model changed the {answer.value['others'][0]}: it gives values to "
+                "parameters and buffers, and leaves all else alone.",
+                see=BROADCAST,
+            )
         if answer.value["recorded"]:
             raise Mistake(
                 f"Rank {answer.rank}: a parameter that requires a gradient is given to broadcast while autograd "
@@ -140,6 +170,8 @@ def check_same_model(answer: Answer, models: list[dict[str, Tensor]]) -> None:
         "running": "a buffer: model.parameters() does not list it, model.buffers() does",
         "inner.1": "a frozen parameter (requires_grad=False): its value differs between ranks like all others",
         "num_batches": "an integer buffer: it needs the value of rank 0 as well",
+        "exact": "a float64 buffer: it must not pass through another dtype",
+        "count": "an integer buffer with a large value: it must not pass through a float",
         "table": "a buffer that is not part of the state_dict (persistent=False): model.buffers() lists it",
     }
     name, kind = next((name, text) for part, text in kinds.items() for name in wrong if part in name)
@@ -151,12 +183,13 @@ def check_same_model(answer: Answer, models: list[dict[str, Tensor]]) -> None:
 
 
 class Layers(nn.Module):
-    """Four layers of one shape in float64; the second one is frozen."""
+    """Four layers of one shape in float64, the second one frozen, and a parameter of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(4))
         self.layers[1].requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))  # parameters() gives it before the layers
 
 
 def gradient(seed: int, rank: int, number: int, shape: torch.Size) -> Tensor:
@@ -171,7 +204,7 @@ def rank_average(module: ModuleType, rank: int, world: int, seed: int, missing: 
     model = Layers()
     before = tensors_of(model)
     for number, param in enumerate(model.parameters()):
-        if param.requires_grad and number not in missing.get(rank, []):
+        if param is model.layers[1].weight or param.requires_grad and number not in missing.get(rank, []):
             param.grad = gradient(seed, rank, number, param.shape)
     module.average_gradients(model)
     after = tensors_of(model)
@@ -180,9 +213,13 @@ def rank_average(module: ModuleType, rank: int, world: int, seed: int, missing: 
 
 
 def grade_average(attempt: Attempt) -> None:
-    """Check the means on three ranks, then with a parameter that has no gradient on one rank, and on two."""
+    """Check the means on three ranks, then with parameters that have no gradient on one rank, and on two of them.
+
+    Parameter 0 is the one of the model itself; 5 and 6 are the weight and the bias of layer 2, 7 and 8 of layer 3.
+    """
     world = 3
-    for missing in ({}, {1: [4, 5], 2: [5]}):
+    other = attempt.random.randint(1, 2)
+    for missing in ({}, {1: [5, 6], 2: [6]}, {0: [0, 7, 8], other: [8]}):
         seed = attempt.seed()
         try:
             answers = attempt.run(rank_average, world, (seed, missing), timeout=HANG_SECONDS)
@@ -195,8 +232,9 @@ def grade_average(attempt: Attempt) -> None:
                 ) from mistake
             if not missing:
                 raise
+            name, rank = ("layers.3.weight", 0) if 0 in missing else ("layers.2.weight", 1)
             raise Mistake(
-                "In this run layers.2.weight has no gradient (None) on rank 1 only. It counts as zeros there: rank 1 "
+                f"In this run {name} has no gradient (None) on rank {rank} only. It counts as zeros there: rank {rank} "
                 f"must make the same calls as the others. What was seen: {mistake}",
                 see=AVERAGE,
             ) from mistake
@@ -219,9 +257,16 @@ def check_gradients(answer: Answer, seed: int, world: int, missing: dict[int, li
         )
     for number, (name, found) in enumerate(answer.value["grads"].items()):
         if "layers.1." in name:
-            if found is not None:
+            if name.endswith("bias") and found is not None:
                 raise Mistake(
                     f"Rank {answer.rank}: the frozen {name} (requires_grad=False) has a gradient now: leave it alone.",
+                    see=AVERAGE,
+                )
+            kept = gradient(seed, answer.rank, number, torch.Size((3, 3)))
+            if name.endswith("weight") and (found is None or not torch.equal(found, kept)):
+                raise Mistake(
+                    f"Rank {answer.rank}: the frozen {name} (requires_grad=False) has a gradient of an earlier stage of "
+                    "the training, and average_gradients changed it: leave frozen parameters alone.",
                     see=AVERAGE,
                 )
             continue

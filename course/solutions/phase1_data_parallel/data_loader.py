@@ -76,8 +76,8 @@ class BackgroundLoader:
     `load(indices)` returns one batch and may take long or raise. Each `iter(loader)` is a new pass over `batches`:
 
     - The batches arrive in the order of `batches`.
-    - While the caller works on a batch, the thread loads the next ones: it holds at most `depth` finished batches that
-      the caller has not taken, and loads at most one more at the same time.
+    - While the caller works on a batch, the thread loads the next ones, up to `depth` ahead: of the batches whose load
+      has begun, at most `depth` have not been taken by the caller.
     - An exception of `load` is raised to the caller at the place of the batch that failed, after all batches before it,
       as the same exception object. No batch follows.
     - When the caller leaves the loop early (`break`, an exception, `close()` of the iterator), the thread ends as soon
