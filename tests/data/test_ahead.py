@@ -73,7 +73,7 @@ def test_the_process_goes_on_where_workers_fail(monkeypatch):
             return super().__getitem__(index)
 
     here = read(Plain(), workers=0, monkeypatch=monkeypatch)
-    monkeypatch.setattr(ahead, "holds_data_only", lambda dataset: True)
+    monkeypatch.setattr(mapped, "holds_data_only", lambda dataset: True)
     with pytest.warns(UserWarning, match="fetched by the training process again"):
         there = read(FailsInWorkers(), workers=1, monkeypatch=monkeypatch)
     assert [info for info, _ in there] == [info for info, _ in here]
