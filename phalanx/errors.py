@@ -174,6 +174,12 @@ def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | Non
     return matches[0] if matches else None
 
 
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article: "an int", "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def unknown_name(kind: str, name: str, allowed: Iterable[str], *, of: str = "", close: str | None = None) -> str:
     """Return the message about an unknown name, `of` what it is one: the nearest first, then all that are allowed.
 

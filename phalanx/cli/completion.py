@@ -37,9 +37,9 @@ def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
         if verb != typed:
             verbs.add_parser(verb, help=text, add_help=False)
             continue
-        actions = _actions(verb)
+        actions = actions_of(verb)
         if not actions:
-            _add(verbs, verb, _parser_of(verb))
+            _add(verbs, verb, parser_of(verb))
             continue
         inner = verbs.add_parser(verb, help=text, add_help=False).add_subparsers()
         for name, make in actions.items():
@@ -58,7 +58,7 @@ def _add(parsers: Any, name: str, own_parser: argparse.ArgumentParser | None) ->
             action.completer = _completer(action)
 
 
-def _actions(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None]]:
+def actions_of(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None]]:
     """Return the words that follow a verb, each with its parser; empty for a verb that takes none."""
     if verb == "ckpt":
         return {name: partial(ckpt_parser, name) for name in CKPT_ACTIONS}
@@ -69,7 +69,7 @@ def _actions(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None
     module: Any = import_module(f"phalanx.cli.{verb}")
     if verb in ("runs", "jobs", "bench", "data", "learn"):
         return {name: partial(module.parser, name) for name in (module.SUBJECTS if verb == "bench" else module.ACTIONS)}
-    return {"show": partial(_parser_of, verb)} if verb == "config" else {}
+    return {"show": partial(parser_of, verb)} if verb == "config" else {}
 
 
 def _submit_parser(target: str) -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def _submit_parser(target: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _parser_of(verb: str) -> argparse.ArgumentParser | None:
+def parser_of(verb: str) -> argparse.ArgumentParser | None:
     """Return the parser of a verb, where it has one."""
     make = PARSERS.get(verb) or getattr(import_module(f"phalanx.cli.{verb}"), "parser", None)
     return None if make is None else make()

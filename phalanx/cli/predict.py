@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cli.evaluate import DataParser, add_run_flags, asked_of
 from phalanx.cli.flags import add_config_flags, given_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.observe.format import table
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     saved_run, data = open_run(**request, needs_target=False)
     if hasattr(saved_run.model, "generate") and not namespace.raw:
         raise UsageError(
-            f"a {type(saved_run.model).__name__} gives scores of every token at every place, which are not texts",
+            f"{a_type(saved_run.model)} gives scores of every token at every place, which are not texts",
             hint=f'Write: phalanx predict {namespace.run} --prompt "TEXT", or add --raw for the scores.',
         )
     with redirect_stdout(sys.stderr):
@@ -96,7 +96,7 @@ def _continued(saved: Any, namespace: Any) -> str:
 
     model = language_model(saved)
     if not isinstance(model, Decoder | T5):
-        raise UsageError(f"a {type(model).__name__} does not continue texts", hint="Leave --prompt out.")
+        raise UsageError(f"{a_type(model)} does not continue texts", hint="Leave --prompt out.")
     if not namespace.prompt or namespace.max_tokens < 1:
         raise UsageError("--prompt needs at least one letter to continue, and --max-tokens at least 1")
     request = namespace.prompt, namespace.max_tokens, Sampling(temperature=namespace.temperature)

@@ -51,9 +51,9 @@ def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
             hint="Convert to float32 first, or use op='sum'.",
         )
     if op in ("min", "max") and dtype.is_complex:
-        raise UsageError(f"{dtype_name} numbers have no order, so no {op}", hint="Reduce their abs() or real part.")
+        raise UsageError(f"{op} is not defined for {dtype_name}", hint="Reduce their abs() or real part.")
     if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"{dtype_name} numbers have no bits to combine by {op}", hint="Use whole numbers or booleans.")
+        raise UsageError(f"{op} is not defined for {dtype_name}", hint="Use whole numbers or booleans.")
     return OPS[op]
 
 

@@ -74,7 +74,7 @@ class Resources:
     )
     share_gpus: bool = option(
         False,
-        "let several ranks run on each GPU over nccl, to debug a job for more GPUs: its speed says nothing",
+        "run several NCCL ranks per GPU to debug a multi-GPU job (timings are not meaningful)",
         backends=("pytorch-ddp", "pytorch-fsdp"),
         scope="machine",
         used_by="command ranks",

@@ -19,7 +19,7 @@ from phalanx.config.option import kinds, parse_text, takes_table
 from phalanx.config.rank_counts import RANK_COUNTS, ranges
 from phalanx.config.rules import engine_rules
 from phalanx.config.settings import ENV_PREFIX, FIELDS, add_engine
-from phalanx.errors import ConfigError, UsageError
+from phalanx.errors import ConfigError, UsageError, a_type
 
 _LIMITS = ("epochs", "max_steps")
 """How long a run is; where both are given, the first that is reached ends it."""
@@ -284,7 +284,7 @@ def _parse_yaml(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     if document is not None and not isinstance(document, dict):
-        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found a {type(document).__name__}")
+        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found {a_type(document)}")
     return {str(key): value for key, value in (document or {}).items()}
 
 

@@ -50,7 +50,9 @@ def kept_in_eval(model: nn.Module) -> str:
         return ""
     names = [name for name, module in model.named_modules() if not module.training and module.state_dict()]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"in eval mode, and stay so: {names[0]}{more} (model.train() before fit() trains all)" if names else ""
+    return (
+        f"modules left in eval mode: {names[0]}{more}; call model.train() before fit() to train them" if names else ""
+    )
 
 
 @torch.no_grad()

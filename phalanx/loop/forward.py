@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.errors import ModelError, PhalanxError, first_line
+from phalanx.errors import ModelError, PhalanxError, a_type, first_line
 from phalanx.loop.label_count import LabelCount, counted_by
 from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
 from phalanx.model import LossFromOutput, implements
@@ -96,7 +96,7 @@ class Forward:
             )
         alone = isinstance(batch, torch.Tensor)  # [X, y] is a list of two batches
         raise ModelError(
-            "no loss was found in what the model returned" if loss is None else f"the loss is a {type(loss).__name__}",
+            "no loss was found in what the model returned" if loss is None else f"the loss is {a_type(loss)}",
             hint="Give loss_fn=lambda output, target: ... that returns a scalar, or let the model return its loss."
             + f"\n  A batch is {shape_text(batch)} without a target: give TensorDataset(inputs, targets)." * alone,
         )

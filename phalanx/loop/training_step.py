@@ -23,7 +23,7 @@ from torch import nn
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.script import log
 from phalanx.loop.step import StepOutcome
@@ -181,7 +181,7 @@ def check_training_step(
             _check_part(name, children[name], value)
         elif not callable(value):
             raise UsageError(
-                f"optimizer['{name}'] is a {type(value).__name__}",
+                f"optimizer['{name}'] is {a_type(value)}",
                 hint="Give a torch optimizer, or a function of parameters.",
             )
     outside = [n for n, p in model.named_parameters() if p.requires_grad and n.split(".")[0] not in optimizers]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError, nearest
+from phalanx.errors import UsageError, a_type, nearest
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone
 
 Values = Mapping[str, Any] | str
@@ -76,7 +76,7 @@ def _number(name: str, value: Any) -> Number:
         raise UsageError(f"log got '{name}' = {kind}, and takes a real number", hint=f"Write: {_EXAMPLE}")
     if isinstance(value, torch.Tensor) or (getattr(value, "ndim", None) and value.size != 1):
         raise UsageError(
-            f"log got '{name}' = a {type(value).__name__} of shape {list(value.shape)}, and takes one number",
+            f"log got '{name}' = {a_type(value)} of shape {list(value.shape)}, and takes one number",
             hint=f"Log its mean, for example: log({{'{name}': value.mean()}})",
         )
     return _as_float(name, value.item() if getattr(value, "ndim", None) else value)  # NumPy's

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import load_entry_point
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.errors import UsageError, a_type, nearest, unknown_name
 from phalanx.features import feature
 from phalanx.recipes.imports import check_import, extend_path, import_path_of, is_import_path, load_import
 
@@ -285,7 +285,7 @@ def as_recipe(source: Any, name: str) -> Recipe:
         return read_recipe(Path(content))
     if not isinstance(content, Mapping):
         raise UsageError(
-            f"'{name}' is a {type(content).__name__}, not a recipe",
+            f"'{name}' is {a_type(content)}, not a recipe",
             hint='Return a dict: {"model": ..., "data": ..., "settings": {...}}.',
         )
     return from_document(content, name.rpartition(":")[2])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,7 +63,6 @@ def _defined_names(origin: str | None) -> set[str] | None:
     """Return the names that a source file defines at its top level; None where that cannot be seen."""
     if origin is None or not origin.endswith(".py"):
         return None
-    import ast  # help and completion do not need it
 
     with open(origin, "rb") as file:
         source = file.read()
@@ -128,8 +129,6 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], owner: str, 
 
     `fixed`: arguments that are not options of the user.
     """
-    import inspect
-
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a function in C has no signature

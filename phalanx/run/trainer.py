@@ -21,7 +21,7 @@ from phalanx.config.option import check_folder, local_path
 from phalanx.config.settings import ENV_PREFIX
 from phalanx.config.ways import late_note
 from phalanx.engine import engine_of
-from phalanx.errors import PreemptedError, UsageError, unknown_name
+from phalanx.errors import PreemptedError, UsageError, a_type, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
 from phalanx.loop.loader import Augmentation
@@ -108,7 +108,7 @@ class TorchTrainer:
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
             raise UsageError(
-                f"the second argument of {type(self).__name__} is a {type(config).__name__}: expected a "
+                f"the second argument of {type(self).__name__} is {a_type(config)}: expected a "
                 "DistributedConfig or an optimizer",
                 hint="Name it: loss_fn=..., optimizer=..., or a setting such as num_workers=2.",
             )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from phalanx import checkpoint, torch_compat
-from phalanx.errors import CheckpointError, nearest
+from phalanx.errors import CheckpointError, a_type, nearest
 from phalanx.strategies.base import part_like, whole
 from phalanx.strategies.tensors import PLACED, is_meta, is_placed, materialise
 
@@ -179,7 +179,7 @@ def read_weights(path: Path) -> Mapping[str, Any]:
     except Exception as error:  # each reader has its own errors for a damaged file
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")
+        raise CheckpointError(f"{path} holds {a_type(state)}, not a state dict of weights")
     return {torch_compat.uncompiled_name(name): value for name, value in state.items()}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.checkpoint.manifest import MANIFEST
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import CheckpointError, UsageError, a_type
 from phalanx.recipes import Recipe
 from phalanx.run.stored import StoredRun
 from phalanx.run.weights import load_weights, read_weights
@@ -47,7 +47,7 @@ def build_pretrained(name: str, *, pretrained: str, weights: bool = True, **opti
     else:
         model, state = _like_run(path, of_shape, weights=weights)
     if type(model).__module__ != module_of(name):
-        raise UsageError(f"model.pretrained = '{source}' holds a {type(model).__name__}, which is not a '{name}'")
+        raise UsageError(f"model.pretrained = '{source}' holds {a_type(model)}, which is not a '{name}'")
     if weights:
         decided = [key for key in options if key not in of_shape]
         model.weights_note = _fill(model, state, path) + (  # type: ignore[assignment]
@@ -70,7 +70,7 @@ def _like_run(path: Path, of_shape: Mapping[str, Any], *, weights: bool) -> tupl
     source: nn.Module = make(table.pop("name"), **table)
     config: Any = getattr(source, "config", None)
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        raise UsageError(f"model.pretrained = '{path}': a {type(source).__name__} is read from a file of weights only")
+        raise UsageError(f"model.pretrained = '{path}': {a_type(source)} is read from a file of weights only")
     kind: Any = type(source)
     new: nn.Module = kind(dataclasses.replace(config, **of_shape))
     if not weights:

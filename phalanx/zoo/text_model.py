@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.model import WrapsModel, implements
 from phalanx.recipes import CONVERSATIONS
 from phalanx.zoo.data.chat_template import Messages, read_template
@@ -152,7 +152,7 @@ def _checked(model: nn.Module, name: str) -> Decoder:
     if isinstance(model, Decoder):
         return model
     raise UsageError(
-        f"{name} holds a {type(model).__name__}, and serve answers with texts of gpt, llama and moe",
+        f"{name} holds {a_type(model)}, and serve answers with texts of gpt, llama and moe",
         hint="Use phalanx predict for outputs of other models; a transformers model of GPT-2 or Llama is served from "
         "the folder that phalanx export RUN --format hf writes.",
     )

@@ -19,7 +19,7 @@ from phalanx.config.pairs import Pair, other_than
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.engines.deepspeed.declaration import DeepSpeedSettings
-from phalanx.errors import UsageError, nearest
+from phalanx.errors import UsageError, a_type, nearest
 
 AUTO = "auto"
 _SAME = (
@@ -113,7 +113,7 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{where} holds a {type(content).__name__}, not an object with DeepSpeed's settings")
+        raise ValueError(f"{where} holds {a_type(content)}, not an object with DeepSpeed's settings")
     return content
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError, UsageError, a_type
 
 
 class Feed(NamedTuple):
@@ -36,10 +36,10 @@ def check_data(data: Any, name: str) -> None:
             raise DataError(f"{name} is empty")
     elif isinstance(data, tuple) and len(data) in (2, 3):
         index, part = next((n, part) for n, part in enumerate(data) if not hasattr(part, "shape"))
-        raise UsageError(f"{name}[{index}] is a {type(part).__name__}, not an array", hint="Give numpy.asarray(...).")
+        raise UsageError(f"{name}[{index}] is {a_type(part)}, not an array", hint="Give numpy.asarray(...).")
     elif not callable(data) and not hasattr(data, "element_spec"):
         raise UsageError(
-            f"{name} is a {type(data).__name__}",
+            f"{name} is {a_type(data)}",
             hint="Give a tuple of arrays (inputs, targets), a tf.data.Dataset of batches, or a function that returns "
             "one (the only way for datasets to reach processes that phalanx starts).",
         )

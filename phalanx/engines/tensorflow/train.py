@@ -17,7 +17,7 @@ from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, va
 from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import read_task
-from phalanx.errors import ModelError, UsageError
+from phalanx.errors import ModelError, UsageError, a_type
 from phalanx.host.files import make_private
 from phalanx.loop.recorders import open_sinks, save_config, tensorboard_dir
 from phalanx.observe.events import RunStarted
@@ -185,7 +185,7 @@ def _compiled(task: KerasTask, config: DistributedConfig) -> Any:
     model = task.model_fn()
     if not hasattr(model, "train_step") or not hasattr(model, "compile"):
         raise UsageError(
-            f"model_fn returned a {type(model).__name__}", hint="It must return a Keras model: tf.keras.Model(...)."
+            f"model_fn returned {a_type(model)}", hint="It must return a Keras model: tf.keras.Model(...)."
         )
     if getattr(model, "optimizer", None) is None:
         if task.loss is None:

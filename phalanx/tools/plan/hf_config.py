@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.errors import UsageError, a_type, nearest, unknown_name
 from phalanx.model import recorded_dimensions
 from phalanx.tools.plan.model import ModelShape
 
@@ -65,7 +65,7 @@ def read_config(path: Path) -> ModelShape:
     except ValueError as error:
         raise UsageError(f"{file} is not a JSON file: {error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{file} holds a {type(values).__name__}, not an object with the fields of a model.")
+        raise UsageError(f"{file} holds {a_type(values)}, not an object with the fields of a model.")
     name = path.name if path.is_dir() else path.parent.name if path.name == "config.json" else path.stem
     return from_config(values, file, name or "model")
 

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.errors import UsageError, a_type, nearest, unknown_name
 from phalanx.host.files import replace_file
 from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.tools.plan.cluster import Cluster, Gpu, Instance, Link
+from phalanx.tools.plan.hf_config import read_config
 from phalanx.tools.plan.model import ModelShape, TracedShape
 
 _DATA = Path(__file__).parent / "data"
@@ -61,7 +62,7 @@ def _read_measured(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error}", hint="Remove it, and measure again.") from None
     if isinstance(content, dict):
         return content
-    raise UsageError(f"{path} holds a {type(content).__name__}, not measurements", hint="Remove it, and measure again.")
+    raise UsageError(f"{path} holds {a_type(content)}, not measurements", hint="Remove it, and measure again.")
 
 
 def keep_measured(parts: Mapping[str, Mapping[str, Any]], path: Path | None = None) -> Path:
@@ -89,8 +90,6 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
         extend_path([str(Path.cwd())])
         return trace_import(text, example)
     if text.endswith(".json") or Path(text).is_dir() or "/" in text:
-        from phalanx.tools.plan.hf_config import read_config
-
         if not Path(text).exists():
             raise _no_model(text)
         return read_config(Path(text))

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx import torch_compat
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.recipes.imports import call_with, load_import
 from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -51,7 +51,7 @@ def trace_import(
     except Exception as error:  # a constructor of the user may fail in any way
         raise _blocked(f"model '{path}' cannot be built on the meta device", error) from error
     if not isinstance(module, nn.Module):
-        raise UsageError(f"model '{path}' gives a {type(module).__name__}, not a torch.nn.Module")
+        raise UsageError(f"model '{path}' gives {a_type(module)}, not a torch.nn.Module")
     return trace_module(module, example, name=path.rpartition(":")[2])
 
 

@@ -113,7 +113,7 @@ def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
     if plan.best is None or not isinstance(case.model, ModelShape) or case.model.patches:
         return Answer("longest sequence", "this model has no sequence, or nothing fits")
     others = [other.layout for other in (plan.best, *plan.runners_up)]
-    tried = {layout_.title: layout_ for layout in others for layout_ in _smaller(layout)}
+    tried = {smaller.title: smaller for layout in others for smaller in _smaller(layout)}
 
     def longest(layout: Layout) -> int:
         step = 128 * layout.cp

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.observe.format import table
 
 _END = object()
@@ -113,7 +113,7 @@ def _step_of(trainer: object) -> Callable[[Any], Any]:
         function: Callable[[Any], Any] = trainer
         return function
     raise UsageError(
-        f"monitor_training got a {type(trainer).__name__}, which has no train_step",
+        f"monitor_training got {a_type(trainer)}, which has no train_step",
         hint="Give an object with train_step(data, target), or a function of one batch. A trainer of Phalanx measures "
         "itself: fit(..., profile='steps=10:15').",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import gzip
 import hashlib
 import io
 import os
@@ -344,8 +345,6 @@ def _is_rendered(path: Path) -> bool:
 
 
 def _packed(directory: Path, files: list[Path]) -> bytes:
-    import gzip
-
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
         for path in files:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,8 +172,6 @@ class RayJobs(Target[RayOptions]):
 
 def _unpacked(folder: Path) -> Path:
     """Return the shipped code as a folder, which Ray packs itself."""
-    import tarfile
-
     code = folder / "code"
     for packed in folder.glob("code-*.tar.gz"):
         with tarfile.open(packed) as archive:

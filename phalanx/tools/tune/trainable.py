@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from phalanx.config import FIELDS, DistributedConfig, ResolvedConfig, read_settings
 from phalanx.config.aliases import NAMES
 from phalanx.config.checking import unknown_field
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
@@ -244,6 +244,6 @@ def _as_metrics(returned: Any, metric: str) -> dict[str, float]:
         return {metric: float(returned)}
     except (TypeError, ValueError):
         raise UsageError(
-            f"train_fn returned a {type(returned).__name__}",
+            f"train_fn returned {a_type(returned)}",
             hint="Return a dict of metrics, such as {'loss': 0.3}, or the metric itself as a number.",
         ) from None

@@ -97,7 +97,7 @@ def prove(
     """Run the proof that was asked for."""
     if resume + faults + own_loop + (reshard is not None) > 1:
         names = "--resume, --reshard, --faults and --own-loop"
-        raise UsageError(f"{names} are proofs of their own", hint="Run verify once for each.")
+        raise UsageError(f"{names} cannot be combined", hint="Run verify once for each.")
     with closing(Proof(subject, config)) as proof:
         if reshard is not None:
             return proof.against_layout(reshard)
@@ -230,7 +230,7 @@ class Proof:
         few += [f"{_FEWEST_FAULT_STEPS} steps (--max-steps 12)"] if steps < _FEWEST_FAULT_STEPS else []
         if few:
             layout = f"{ranks} rank{'s' * (ranks > 1)} and {steps} steps"
-            raise UsageError(f"--faults with {layout}: too few to lose any", hint=f"Give at least {' and '.join(few)}.")
+            raise UsageError(f"--faults needs more than {layout}", hint=f"Give at least {' and '.join(few)}.")
         kill = Fault("kill", steps // 4, rank=ranks - 1)
         if self.config.recovery == "restart":
             return [kill], "a rank is killed and all restart from a checkpoint"

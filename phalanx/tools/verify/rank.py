@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.loader import PreparedLoader
@@ -239,7 +239,7 @@ def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any]
     loader: Any = data if isinstance(data, DataLoader) else DataLoader(data) if has_items else None
     if loader is None or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         raise UsageError(
-            f"verify cannot split the batches of a {type(data).__name__} over another number of ranks",
+            f"verify cannot split the batches of {a_type(data)} over another number of ranks",
             hint="Give a data set with a length and items, or a DataLoader over one.",
         )
     batch_size = run.config.batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes import find_recipe, load_recipe, recipe_names
 from phalanx.zoo.models import registry as models
 
@@ -115,7 +116,7 @@ class ScriptSubject:
             raise _no_parts(f"{self.path} defines no build()")
         parts = function()
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
-            raise _no_parts(f"build() of {self.path} returned a {type(parts).__name__}")
+            raise _no_parts(f"build() of {self.path} returned {a_type(parts)}")
         return Parts(*parts)
 
 
@@ -136,8 +137,6 @@ class GivenSubject:
 
     def build(self) -> Parts:
         """Return them: each rank has its own copy, from a pickle."""
-        import copy
-
         from torch import nn
 
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _checked(model: Any, name: str) -> nn.Module:
 
     if isinstance(model, nn.Module):
         return model
-    raise UsageError(f"model = '{name}' gives a {type(model).__name__}, not a torch.nn.Module")
+    raise UsageError(f"model = '{name}' gives {a_type(model)}, not a torch.nn.Module")
 
 
 def _is_path(name: str) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError, UsageError, a_type
 
 _KINDS = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _VALIDATION = ("val", "valid", "dev", "test")
@@ -165,9 +166,7 @@ def _text_of(line: bytes, offset: int, path: str, column: str) -> str:
         reason = getattr(error, "msg", error)
         raise DataError(f"{path}, line {_line_number(path, offset)}: not JSON: {reason}") from None
     if not isinstance(row, dict) or column not in row:
-        content = (
-            f"its keys are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
-        )
+        content = f"its keys are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is {a_type(row)}"
         raise DataError(
             f"{path}, line {_line_number(path, offset)}: there is no '{column}'; {content}",
             hint="Name the key that holds the text: --column NAME",
@@ -217,8 +216,6 @@ def _columns(piece: FileRange, column: str) -> Iterator[str]:
 
 
 def _pyarrow(module: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError:

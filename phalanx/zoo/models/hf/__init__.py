@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ModelError, UsageError, unknown_name
+from phalanx.errors import ModelError, UsageError, a_type, unknown_name
 from phalanx.zoo.models.hf.encoders import BERT, T5_LAYOUT
 from phalanx.zoo.models.hf.files import (
     CONFIG,
@@ -128,7 +128,7 @@ def _layout_of(model: nn.Module) -> HFMapping:
     names = ", ".join(layout.model.__name__ for layout in LAYOUTS.values())
     wrapped = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), "")
     raise UsageError(
-        f"a {type(model).__name__} has no Hugging Face layout here, {names} have.",
+        f"{a_type(model)} has no Hugging Face layout here, {names} have.",
         hint=f"Give the model inside it: model.{wrapped}" if wrapped else "Write its weights: --format safetensors",
     )
 
