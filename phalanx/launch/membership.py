@@ -544,7 +544,7 @@ class Membership:
 
     def _left_out(self, node: str) -> Stop:
         if node == self._lost:
-            text = "lost contact with the machine that decided for so long that the others may be gone"
+            text = "lost contact with the machine that decided for too long; the others may have gone on or finished"
         else:
             host = self.nodes[node]["host"]
             text = f"lost contact with the machine that decided, and {host}, which may see it still, does not take over"

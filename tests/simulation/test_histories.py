@@ -31,7 +31,7 @@ FAILED = {
     "a restart with fewer ranks than the least": 4233,
     "what only some have heard of a leader that was lost": 1486,
     "a node comes late and gets a change before the whole view": 80,
-    "two nodes restart where the first cannot be told": 960,
+    "the first node is cut off from the leader and begins again": 960,
 }
 """Seeds whose histories have violated an invariant once."""
 
