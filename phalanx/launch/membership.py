@@ -169,7 +169,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
+class Agreement:
     """Tell the others that enough machines know a version of the list: now it counts."""
 
     version: int
@@ -183,7 +183,7 @@ class Stop:
     hint: str
 
 
-Action = Ask | Watch | Accuse | Lost | Agreed | Move | Stop
+Action = Ask | Watch | Accuse | Lost | Agreement | Move | Stop
 
 
 class Membership:
@@ -449,7 +449,7 @@ class Membership:
             knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
             if self._may_continue(knowing):
                 self.agree(version)
-                actions.append(Agreed(version))
+                actions.append(Agreement(version))
                 return
 
     def _answered(self, node: str, since: float) -> bool | None:

@@ -544,7 +544,7 @@ class Launcher:
             self._ask(action.nodes)
         elif isinstance(action, membership.Accuse):
             self._mail("leader", {"accused": dict(action.signs)})
-        elif isinstance(action, membership.Agreed):
+        elif isinstance(action, membership.Agreement):
             self._mail("all", {"agreed": action.version})
             self.handle(protocol.Agreed(action.version))
         elif isinstance(action, membership.Lost):
