@@ -33,7 +33,8 @@ class CheckpointStore:
         """Write ``state`` as the checkpoint of ``step``, remove all but the newest ``keep``, return the new file.
 
         After a kill at any moment, load() finds the old or the new checkpoint, whole. The content is on the disk
-        (os.fsync) before it has the name of a checkpoint. ``step`` grows; with keep=2, the two newest steps stay.
+        (os.fsync) before it has the name of a checkpoint. ``step`` grows; with keep=2, the two newest steps stay. The
+        newest is the one of the largest step, whatever the times of the files. Files of others in the folder stay.
         """
         # TODO atomic-checkpoint: save so that a kill at any moment leaves the old or the new checkpoint whole.
         #   Hint 1: When does a file with the name of a checkpoint first exist, and what is in it at that moment? What
@@ -126,8 +127,8 @@ class FailureDetector:
 
         A rank that has not beaten for more than ``dead_after`` seconds is "dead"; one that never came is dead as long
         after this detector was made. A rank that beats but whose progress has not changed for more than ``hung_after``
-        seconds is "hung", unless it waits for others. A rank that works again is not named any more. Clocks of ranks
-        may differ.
+        seconds is "hung", unless it waits for others; one that has shown no progress yet counts from when this
+        detector was made. A rank that works again is not named any more. Clocks of ranks may differ.
         """
         # Part of TODO detect-failure.
         raise NotImplementedError("FailureDetector")
@@ -180,9 +181,10 @@ class ElasticTraining:
         raise NotImplementedError("ElasticTraining")
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Make one step on the mean squared error over the global batch; ``inputs`` and ``targets`` are this share.
+        """Make one step on the mean squared error of the global batch; ``inputs`` and ``targets`` are this share.
 
-        After it, model and optimizer are on each rank as after the same step in one process with the whole batch.
+        The mean is over the samples and over the outputs of each, as F.mse_loss takes it. After the step, model and
+        optimizer are on each rank as after the same step in one process with the whole batch.
         ``position`` has moved on by the size of the batch. ``inputs`` may have no rows.
         """
         # Part of TODO elastic.
