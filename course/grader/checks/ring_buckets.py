@@ -42,10 +42,39 @@ def rank_groups(module: ModuleType, seed: int, counts: Sequence[int]) -> list[li
     return [[number.get(id(each), -1) for each in group] for group in module.Buckets(parameters, LIMIT).groups]
 
 
-def rank_flatten(module: ModuleType, seed: int, counts: Sequence[int]) -> list[Tensor]:
-    """Return the flat gradients of each group."""
-    buckets = module.Buckets(make_parameters(seed, counts), LIMIT)
-    return [buckets.flatten(index).detach().clone() for index in range(len(buckets.groups))]
+def rank_flatten(module: ModuleType, seed: int, counts: Sequence[int]) -> tuple[list[Tensor], str]:
+    """Return the flat gradients of each group, and what became of the gradients themselves."""
+    parameters = make_parameters(seed, counts)
+    before = [None if each.grad is None else each.grad.clone() for each in parameters]
+    buckets = module.Buckets(parameters, LIMIT)
+    flats = []
+    for index in range(len(buckets.groups)):
+        flats.append(buckets.flatten(index).detach().clone())
+        if any((each.grad is None) != (old is None) for each, old in zip(parameters, before, strict=True)):
+            return flats, "gone or new: it leaves the gradients as they are, None stays None"
+    return flats, ""
+
+
+def odd_parameters(seed: int) -> list[nn.Parameter]:
+    """Return parameters of two types of 2 bytes and one of 8, one gradient missing, one not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for dtype, rows in ((torch.float64, 20), (torch.float64, 31), (torch.bfloat16, 60), (torch.float16, 33)):
+        for _ in range(2):
+            parameter = nn.Parameter(torch.randn((rows, 2), generator=generator).to(dtype))
+            parameter.grad = torch.randn((2, rows), generator=generator).to(dtype).t()
+            made.append(parameter)
+    made[5].grad = None
+    return made
+
+
+def rank_odd(module: ModuleType, seed: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Return the groups of the odd parameters as numbers, and the flat gradients of each."""
+    parameters = odd_parameters(seed)
+    number = {id(parameter): index for index, parameter in enumerate(parameters)}
+    buckets = module.Buckets(parameters, LIMIT)
+    flats = [buckets.flatten(index).detach().clone() for index in range(len(buckets.groups))]
+    return [[number.get(id(each), -1) for each in group] for group in buckets.groups], flats
 
 
 def rank_unflatten(module: ModuleType, seed: int, counts: Sequence[int]) -> list[Tensor | None]:
@@ -85,8 +114,22 @@ def grade_buckets(attempt: Attempt) -> None:
     parameters = make_parameters(seed, counts)
     groups = attempt.call(rank_groups, seed, counts)
     check_groups(groups, parameters)
-    check_flats(groups, attempt.call(rank_flatten, seed, counts), parameters)
+    flats, changed = attempt.call(rank_flatten, seed, counts)
+    check_flats(groups[: len(flats)], flats, parameters)
+    if changed:
+        raise Mistake(f"after flatten() a gradient is {changed}", SEE_BUCKETS)
     check_gradients(attempt.call(rank_unflatten, seed, counts), parameters)
+    odd = odd_parameters(seed)
+    groups, flats = attempt.call(rank_odd, seed)
+    right = expected_groups(odd, LIMIT)
+    if groups != right:
+        kinds = [f"{str(each.dtype).removeprefix('torch.')} {each.numel()}" for each in odd]
+        raise Mistake(
+            f"for parameters of these types and elements: {', '.join(kinds)}, the groups are {groups}; with a limit of "
+            f"{LIMIT} bytes they should be {right}: a group has one type, and an element has element_size() bytes",
+            SEE_BUCKETS,
+        )
+    check_flats(groups, flats, odd)
 
 
 def check_groups(groups: list[list[int]], parameters: Sequence[nn.Parameter]) -> None:
