@@ -197,11 +197,11 @@ def _grade(chosen: Sequence[tuple[Any, Any]], folder: Path, seed: int | None) ->
 
 
 def _hint(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import course_folder, find_exercise, grader, learners_folder
+    from phalanx.tools.learn.folder import find_exercise, grader, learners_folder
 
     phase, exercise = find_exercise(namespace.exercise)
     folder, kept = learners_folder(namespace.folder), grader("progress")
-    hints = grader("hints").hints(course_folder() / exercise.template, exercise.name)
+    hints = grader("hints").hints(exercise.name)
     shown = min(kept.read_progress(folder).get(exercise.name, {}).get("hints", 0) + 1, len(hints))
     kept.note_progress(folder, exercise.name, hints=shown)
     for number, text in enumerate(hints[:shown], 1):

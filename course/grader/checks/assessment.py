@@ -67,12 +67,13 @@ def run_system(
     folder: str,
     every: int = 2,
     stop: int = 0,
+    victim: int = 1,
 ) -> dict[str, Any]:
-    """Train with the learner's system; rank 1 is killed before step `stop`, if one is given."""
+    """Train with the learner's system; a rank is killed before step `stop`, if one is given."""
     model = make_model(seed if rank == 0 else seed + rank)
     inputs, targets = make_data(seed, rows)
     system = module.TrainingSystem(model, 0.05, 0.9, Path(folder))
-    if stop and rank == world - 1:
+    if stop and rank == victim:
         seen = 0
 
         def before(*_: Any) -> None:
@@ -129,32 +130,38 @@ def _compare(answer: Answer, ranks: int, weights: list[Tensor], losses: list[flo
 
 
 def grade_recovery(attempt: Attempt) -> None:
-    """A killed rank, a torn file, another number of ranks: the end is that of a quiet run."""
+    """A killed rank, the writing one or the other; a torn file, other numbers of ranks: the end of a quiet run."""
+    for victim, every in ((0, attempt.random.choice((2, 3))), (1, attempt.random.choice((2, 3)))):
+        _survives(attempt, victim, every)
+
+
+def _survives(attempt: Attempt, victim: int, every: int) -> None:
     seed, rows, steps, batch = attempt.seed(), 37, 11, 10
     weights, losses = oracle(seed, rows, steps, batch)
-    folder = attempt.folder / "recovery"
+    folder = attempt.folder / f"recovery-{victim}"
     folder.mkdir()
     stop = attempt.random.randrange(5, 8)
     attempt.run(
         run_system,
         2,
-        (seed, rows, steps, batch, str(folder), 2, stop),
-        kill={1: "killed"},
+        (seed, rows, steps, batch, str(folder), every, stop, victim),
+        kill={victim: "killed"},
         expect_failure=True,
         timeout=20,
     )
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
     if not files:
         raise Mistake(
-            f"rank 1 was killed before step {stop}, with a checkpoint after every 2 steps: the folder is empty"
+            f"rank {victim} was killed before step {stop}, with a checkpoint after every {every} steps: the folder is "
+            "empty"
         )
-    answers = attempt.run(run_system, 3, (seed, rows, steps, batch, str(folder)))
-    _continued(answers, weights, losses, steps, "after a killed rank, with 3 ranks instead of 2")
+    answers = attempt.run(run_system, 3, (seed, rows, steps, batch, str(folder), every))
+    _continued(answers, weights, losses, steps, f"after rank {victim} was killed, with 3 ranks instead of 2")
     torn = max(
         (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.stat().st_mtime, path.name)
     )
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
-    answers = attempt.run(run_system, 2, (seed, rows, steps + 2, batch, str(folder)))
+    answers = attempt.run(run_system, 2, (seed, rows, steps + 2, batch, str(folder), every))
     weights, losses = oracle(seed, rows, steps + 2, batch)
     _continued(answers, weights, losses, steps + 2, f"after {torn.name} was cut in half")
 
@@ -176,19 +183,32 @@ def _continued(answers: list[Answer], weights: list[Tensor], losses: list[float]
 
 
 def grade_bytes(attempt: Attempt) -> None:
-    """Each gradient travels once per step."""
-    seed, rows, steps, batch = attempt.seed(), 40, 6, 8
-    folder = attempt.folder / "bytes"
-    folder.mkdir()
-    answers = attempt.run(run_system, 2, (seed, rows, steps, batch, str(folder), 100))
+    """Each gradient travels once per step; what is sent once, at the start, is counted apart."""
+    seed, rows, batch = attempt.seed(), 40, 8
     size = sum(parameter.numel() * parameter.element_size() for parameter in make_model(seed).parameters())
-    for answer in answers:
-        sent = sum(call.bytes for call in answer.calls if "recv" not in call.kind and call.kind != "barrier")
-        allowed = (steps + 1) * size * 1.1 + 4096  # the weights once at the start, then the gradients of each step
-        if sent > allowed:
+    short, long = 4, 12
+    sent: dict[int, list[int]] = {}
+    for steps in (short, long):
+        folder = attempt.folder / f"bytes-{steps}"
+        folder.mkdir()
+        answers = attempt.run(run_system, 2, (seed, rows, steps, batch, str(folder), 100))
+        sent[steps] = [
+            sum(call.bytes for call in answer.calls if "recv" not in call.kind and call.kind != "barrier")
+            for answer in answers
+        ]
+    for rank, (few, many) in enumerate(zip(sent[short], sent[long], strict=True)):
+        per_step = (many - few) / (long - short)
+        if per_step > 1.1 * size + 128:  # the loss, and numbers of rows
             raise Mistake(
-                f"rank {answer.rank} hands {sent / steps / size:.1f} times the gradients' {size} bytes to collectives"
-                " per step; once is enough: do not send weights in each step, nor gradients twice"
+                f"rank {rank} hands {per_step / size:.1f} times the gradients' {size} bytes to collectives per step, "
+                "beside what it sends once at the start; once is enough: do not send weights in each step, nor gradients "
+                "twice"
+            )
+        start = few - short * per_step
+        if start > 4 * size + 16384:
+            raise Mistake(
+                f"rank {rank} hands {start / size:.1f} times the gradients' {size} bytes to collectives before the first "
+                "step; weights, buffers and the state of the optimizer are three times at most"
             )
 
 

@@ -45,7 +45,7 @@ SCRIPT: list[tuple[float, float]] = [
     (SMALL, NAN),
 ]
 """The size of the true gradients by step on ranks 0 and 1; inf and nan are in one of the two gradients."""
-STARTS = (START, 1.0, 2.0**16)
+STARTS = (START, 1.0, 2.0**20)
 Trace = list[tuple[bool, float, Tensor]]
 
 
