@@ -327,7 +327,7 @@ def grade_measure(attempt: Attempt) -> None:
     if text := explain_cost(answers, alpha, beta):
         raise Mistake(text, see=see)
     others = (
-        (3, attempt.random.randint(1, 3), False, "one of three calls is slow, and it moves the result. Is the slow first"
+        (3, 1, False, "one of three calls is slow, and it moves the result. Is the slow first"
          " call among those that the median is taken of?"),
         (4, 0, True, "the ranks are slow in turn. The seconds of one call are those of its slowest rank: take the maximum"
          " over the ranks for each call, and the median over the calls then"),

@@ -59,7 +59,7 @@ def odd_parameters(seed: int) -> list[nn.Parameter]:
     """Return parameters of two types of 2 bytes and one of 8, one gradient missing, one not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for dtype, rows in ((torch.float64, 20), (torch.float64, 31), (torch.bfloat16, 60), (torch.float16, 33)):
+    for dtype, rows in ((torch.float64, 20), (torch.float64, 31), (torch.bfloat16, 20), (torch.float16, 33)):
         for _ in range(2):
             parameter = nn.Parameter(torch.randn((rows, 2), generator=generator).to(dtype))
             parameter.grad = torch.randn((2, rows), generator=generator).to(dtype).t()
@@ -329,8 +329,8 @@ def grade_overlap(attempt: Attempt) -> None:
         (0, 1): "The ranks' gradients come in different orders: start the buckets in one order, each once per step",
         (0, 2, 1): MISSING,
     }
-    for steps, hint in hints.items():
-        answers = run_explained(attempt, rank_overlap, 2, (seed, steps), waits=hint, sizes=hint, see=SEE_OVERLAP)
+    for world, (steps, hint) in zip((3, 2, 2), hints.items(), strict=True):
+        answers = run_explained(attempt, rank_overlap, world, (seed, steps), waits=hint, sizes=hint, see=SEE_OVERLAP)
         for place, step in enumerate(steps):
             check_averages(answers, seed, place, step)
         check_times(answers, steps)
@@ -338,24 +338,29 @@ def grade_overlap(attempt: Attempt) -> None:
 
 def check_averages(answers: Sequence[Answer], seed: int, place: int, step: int) -> None:
     """Raise unless every gradient is the mean over the ranks; say what it is instead."""
-    local = [local_gradients(seed, step, rank) for rank in range(2)]
+    world = len(answers)
+    local = [local_gradients(seed, step, rank) for rank in range(world)]
     for answer in answers:
-        rank, other = answer.rank, 1 - answer.rank
+        rank, other = answer.rank, (answer.rank + 1) % world
         for index, group in enumerate(answer.value["gradients"][place]):
             if any(gradient is None for gradient in group):
                 raise Mistake(f"step {place}: bucket {index} of rank {rank} has no gradient. {MISSING}", SEE_OVERLAP)
             found = torch.cat([gradient.reshape(-1) for gradient in group])
-            mean = (local[0][index] + local[1][index]) / 2
+            mean = sum(each[index] for each in local) / world
             if torch.allclose(found, mean, rtol=1e-4, atol=1e-5):
                 continue
             where = f"step {place}: bucket {index} of rank {rank} is"
-            if torch.allclose(found, 2 * mean, rtol=1e-4, atol=1e-5):
+            if torch.allclose(found, world * mean, rtol=1e-4, atol=1e-5):
                 raise Mistake(
-                    f"{where} the sum over the 2 ranks, not the mean: divide by the number of ranks", SEE_OVERLAP
+                    f"{where} the sum over the {world} ranks, not the mean: divide by the number of ranks", SEE_OVERLAP
                 )
-            if torch.allclose(found, mean / 2, rtol=1e-4, atol=1e-5):
-                raise Mistake(f"{where} half of the mean: it was divided twice", SEE_OVERLAP)
-            if any(torch.allclose(found, local[rank][index] / k, rtol=1e-4, atol=1e-5) for k in (1, 2)):
+            if torch.allclose(found, world * mean / 2, rtol=1e-4, atol=1e-5):
+                raise Mistake(f"{where} half of the sum; there are {world} ranks: dist.get_world_size()", SEE_OVERLAP)
+            if torch.allclose(found, mean / world, rtol=1e-4, atol=1e-5):
+                raise Mistake(
+                    f"{where} the mean divided by the number of ranks again: it was divided twice", SEE_OVERLAP
+                )
+            if any(torch.allclose(found, local[rank][index] / k, rtol=1e-4, atol=1e-5) for k in (1, world)):
                 raise Mistake(
                     f"{where} made of the rank's own gradient alone: write the sum back after wait(), in every step",
                     SEE_OVERLAP,
