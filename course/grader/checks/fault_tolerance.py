@@ -268,7 +268,9 @@ def _stuck_at_the_start(module: ModuleType, seed: int) -> None:
     cluster = Cluster(module, 3, seed, viewer=(stuck + 1) % 3)
     named = cluster.step(0, {rank: 0.5 for rank in range(3) if rank != stuck}, seconds=0.6)
     if named:
-        raise Mistake(f"rank {stuck} has not begun its first step after 0.6 s, and failures() says {named}: give it time")
+        raise Mistake(
+            f"rank {stuck} has not begun its first step after 0.6 s, and failures() says {named}: give it time"
+        )
     while cluster.time < HUNG + 1.0:
         for rank in cluster.beating:
             cluster.ranks[rank].beat()

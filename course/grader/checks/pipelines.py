@@ -131,7 +131,14 @@ def rank_run(
     )
     gradients = [None if each.grad is None else each.grad.clone() for each in stage.parameters()]
     left = len(stage.alive)
-    return {"loss": loss, "gradients": gradients, "most": stage.most, "left": left, "held": stage.held, "notes": stage.notes}
+    return {
+        "loss": loss,
+        "gradients": gradients,
+        "most": stage.most,
+        "left": left,
+        "held": stage.held,
+        "notes": stage.notes,
+    }
 
 
 def grade_run(attempt: Attempt) -> None:

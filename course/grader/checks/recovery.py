@@ -219,7 +219,9 @@ def _names_the_guilty(module: ModuleType, backoff: float) -> None:
                 f"{guilty}, {code}), not those of ranks that you killed"
             )
         if life.pauses:
-            raise Mistake(f"no restart is left, and supervise() pauses for {life.pauses} before it raises: raise at once")
+            raise Mistake(
+                f"no restart is left, and supervise() pauses for {life.pauses} before it raises: raise at once"
+            )
 
 
 @reported

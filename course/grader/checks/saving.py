@@ -257,11 +257,14 @@ def _damage(module: ModuleType, folder: Path, draw: random.Random) -> None:
     step, _ = _loaded(module, folder, "with a file that was cut in the middle")
     if step != 1:
         raise Mistake(f"with step 3 damaged and step 2 cut in the middle, load() returned step {step}; 1 is whole")
-    step, _ = module.CheckpointStore(folder, keep=1).load() or (None, None)
-    if step != 1:
+    try:
+        found = module.CheckpointStore(folder, keep=1).load()
+    except RuntimeError as error:
+        found = error
+    if not isinstance(found, tuple) or found[0] != 1:
         raise Mistake(
-            f"of three checkpoints the two newest are damaged; load() of a store with keep=1 returned step {step}, and "
-            "step 1 is whole: keep limits what save() leaves, load() looks at all that are there"
+            f"of three checkpoints the two newest are damaged and step 1 is whole; load() of a store with keep=1 gave "
+            f"{found!r:.80}: keep limits what save() leaves, load() looks at all that are there"
         )
     paths[1].write_bytes(b"")
     try:

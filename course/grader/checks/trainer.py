@@ -204,7 +204,7 @@ def rank_average(module: ModuleType, rank: int, world: int, seed: int, missing: 
     model = Layers()
     before = tensors_of(model)
     for number, param in enumerate(model.parameters()):
-        if param is model.layers[1].weight or param.requires_grad and number not in missing.get(rank, []):
+        if param is model.layers[1].weight or (param.requires_grad and number not in missing.get(rank, [])):
             param.grad = gradient(seed, rank, number, param.shape)
     module.average_gradients(model)
     after = tensors_of(model)
