@@ -1,4 +1,4 @@
-"""Answers that fix in mind what may vary: the rank that fails, the step, the seed, the order, the dtype, the slow one."""
+"""Answers that fix in mind what may vary: the rank that fails, the step, the seed, the order, the slow one."""
 
 from __future__ import annotations
 

@@ -329,8 +329,8 @@ def grade_measure(attempt: Attempt) -> None:
     others = (
         (3, 1, False, "one of three calls is slow, and it moves the result. Is the slow first"
          " call among those that the median is taken of?"),
-        (4, 0, True, "the ranks are slow in turn. The seconds of one call are those of its slowest rank: take the maximum"
-         " over the ranks for each call, and the median over the calls then"),
+        (4, 0, True, "the ranks are slow in turn. The seconds of one call are those of its slowest rank: take the "
+         "maximum over the ranks for each call, and the median over the calls then"),
     )  # fmt: skip
     for repeats, outlier, alternate, reason in others:
         answers = attempt.run(rank_measure, 2, (alpha, beta, repeats, outlier, alternate), timeout=HANG_SECONDS)

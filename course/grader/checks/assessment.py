@@ -204,14 +204,14 @@ def grade_bytes(attempt: Attempt) -> None:
         if per_step > 1.1 * size + 128:  # the loss, and numbers of rows
             raise Mistake(
                 f"rank {rank} hands {per_step / size:.1f} times the gradients' {size} bytes to collectives per step, "
-                "beside what it sends once at the start; once is enough: do not send weights in each step, nor gradients "
-                "twice"
+                "beside what it sends once at the start; once is enough: do not send weights in each step, nor "
+                "gradients twice"
             )
         start = few - short * per_step
         if start > 4 * size + 16384:
             raise Mistake(
-                f"rank {rank} hands {start / size:.1f} times the gradients' {size} bytes to collectives before the first "
-                "step; weights, buffers and the state of the optimizer are three times at most"
+                f"rank {rank} hands {start / size:.1f} times the gradients' {size} bytes to collectives before the "
+                "first step; weights, buffers and the state of the optimizer are three times at most"
             )
 
 

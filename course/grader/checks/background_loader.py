@@ -287,8 +287,8 @@ def check_failure(failed: Any) -> None:
             )
         if loads_after > DEPTH:
             raise Mistake(
-                f"load raised an error for batch {place}, and {loads_after} more loads began after it: no batch follows "
-                "an error, so the thread should end there.",
+                f"load raised an error for batch {place}, and {loads_after} more loads began after it: no batch "
+                "follows an error, so the thread should end there.",
                 see=BACKGROUND,
             )
 

@@ -363,8 +363,8 @@ def quantization(module: ModuleType, seed: int) -> None:
     wrong = (127 * scale.item() / gradient.abs().max().item() - 1) if gradient.abs().max() else 0.0
     if wrong < -0.002:
         raise Mistake(
-            f"the scale is {scale.item():.5f}, the largest entry divided by {gradient.abs().max() / scale:.1f}: int8 goes "
-            "to 127 only, so the largest entry cannot be written. The scale is the largest absolute value over 127"
+            f"the scale is {scale.item():.5f}, the largest entry divided by {gradient.abs().max() / scale:.1f}: int8 "
+            "goes to 127 only, so the largest entry cannot be written. The scale is the largest absolute value over 127"
         )
     mean = sum(decode(*encode(gradient)) for _ in range(300)) / 300
     bias = (mean - gradient).abs().max().item()

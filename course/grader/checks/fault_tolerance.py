@@ -257,8 +257,8 @@ def _both(module: ModuleType, seed: int) -> None:
     right = {**dict.fromkeys(dead, "dead"), **dict.fromkeys(hung, "hung")}
     if named != right:
         raise Mistake(
-            f"of 6 ranks, {sorted(dead)} are dead and {sorted(hung)} hang; failures() says {dict(sorted(named.items()))}: "
-            "it should name all ranks that have failed"
+            f"of 6 ranks, {sorted(dead)} are dead and {sorted(hung)} hang; failures() says "
+            f"{dict(sorted(named.items()))}: it should name all ranks that have failed"
         )
 
 

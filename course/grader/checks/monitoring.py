@@ -336,8 +336,8 @@ def _check_numbers(found: Any, table: torch.Tensor, slow: list[int]) -> None:
     right = {rank: round((usual[rank] / usual.quantile(0.5)).item(), 2) for rank in slow}
     if set(found.slowdown) != set(right) or any(abs(found.slowdown[rank] - right[rank]) > 0.02 for rank in right):
         raise Mistake(
-            f"slowdown is {found.slowdown}; it should be {right}: for each rank that is named, and for no other, how many "
-            "times the usual compute time of all it takes"
+            f"slowdown is {found.slowdown}; it should be {right}: for each rank that is named, and for no other, how "
+            "many times the usual compute time of all it takes"
         )
     others = [rank for rank in range(len(table)) if rank not in slow]
     lost = (table.amax(0) - table[others].amax(0)).mean().item()
@@ -349,8 +349,8 @@ def _check_numbers(found: Any, table: torch.Tensor, slow: list[int]) -> None:
     transfer = transfers(table.shape[1]).mean().item()
     if not abs(found.transfer - transfer) <= 1e-4:
         raise Mistake(
-            f"transfer is {found.transfer:.4f} s per step; it is {transfer:.4f}, a mean over the steps: the rank that comes last waits for no other, "
-            "so the smallest waiting time of a step is the communication itself"
+            f"transfer is {found.transfer:.4f} s per step; it is {transfer:.4f}, a mean over the steps: the rank that "
+            "comes last waits for no other, so the smallest waiting time of a step is the communication itself"
         )
 
 

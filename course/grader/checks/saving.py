@@ -334,8 +334,8 @@ def _after_kill(module: ModuleType, place: Path, operation: str, old: dict[str, 
         raise Mistake(f"{mistake}. A kill at any moment must leave the old or the new checkpoint: {reason}") from None
     if step not in (1, 2):
         raise Mistake(
-            f"{when}, load() returned step {step}, and only the steps 1 and 2 were ever saved: the temporary file has a "
-            "name that load() takes for a checkpoint. The next saves are then older than it, and are lost"
+            f"{when}, load() returned step {step}, and only the steps 1 and 2 were ever saved: the temporary file has "
+            "a name that load() takes for a checkpoint. The next saves are then older than it, and are lost"
         )
     if not _same(state, old if step == 1 else new):
         raise Mistake(f"{when}, load() returned step {step} with other values than were saved")
